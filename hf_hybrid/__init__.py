@@ -1,0 +1,1 @@
+"""Long-sequence hybrid architectures for Transformers."""

@@ -1,0 +1,76 @@
+"""Which implementation of an op runs, decided in this one place.
+
+The rule: ``"auto"`` runs Triton if every tensor lies on a CUDA device (or Triton's interpreter is on) and the op's
+``why_not_triton`` finds no objection, and torch otherwise; ``"torch"`` always runs; ``"triton"`` runs or raises with
+the objection, never something else in silence.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+BACKENDS = ("auto", "torch", "triton")
+BACKEND_VARIABLE = "HF_HYBRID_BACKEND"
+
+logger = logging.getLogger(__name__)
+_forced: ContextVar[str | None] = ContextVar("hf_hybrid_backend", default=None)
+_told: set[tuple[str, str]] = set()
+
+
+def _check_name(name: str, source: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}; got {name!r}")
+    return name
+
+
+@contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Run every op inside the ``with`` block on one backend, whatever its own ``backend`` argument says.
+
+    Args:
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+
+    Raises:
+        ValueError: The name is none of these.
+    """
+    token = _forced.set(_check_name(backend, "backend"))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose_backend(op: str, backend: str, tensors: list[torch.Tensor], why_not_triton: Callable[[], str | None]) -> str:
+    """Return ``"torch"`` or ``"triton"`` for one call of an op.
+
+    Args:
+        op: Name of the op, for messages.
+        backend: The call's own wish; a surrounding `use_backend`, then the environment variable
+            ``HF_HYBRID_BACKEND``, stand above ``"auto"``.
+        tensors: The call's tensors.
+        why_not_triton: The op's objection to running on Triton, or None.
+
+    Raises:
+        ValueError: An unknown name, or ``"triton"`` where it cannot run; the message gives the reason.
+    """
+    wish = _forced.get() or _check_name(backend, "backend")
+    if wish == "auto":
+        wish = _check_name(os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE)
+    if wish == "torch":
+        return "torch"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not interpreted and not all(tensor.is_cuda for tensor in tensors):
+        objection: str | None = "not every tensor is on a CUDA device"
+    else:
+        objection = why_not_triton()
+    if wish == "triton" and objection is not None:
+        raise ValueError(f"{op} cannot run on triton: {objection}")
+    chosen = "triton" if objection is None else "torch"
+    if (op, chosen) not in _told:
+        _told.add((op, chosen))
+        logger.debug("%s runs on %s (%s)", op, chosen, objection or "every tensor is on a CUDA device")
+    return chosen

@@ -45,7 +45,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, row: str) -> None
     ordinary scale do not ask for impossible relative accuracy.
 
     Raises:
-        AssertionError: Shapes differ, a value is not finite, or the error exceeds the row; the message says by how much.
+        AssertionError: Shapes differ, a value is not finite, or the error exceeds the row.
     """
     tolerance = TOLERANCES[row]
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)} != {tuple(expected.shape)}"

@@ -1,0 +1,7 @@
+"""The public ops: pure functions on tensors."""
+
+from .dispatch import use_backend
+from .local_attention import local_attention
+from .long_conv import long_conv
+
+__all__ = ["local_attention", "long_conv", "use_backend"]

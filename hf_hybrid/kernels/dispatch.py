@@ -44,7 +44,9 @@ def use_backend(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose_backend(op: str, backend: str, tensors: list[torch.Tensor], why_not_triton: Callable[[], str | None]) -> str:
+def choose_backend(
+    op: str, backend: str, tensors: list[torch.Tensor], why_not_triton: Callable[[], str | None]
+) -> str:
     """Return ``"torch"`` or ``"triton"`` for one call of an op.
 
     Args:

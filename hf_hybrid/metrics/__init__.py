@@ -1,0 +1,36 @@
+"""Metrics that work without a network: ``load_metric("rouge")``."""
+
+from typing import TYPE_CHECKING
+
+from hf_hybrid.data.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    import evaluate
+
+__all__ = ["METRICS", "load_metric"]
+
+METRICS: dict[str, str] = {"rouge": "ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum F-measures of summaries."}
+"""Metric names that `load_metric` knows, with what they measure."""
+
+
+def load_metric(name: str, config_name: str | None = None) -> "evaluate.Metric":
+    """Return a metric of this package, which needs neither a network nor a file in the working directory.
+
+    Args:
+        name: A key of `METRICS`.
+        config_name: The metric's configuration (a task name where the metric has tasks); ``rouge`` has none.
+
+    Returns:
+        An `evaluate.Metric`: ``compute``, ``add_batch`` and ``evaluate.combine`` work as for metrics from the Hub.
+
+    Raises:
+        ValueError: ``name`` is unknown, or ``config_name`` is not one of the metric's configurations.
+    """
+    if name not in METRICS:
+        known = ", ".join(sorted(METRICS))
+        raise ValueError(f"metric must be one of: {known}; got {name!r}.{did_you_mean(name, METRICS)}")
+    if config_name is not None:
+        raise ValueError(f"config_name must be None: metric {name!r} has no configurations; got {config_name!r}")
+    from hf_hybrid.metrics.rouge import Rouge
+
+    return Rouge()

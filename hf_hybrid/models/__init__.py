@@ -1,0 +1,1 @@
+"""One folder per architecture, and the table that registers them."""

@@ -1,0 +1,1 @@
+"""Training scripts as functions: `summarization.main`, and the steps that every script shares."""

@@ -1,0 +1,490 @@
+"""Training step of the models beside named peers of the same size, on the CPU: speed, memory, distance to the floor.
+
+Run it from the repository root::
+
+    python -m benchmarks.bench_models                                  # everything, under 45 minutes on two cores
+    python -m benchmarks.bench_models --models spade led --lengths 1024 --rounds 1 --out runs/try.csv
+    python -m benchmarks.bench_models --report benchmarks/results/models_cpu.csv   # its tables, as Markdown
+
+A cell is one model at one source length and precision. Each measurement of a cell is a process of its own: it builds
+the model with random weights, takes one training step to warm up (forward and backward, no optimizer) and then times
+further ones. The models take turns at each length, round after round, so that a disturbance hits all alike. A cell
+that runs out of time or memory is a row that says so, and is not tried again in later rounds.
+
+Peak memory is the process's peak resident set (VmHWM) less what was resident after the model was built and had taken
+one step on a few tokens: activations, gradients and temporaries, without weights, libraries and their start-up.
+
+The floor is what the machine's matrix multiplication alone would take: the step's counted floating-point operations
+(see `count_flops`) over the fastest rate at which large matrices were multiplied in the same run and precision.
+"""
+
+import argparse
+import csv
+import ctypes
+import gc
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, TARGET = 256, 4, 64, 1024, 4, 1024, 64
+MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
+SLOW_STEP = 5.0  # seconds; above it a process times one step instead of two
+MATMULS = ((4096, 256, 1024), (4096, 1024, 256))  # the feed-forward network's, at 4k tokens
+
+PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in ("longt5", "pegasus_x", "led", "t5")]
+
+DEFAULT_OUT = Path("benchmarks/results/models_cpu.csv")
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# fmt: off
+COLUMNS = (
+    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid",
+    "model", "precision", "length", "repeats", "median_s", "min_s", "max_s",
+    "tokens_per_s", "peak_mib", "flops", "matmul_gflop_per_s",
+    "floor_tokens_per_s", "fraction_of_floor", "outcome",
+)
+# fmt: on
+
+Row = dict[str, str]
+Cell = tuple[str, str, int]  # model, precision, length
+
+
+# --- the models
+
+
+def _t5_shape(model_type: str, **fields: object) -> Any:
+    shape = {"d_model": WIDTH, "d_kv": HEAD_DIM, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS}
+    return _config(model_type, **shape, decoder_start_token_id=0, **fields)
+
+
+def _bart_shape(model_type: str, **fields: object) -> Any:
+    shape: dict[str, object] = {"d_model": WIDTH}
+    for side in ("encoder", "decoder"):
+        shape |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": INNER, f"{side}_attention_heads": HEADS}
+    return _config(model_type, **shape, **fields)
+
+
+def _spade(**fields: object) -> Any:
+    import hf_hybrid  # noqa: F401 - registers the architecture
+
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_decoder_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "head_dim": HEAD_DIM, "intermediate_size": INNER}
+    return _config("spade", **shape, **heads, **fields)
+
+
+def _config(model_type: str, **fields: object) -> Any:
+    import transformers
+
+    return transformers.AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **fields)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "longt5-local": lambda: _t5_shape("longt5", encoder_attention_type="local"),
+    "longt5-tglobal": lambda: _t5_shape("longt5", encoder_attention_type="transient-global"),
+    "pegasus-x": lambda: _bart_shape("pegasus_x"),
+    "led": lambda: _bart_shape("led"),
+    "t5-sdpa": lambda: _t5_shape("t5"),
+    "t5-eager": lambda: _t5_shape("t5"),
+    "spade": _spade,
+    "spade-window": lambda: _spade(global_layers=[]),
+}
+DEFAULT_MODELS = tuple(name for name in MODELS if name != "t5-eager")
+OWN = ("spade", "spade-window")
+
+
+def build_model(name: str) -> torch.nn.Module:
+    """Build one of `MODELS` with random weights, in training mode."""
+    import transformers
+
+    torch.manual_seed(0)
+    attention = {"t5-sdpa": "sdpa", "t5-eager": "eager"}.get(name)
+    arguments = {"attn_implementation": attention} if attention else {}
+    model = transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name](), **arguments)
+    if attention and model.config._attn_implementation != attention:
+        raise ValueError(f"{name} runs with {model.config._attn_implementation} attention")
+    return model.train()
+
+
+# --- the floor
+
+
+def _window_pairs(length: int, radius: int) -> int:
+    """Count the (query, key) pairs at most `radius` apart."""
+    radius = min(radius, length - 1)
+    return length * (2 * radius + 1) - radius * (radius + 1)
+
+
+def count_flops(name: str, length: int) -> float:
+    """Count the floating-point operations a training step of one model needs.
+
+    Every matrix product counts 2 m k n forward and twice that backward (one product for each factor's gradient).
+    Attention counts the (query, key) pairs its pattern lets through, not what an implementation computes and throws
+    away; norms, activations, softmax and dropout are left out, so the floor is a little too low for every model.
+    With S source and T target tokens, width D, feed-forward width F, vocabulary V:
+
+    - encoder layer: projections 8 S D², feed-forward 4 S D F, attention 4 D per pair;
+    - decoder layer: the same on T tokens with T (T+1) / 2 pairs, and cross-attention 4 T D² + 4 S D² + 4 D S T;
+    - head: 2 T D V.
+
+    Pairs of an encoder layer, in each model's default configuration:
+
+    - T5: S². LongT5 local: at most 127 apart. LED: at most 256 apart.
+    - LongT5 transient-global: at most 127 apart, and S/16 block summaries for each token, whose keys and values cost
+      4 D² each.
+    - Pegasus-X: its block of 512 and 32 global tokens for each token; the global tokens see everything and pass
+      through all projections and the feed-forward network. The last layer's blocks count like the others.
+    - SPADE: at most `local_radius` apart (128). Each global layer adds the merge of its two branches, 4 S D², and
+      the state space model as four real FFTs of 2 S points per channel (two forward, two backward; its kernel is
+      frozen, so that its spectrum is a constant), at 2.5 n log2 n each, and two products of spectra.
+
+    Returns:
+        Operations of one step; batch size 1.
+    """
+    s, t, d, f = length, TARGET, WIDTH, INNER
+    per_token = 8 * d * d + 4 * d * f
+    extra_tokens, merges, once, globals_ = 0, 0, 0.0, 0
+    if name.startswith("t5"):
+        pairs = s * s
+    elif name == "longt5-local":
+        pairs = _window_pairs(s, 127)
+    elif name == "longt5-tglobal":
+        summaries = s // 16
+        pairs, globals_ = _window_pairs(s, 127) + s * summaries, summaries
+    elif name == "led":
+        pairs = _window_pairs(s, 256)
+    elif name == "pegasus-x":
+        blocks = [min(512, s - start) for start in range(0, s, 512)]
+        pairs, extra_tokens = sum(b * b for b in blocks) + 32 * s + 32 * (s + 32), 32
+    else:
+        config = MODELS[name]()
+        pairs = _window_pairs(s, config.local_radius)
+        merges = len(config.global_layers)
+        points = 2 * s
+        once = merges * d * (4 * 2.5 * points * math.log2(points) + 2 * 6 * points / 2)
+    encoder = LAYERS * ((s + extra_tokens) * per_token + 4 * d * pairs + 4 * d * d * globals_) + merges * 4 * s * d * d
+    decoder = LAYERS * (t * per_token + 4 * d * t * (t + 1) // 2 + 4 * (s + t) * d * d + 4 * d * s * t)
+    return 3.0 * (encoder + decoder + 2 * t * d * VOCABULARY) + once
+
+
+def measure_matmul(precision: str, threads: int) -> float:
+    """Return the fastest rate, in operations per second, at which this process multiplies the `MATMULS`."""
+    torch.set_num_threads(threads)
+    best = 0.0
+    for m, k, n in MATMULS:
+        a, b = torch.randn(m, k).to(PRECISIONS[precision]), torch.randn(k, n).to(PRECISIONS[precision])
+        for _ in range(12):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            best = max(best, 2 * m * k * n / (time.perf_counter() - start))
+    return best
+
+
+# --- one measurement, in its own process
+
+
+def _memory(field: str) -> float:
+    """Return a field of /proc/self/status (VmRSS, VmHWM), in MiB; NaN where there is no such file."""
+    with suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) / 1024
+    return math.nan
+
+
+def _forget_peak() -> float:
+    """Give free memory back to the system, start the process's peak anew, and return what is resident, in MiB."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def measure_cell(pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float) -> None:
+    """Take training steps of one cell and send ("step", seconds), ("peak", MiB) or ("outcome", text) as they come."""
+    started = time.perf_counter()
+    try:
+        torch.set_num_threads(threads)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+        model = build_model(name)
+        source = torch.randint(3, VOCABULARY, (1, length))
+        labels = torch.randint(3, VOCABULARY, (1, TARGET))
+
+        def step(tokens: int) -> float:
+            model.zero_grad(set_to_none=True)
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                mask = torch.ones(1, tokens, dtype=torch.long)
+                loss = model(input_ids=source[:, :tokens], attention_mask=mask, labels=labels).loss
+            loss.backward()
+            return time.perf_counter() - start
+
+        step(16)
+        model.zero_grad(set_to_none=True)
+        idle = _forget_peak()
+        warm_up = step(length)
+        timed = 0
+        while timed < (1 if warm_up > SLOW_STEP else 2):
+            if time.perf_counter() - started + warm_up > deadline_s:
+                break
+            pipe.send(("step", step(length)))
+            timed += 1
+        if timed:
+            pipe.send(("peak", _memory("VmHWM") - idle))
+        pipe.send(("outcome", "ok" if timed else "over time"))
+    except (MemoryError, RuntimeError) as error:
+        is_memory = isinstance(error, MemoryError) or "alloc" in str(error).lower()
+        pipe.send(("outcome", "out of memory" if is_memory else f"failed: {_first_line(error)}"))
+    except Exception as error:
+        pipe.send(("outcome", f"failed: {_first_line(error)}"))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
+
+
+def _measure_matmul_into(pipe: Connection, precision: str, threads: int) -> None:
+    pipe.send(("rate", measure_matmul(precision, threads)))
+
+
+def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s: float) -> list[tuple[str, Any]]:
+    """Run `target(pipe, *arguments)` in a fresh process that has torch and transformers loaded but has run nothing.
+
+    Returns:
+        What it sent, closed by its outcome: "over time" if it was ended at the limit, its exit if it died unheard.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    sent: list[tuple[str, Any]] = []
+    end = time.monotonic() + limit_s
+    while True:
+        if not ours.poll(max(0.0, end - time.monotonic())):
+            sent.append(("outcome", "over time"))
+            break
+        try:
+            sent.append(ours.recv())
+        except EOFError:
+            break
+    if process.is_alive() and sent and sent[-1] == ("outcome", "over time"):
+        process.kill()
+    process.join()
+    if not any(kind in ("outcome", "rate") for kind, _ in sent):
+        sent.append(("outcome", f"failed: the process ended with {process.exitcode}"))
+    return sent
+
+
+# --- a run
+
+
+def _cpu() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
+        for line in info:
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def _summary(outcomes: list[str]) -> str:
+    """Return "ok", the outcome all rounds share, or how many of them ended otherwise."""
+    bad = [outcome for outcome in outcomes if outcome != "ok"]
+    if not bad or len(bad) == len(outcomes):
+        return outcomes[0]
+    return f"{bad[0]} in {len(bad)} of {len(outcomes)} rounds"
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure every cell, rewriting the CSV after each round, and return its rows."""
+    from hf_hybrid.version import __version__
+
+    stamp = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _cpu(),
+        "threads": str(arguments.threads),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "hf_hybrid": __version__,
+    }
+    cells: list[Cell] = [(m, p, s) for p in arguments.precisions for s in arguments.lengths for m in arguments.models]
+    seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    peaks: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    outcomes: dict[Cell, list[str]] = {cell: [] for cell in cells}
+    rates = dict.fromkeys(arguments.precisions, 0.0)
+    rows: list[Row] = []
+    for number in range(arguments.rounds):
+        for precision in arguments.precisions:
+            sent = in_process(_measure_matmul_into, (precision, arguments.threads), arguments.time_limit)
+            rates[precision] = max(rates[precision], *(value for kind, value in sent if kind == "rate"))
+        for cell in cells:
+            if any(outcome != "ok" for outcome in outcomes[cell]):
+                continue
+            sent = in_process(measure_cell, (*cell, arguments.threads, arguments.time_limit), arguments.time_limit)
+            seconds[cell] += [value for kind, value in sent if kind == "step"]
+            peaks[cell] += [value for kind, value in sent if kind == "peak"]
+            outcomes[cell].append(next(value for kind, value in reversed(sent) if kind == "outcome"))
+            name, precision, length = cell
+            took = f"{statistics.median(seconds[cell]):8.3f} s" if seconds[cell] else " " * 10
+            print(f"{number + 1}  {name:15} {precision} {length:6} {took}  {outcomes[cell][-1]}", flush=True)
+        rows = [
+            stamp | describe(cell, seconds[cell], peaks[cell], _summary(outcomes[cell]), rates[cell[1]])
+            for cell in cells
+        ]
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    return rows
+
+
+def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str, rate: float) -> Row:
+    """Turn the measurements of a cell into its columns; what was not measured stays empty."""
+    name, precision, length = cell
+    row = {"model": name, "precision": precision, "length": str(length), "repeats": str(len(seconds))}
+    row |= {"outcome": outcome, "matmul_gflop_per_s": f"{rate / 1e9:.1f}"}
+    with suppress(Exception):  # an architecture that cannot be built has no floor either, and its outcome says why
+        flops = count_flops(name, length)
+        row |= {"flops": f"{flops:.4g}", "floor_tokens_per_s": f"{length * rate / flops:.0f}"}
+        if seconds:
+            row["fraction_of_floor"] = f"{flops / rate / statistics.median(seconds):.3f}"
+    if seconds:
+        median = statistics.median(seconds)
+        row |= {"median_s": f"{median:.4f}", "min_s": f"{min(seconds):.4f}", "max_s": f"{max(seconds):.4f}"}
+        row["tokens_per_s"] = f"{length / median:.1f}"
+    if peaks:
+        row["peak_mib"] = f"{max(peaks):.0f}"
+    return row
+
+
+# --- the tables
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> str:
+    """Return the least-squares slope of log value over log length, 2k to 16k tokens, and its number of points."""
+    logs = [(math.log(length), math.log(value)) for length, value in points if 2048 <= length <= 16384 and value > 0]
+    if len(logs) < 2:
+        return "-"
+    return f"{statistics.linear_regression(*zip(*logs, strict=True)).slope:.2f} ({len(logs)})"
+
+
+def markdown_table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Lay out a Markdown table."""
+    header = list(header)
+    body = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in body)
+
+
+def report(rows: list[Row]) -> str:
+    """Return the tables of a CSV's rows as Markdown."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
+    parts = [
+        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS}+{LAYERS} layers, width "
+        f"{WIDTH}, {HEADS} heads, feed-forward {INNER}, vocabulary {VOCABULARY}, {TARGET} target tokens, batch 1, "
+        "random weights; forward and backward in training mode."
+    ]
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
+    return "\n\n".join(parts)
+
+
+def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
+    lengths = sorted({int(row["length"]) for row in rows})
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {(row["model"], int(row["length"])): row for row in rows}
+    tokens = {key: float(row["tokens_per_s"]) for key, row in cells.items() if row.get("tokens_per_s")}
+    peaks = {key: float(row["peak_mib"]) for key, row in cells.items() if row.get("peak_mib")}
+
+    def lines(column: str, shown: Callable[[float], str]) -> list[list[str]]:
+        def cell(model: str, length: int) -> str:
+            row = cells.get((model, length), {})
+            text = shown(float(row[column])) if row.get(column) else ""
+            note = "" if row.get("outcome") == "ok" else row.get("outcome", "").split(":")[0]
+            return " ".join(part for part in (text, f"({note})" if text and note else note) if part) or "-"
+
+        return [[model, *(cell(model, length) for length in lengths)] for model in models]
+
+    columns = [str(length) for length in lengths]
+    speed = lines("tokens_per_s", lambda value: f"{value / 1000:.2f}")
+    for line in speed:
+        line.append(exponent([(s, s / tokens[line[0], s]) for s in lengths if (line[0], s) in tokens]))
+    memory = lines("peak_mib", lambda value: f"{value:.0f}")
+    for line in memory:
+        line.append(exponent([(s, peaks[line[0], s]) for s in lengths if (line[0], s) in peaks]))
+    rate = max(float(row["matmul_gflop_per_s"]) for row in rows)
+    parts = [
+        f"**{precision}: thousand source tokens per second, median**",
+        markdown_table(["model", *columns, "time exponent 2k-16k (points)"], speed),
+        f"**{precision}: peak memory over the idle process, MiB**",
+        markdown_table(["model", *columns, "memory exponent 2k-16k (points)"], memory),
+        f"**{precision}: fraction of the floor (matrix products alone, at {rate:.0f} GFLOP/s)**",
+        markdown_table(["model", *columns], lines("fraction_of_floor", lambda value: f"{value:.3f}")),
+    ]
+    ratios = []
+    for own in (model for model in models if model in OWN):
+        faster = [_against_peers(own, length, models, tokens, max) for length in lengths]
+        smaller = [_against_peers(own, length, models, peaks, min) for length in lengths]
+        ratios += [[f"{own}, tokens/s", *faster], [f"{own}, memory", *smaller]]
+    if ratios:
+        parts.append(f"**{precision}: ratio to the best peer at that length**")
+        parts.append(markdown_table(["", *columns], ratios))
+    return parts
+
+
+def _against_peers(
+    own: str, length: int, models: list[str], values: dict[tuple[str, int], float], best: Callable[..., str]
+) -> str:
+    peers = {model: values[model, length] for model in models if model not in OWN and (model, length) in values}
+    if not peers or (own, length) not in values:
+        return "-"
+    peer = best(peers, key=peers.__getitem__)
+    return f"{values[own, length] / peers[peer]:.2f} ({peer})" if peers[peer] else "-"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, metavar="NAME", help=", ".join(MODELS)
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS", help="source lengths")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, a process each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process of a cell")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
+    arguments = parser.parse_args(argv)
+    if arguments.report:
+        with open(arguments.report, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = run(arguments)
+    print(report(rows))
+    failed = [row for row in rows if row["outcome"].startswith("failed")]
+    for row in failed:
+        print(f"{row['model']} {row['precision']} {row['length']}: {row['outcome']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

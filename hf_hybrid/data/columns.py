@@ -1,0 +1,161 @@
+"""Which columns of a dataset hold the text and the summary, and what to do with empty pairs."""
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from hf_hybrid.data.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+__all__ = ["drop_empty_pairs", "summarization_columns"]
+
+logger = logging.getLogger(__name__)
+
+# Text and summary columns of well-known datasets, by the last part of their names.
+_KNOWN_DATASETS: dict[str, tuple[str, str]] = {
+    "aeslc": ("email_body", "subject_line"),
+    "arxiv-summarization": ("article", "abstract"),
+    "big_patent": ("description", "abstract"),
+    "billsum": ("text", "summary"),
+    "booksum": ("chapter", "summary_text"),
+    "cnn_dailymail": ("article", "highlights"),
+    "dialogsum": ("dialogue", "summary"),
+    "gigaword": ("document", "summary"),
+    "gov_report": ("report", "summary"),
+    "govreport-summarization": ("report", "summary"),
+    "multi_news": ("document", "summary"),
+    "newsroom": ("text", "summary"),
+    "orange_sum": ("text", "summary"),
+    "pubmed-summarization": ("article", "abstract"),
+    "reddit_tifu": ("documents", "tldr"),
+    "samsum": ("dialogue", "summary"),
+    "scientific_papers": ("article", "abstract"),
+    "scitldr": ("source", "target"),
+    "sumpubmed": ("text", "abstract"),
+    "thaisum": ("body", "summary"),
+    "xlsum": ("text", "summary"),
+    "xsum": ("document", "summary"),
+}
+
+# Names that say what they hold, the most telling first.
+_TEXT_NAMES = (
+    "document",
+    "article",
+    "dialogue",
+    "text",
+    "report",
+    "body",
+    "description",
+    "source",
+    "input",
+    "content",
+)
+_SUMMARY_NAMES = ("summary", "summaries", "highlights", "abstract", "tldr", "target", "output", "headline", "title")
+_LABEL = re.compile(r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE)  # never text to summarize
+
+
+def summarization_columns(
+    dataset: "DatasetDict",
+    *,
+    dataset_name: str | None,
+    text_column: str | None = None,
+    summary_column: str | None = None,
+) -> tuple[str, str]:
+    """Return the names of the text column and the summary column.
+
+    A column that is named is taken. Otherwise: the columns of a well-known dataset, then columns whose names say what
+    they hold (``document`` and ``summary``, ``article`` and ``highlights``, ...), then the first two that are not
+    identifiers.
+
+    Args:
+        dataset: The splits.
+        dataset_name: Where they come from: a Hub name decides for well-known datasets.
+        text_column: The user's choice.
+        summary_column: The user's choice.
+
+    Raises:
+        ValueError: A named column does not exist in a split, both names are the same, or there are fewer than two
+            columns to choose from.
+    """
+    columns = list(next(iter(dataset.values())).column_names)
+    for flag, name in (("text_column", text_column), ("summary_column", summary_column)):
+        if name is not None and name not in columns:
+            raise ValueError(
+                f"{flag} must be one of the dataset's columns: {', '.join(columns)}; got {name!r}."
+                f"{did_you_mean(name, columns)}"
+            )
+    known = _KNOWN_DATASETS.get((dataset_name or "").rsplit("/", 1)[-1].casefold(), ())
+    text_names = (*known[:1], *_TEXT_NAMES) if known and known[0] in columns else _TEXT_NAMES
+    summary_names = (*known[1:], *_SUMMARY_NAMES) if known and known[1] in columns else _SUMMARY_NAMES
+    text = text_column or _telling(columns, text_names, taken=summary_column)
+    summary = summary_column or _telling(columns, summary_names, taken=text)
+    text = text or _first_left(columns, taken=summary)
+    summary = summary or _first_left(columns, taken=text)
+    if text is None or summary is None:
+        raise ValueError(
+            f"the dataset must have a column of texts and one of summaries; got the columns: {', '.join(columns)}"
+        )
+    if text == summary:
+        raise ValueError(f"text_column and summary_column must differ; got {text!r} for both")
+    for split, rows in dataset.items():
+        for flag, name in (("text_column", text), ("summary_column", summary)):
+            if name not in rows.column_names:
+                raise ValueError(
+                    f"{flag} {name!r} must be in every split; {split!r} has only: {', '.join(rows.column_names)}"
+                )
+    return text, summary
+
+
+def _telling(columns: list[str], names: tuple[str, ...], *, taken: str | None) -> str | None:
+    """Return the first of some names that is a column."""
+    return next((name for name in names if name in columns and name != taken), None)
+
+
+def _first_left(columns: list[str], *, taken: str | None) -> str | None:
+    """Return the first column that is left and can hold text."""
+    return next((column for column in columns if column != taken and not _LABEL.fullmatch(column)), None)
+
+
+def drop_empty_pairs(split: "Dataset", text_column: str, summary_column: str, *, name: str) -> "Dataset":
+    """Drop rows whose text or summary is missing or blank, and log how many there were.
+
+    Args:
+        split: Rows of one split.
+        text_column: Column of the texts.
+        summary_column: Column of the summaries.
+        name: The split's name, for messages.
+
+    Returns:
+        ``split`` itself if nothing was dropped.
+
+    Raises:
+        ValueError: A value is neither a string nor missing (the message tells the row, counted from 0), or no row is
+            left.
+    """
+    keep = []
+    number = 0
+    for batch in split.select_columns([text_column, summary_column]).iter(batch_size=1000):
+        for pair in zip(batch[text_column], batch[summary_column], strict=True):
+            for column, value in zip((text_column, summary_column), pair, strict=True):
+                if value is not None and not isinstance(value, str):
+                    raise ValueError(
+                        f"column {column!r} of split {name!r} must hold text; row {number} holds "
+                        f"{type(value).__name__}: {str(value)[:80]}"
+                    )
+            if all(value is not None and value.strip() for value in pair):
+                keep.append(number)
+            number += 1
+    if not keep:
+        raise ValueError(
+            f"split {name!r} must hold at least one row with text in both {text_column!r} and {summary_column!r}; "
+            f"got {number} rows, none of them complete"
+        )
+    if len(keep) == number:
+        return split
+    logger.warning(
+        "%s: dropped %d of %d rows whose %r or %r is empty",
+        name, number - len(keep), number, text_column, summary_column,
+    )  # fmt: skip
+    return split.select(keep)

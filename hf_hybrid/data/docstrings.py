@@ -1,0 +1,238 @@
+"""Documentation read from Python source: which docstrings a file holds, and how they become document and summary.
+
+A document is what a reader of a documentation page sees: a title line such as
+``torch.nn.functional.softmax(input, dim=None)``, and under it the docstring without its first sentence. That first
+sentence is the summary.
+"""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_hybrid.data.preprocessing import split_sentences
+
+__all__ = ["Docstring", "DocumentationError", "Pair", "docstring_pair", "module_pair", "read_docstrings"]
+
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_ROLE = re.compile(r":(?:[a-z]+:)?[a-z]+:`[~!]?([^`<]*?)(?:\s*<[^`>]*>)?`")  # :func:`~torch.abs` -> torch.abs
+_LINK = re.compile(r"\[`?([^\]`]+)`?\]\([^)]*\)")  # [`text`](target) -> text
+_AUTOLINK = re.compile(r"\[`[~!]?([^\]`]+)`\]")  # [`~Trainer.train`] -> Trainer.train
+_UNDERLINE = re.compile(r"^[=\-~^*#+.]{3,}$")
+_WORD = re.compile(r"[^\W\d_]+")
+_LETTERS = re.compile(r"[A-Za-z]")
+_BOILERPLATE = re.compile(
+    r"(see|deprecated|alias|obsolete|todo|fixme|internal|placeholder|stub|dummy|overrid\w+|inherit\w*|same as|like"
+    r"|tests?|auto-?generated|copied|adapted|unused|undocumented|not implemented|legacy|constructor|initializes? self"
+    r"|helper|this (method|class|function) is deprecated|base class for all|the bare|this is the configuration class"
+    r"|constructs? (a|an|the) [\w .-]*(tokenizer|processor))\b",
+    re.IGNORECASE,
+)
+_NOT_A_SENTENCE = re.compile(
+    r">>>|:param|\{\{|::|[|\\]|\(`|: -| - .* - | : |^\w+:|^(parameters|attributes|returns) \w+ :"
+    r"|\b(args?|arguments|parameters|returns|inputs?|examples?|features):\s",
+    re.IGNORECASE,
+)
+_LEGAL = re.compile(r"copyright|licen[sc]e|all rights reserved|\(c\)|@|author", re.IGNORECASE)
+_COMMON_WORDS = frozenset(
+    _WORD.findall(
+        "a an and are as at be been before between by can each for from has have if in into is it its not of on one "
+        "or out that the their then this to two used using was when where which while will with without"
+    )
+)
+
+_CODE_HEADINGS = {"", "example", "examples", "usage"}  # nothing is left under them without the doctests
+
+SUMMARY_WORDS = range(4, 41)
+DOCUMENT_WORDS = range(25, 601)
+MODULE_SUMMARY_WORDS = range(5, 121)
+MODULE_DOCUMENT_WORDS = range(300, 20_001)
+_MAX_SIGNATURE_CHARACTERS = 200
+
+
+class DocumentationError(ValueError):
+    """A file is not Python that this interpreter can read."""
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """One docstring of a source file.
+
+    Attributes:
+        title: Dotted name and signature; the bare name for a module.
+        text: The docstring, without the indentation that the source gives it.
+        is_module: Whether it is the file's own docstring.
+    """
+
+    title: str
+    text: str
+    is_module: bool
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A document, its summary, and the module that both come from."""
+
+    document: str
+    summary: str
+    source: str
+
+
+def read_docstrings(source: bytes, module: str) -> list[Docstring]:
+    """List the docstrings of a file in source order: the module's own, then every class, method and function.
+
+    The source is parsed, not run.
+
+    Raises:
+        DocumentationError: The source is not valid Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's docstrings
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise DocumentationError(f"{module}: {error}") from error
+    found = []
+    text = ast.get_docstring(tree)
+    if text:
+        found.append(Docstring(module, text, is_module=True))
+    for name, definition in _definitions(tree, module):
+        text = ast.get_docstring(definition)
+        if text:
+            found.append(Docstring(name + _signature(definition), text, is_module=False))
+    return found
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
+    """Walk classes and functions in source order, into classes and conditions but not into function bodies."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Definition):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            if isinstance(child, ast.ClassDef):
+                yield from _definitions(child, name)
+        elif isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from _definitions(child, prefix)
+
+
+def _signature(definition: _Definition) -> str:
+    """Return the arguments as documentation shows them: names and defaults, no ``self``, no types."""
+    function: ast.AST | None = definition
+    if isinstance(definition, ast.ClassDef):
+        function = next(
+            (item for item in definition.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None
+        )
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ""
+    arguments = function.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    for rest in (arguments.vararg, arguments.kwarg):
+        if rest is not None:
+            rest.annotation = None
+    for own in (arguments.posonlyargs, arguments.args):
+        if own and own[0].arg in ("self", "cls"):
+            del own[0]
+            break
+    # Removing `self` keeps defaults aligned unless `self` itself had one, which ast.unparse would refuse.
+    defaults = len(arguments.posonlyargs) + len(arguments.args)
+    arguments.defaults = arguments.defaults[max(0, len(arguments.defaults) - defaults) :]
+    text = ast.unparse(arguments)
+    if len(text) > _MAX_SIGNATURE_CHARACTERS:
+        text = text[:_MAX_SIGNATURE_CHARACTERS].rsplit(",", 1)[0] + ", ..."
+    return f"({text})"
+
+
+def docstring_pair(docstring: Docstring, module: str) -> Pair | None:
+    """Make a pair of a class's or function's docstring; None if it makes no good one."""
+    paragraphs = _paragraphs(docstring.text)
+    if docstring.is_module or not paragraphs:
+        return None
+    if len(paragraphs) > 1 and re.match(r"[\w.]+\(.*\)", paragraphs[0]):  # a signature of the C kind
+        del paragraphs[0]
+    summary = next(iter(split_sentences(_joined(paragraphs[0]))), "")
+    body = "\n\n".join(filter(None, [paragraphs[0][len(summary) :].strip(), *paragraphs[1:]]))
+    document = f"{docstring.title}\n{body}"
+    if not _is_summary(summary, SUMMARY_WORDS) or len(document.split()) not in DOCUMENT_WORDS:
+        return None
+    if not _is_prose(body) or words_of(summary) in words_of(body) or not _supports(document, summary):
+        return None
+    return Pair(document, summary, module)
+
+
+def module_pair(docstrings: list[Docstring], module: str) -> Pair | None:
+    """Make a pair of all documentation of a module; None if it makes no good one."""
+    if not docstrings or not docstrings[0].is_module:
+        return None
+    paragraphs = _paragraphs(docstrings[0].text)
+    start = next((i for i, text in enumerate(paragraphs) if len(_joined(text).split()) >= MODULE_SUMMARY_WORDS[0]), -1)
+    if start < 0:
+        return None
+    summary = _joined(paragraphs[start])
+    pages = ["\n\n".join([module, *paragraphs[:start], *paragraphs[start + 1 :]])]
+    for docstring in docstrings[1:]:
+        pages.append("\n\n".join([docstring.title, *_paragraphs(docstring.text)]))
+    document = "\n\n".join(pages)
+    if not _is_summary(summary, MODULE_SUMMARY_WORDS) or len(document.split()) not in MODULE_DOCUMENT_WORDS:
+        return None
+    if not _is_prose(document) or words_of(summary) in words_of(document) or not _supports(document, summary):
+        return None
+    return Pair(document, summary, module)
+
+
+def words_of(text: str) -> str:
+    """Return the letters of a text as lower-case words: what two copies share whatever their layout."""
+    return " ".join(_WORD.findall(text.lower()))
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Split a docstring at blank lines, without markup, indentation, doctests and headings' underlines."""
+    text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("```"))
+    text = _AUTOLINK.sub(r"\1", _LINK.sub(r"\1", _ROLE.sub(r"\1", text))).replace("``", "`").replace("`~", "`")
+    paragraphs: list[list[str]] = [[]]
+    in_doctest = False
+    for raw in text.splitlines():
+        line = " ".join(raw.split())
+        in_doctest = line.startswith(">>>") or (in_doctest and bool(line))
+        if not line:
+            paragraphs.append([])
+        elif not in_doctest and not _UNDERLINE.match(line) and not line.startswith(".. "):
+            paragraphs[-1].append(line)
+    found = ["\n".join(lines) for lines in paragraphs if lines]
+    return [text for text in found if text.rstrip(":").casefold() not in _CODE_HEADINGS]
+
+
+def _joined(paragraph: str) -> str:
+    return paragraph.replace("\n", " ")
+
+
+def _is_summary(summary: str, allowed: range) -> bool:
+    """Whether a text is prose of the right length that says something of its own."""
+    return (
+        len(summary.split()) in allowed
+        and summary[0].isalpha()
+        and not summary.endswith((":", ",", "..."))
+        and not _BOILERPLATE.match(summary)
+        and not _NOT_A_SENTENCE.search(summary)
+        and not _LEGAL.search(summary)
+        and len(_LETTERS.findall(summary)) >= 0.7 * len(summary)
+    )
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text reads like English: mostly letters, and enough of the words that hold sentences together."""
+    words = words_of(text).split()
+    common = sum(word in _COMMON_WORDS for word in words)
+    return len(words) >= 12 and common >= 0.1 * len(words) and len(_LETTERS.findall(text)) >= 0.55 * len(text)
+
+
+def _supports(document: str, summary: str) -> bool:
+    """Whether the document holds enough of the summary's content for a reader to write it.
+
+    At least half of the summary's content words must occur in it, up to their endings.
+    """
+    stems = {word[:5] for word in words_of(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", document)).split()}
+    content = {word[:5] for word in words_of(summary).split() if len(word) > 3 and word not in _COMMON_WORDS}
+    return len(content & stems) >= 0.5 * len(content)

@@ -1,0 +1,229 @@
+"""Read the rows of CSV and JSON files, with errors that name the file, the line and the rule.
+
+The readers of the standard library are used because the message is the point: they know the line.
+"""
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from hf_hybrid.data.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["EXTENSIONS", "check_file", "read_table"]
+
+EXTENSIONS = (".csv", ".json", ".jsonl")
+_OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # type: ignore[dict-item]
+_COMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
+_BATCH_ROWS = 1000
+_SCALARS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+_Row = tuple[int, dict[str, Any]]
+"""A line number, counted from 1, and what the line holds."""
+
+
+def check_file(flag: str, path: str) -> str:
+    """Check that a path can be a data file, and return its format's extension.
+
+    Args:
+        flag: The argument that the path came from, for messages.
+        path: A ``.csv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2`` behind it.
+
+    Raises:
+        ValueError: The extension is unknown, or there is no such file, or it is empty.
+    """
+    file = Path(path)
+    suffix = Path(file.stem).suffix if file.suffix.lower() in _OPENERS else file.suffix
+    if suffix.lower() not in EXTENSIONS:
+        raise ValueError(
+            f"{flag} must end in {', '.join(EXTENSIONS)}, or one of these and {', '.join(_OPENERS)}; "
+            f"got {path!r}.{did_you_mean(suffix, EXTENSIONS) if suffix else ''}"
+        )
+    if not file.is_file():
+        siblings = os.listdir(file.parent) if file.parent.is_dir() else []
+        what = "a folder" if file.is_dir() else "no such file"
+        raise ValueError(f"{flag} must be an existing file; got {path!r} ({what}).{did_you_mean(file.name, siblings)}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{flag} must hold at least one row; got {path!r}, which is empty")
+    return suffix.lower()
+
+
+def read_table(flag: str, path: str) -> "pa.Table":
+    """Read a data file.
+
+    JSON is one object on each line, or one array of objects. CSV has a header line; a column that holds nothing but
+    numbers becomes numeric. A key that a JSON row lacks is null there.
+
+    Args:
+        flag: The argument that the path came from, for messages.
+        path: See `check_file`.
+
+    Raises:
+        ValueError: The file cannot be read as what its extension says; the message names the line.
+    """
+    extension = check_file(flag, path)
+    place = f"{flag} {path!r}"
+    open_bytes = _OPENERS.get(Path(path).suffix.lower(), open)
+    try:
+        with open_bytes(path, "rb") as stream:
+            if extension == ".csv":
+                return _numbers_parsed(_table(place, _csv_rows(place, stream)))
+            return _table(place, _json_rows(place, stream))
+    except _COMPRESSION_ERRORS as error:
+        raise ValueError(f"{place} must be a whole {Path(path).suffix} file; it cannot be read ({error})") from error
+    except OSError as error:  # also what gzip and bz2 raise for a file that is not theirs
+        raise ValueError(f"{place} cannot be read: {error}") from error
+
+
+def _lines(place: str, stream: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """Decode a file line by line."""
+    for number, line in enumerate(stream, start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place}, line {number}: must be UTF-8 text; {error.reason}") from error
+        if "\0" in text:
+            raise ValueError(f"{place}, line {number}: must be text; got binary data (a zero byte)")
+        yield number, text
+
+
+def _json_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
+    lines = _lines(place, stream)
+    for number, line in lines:
+        if not line.strip():
+            continue
+        if line.lstrip().startswith("["):
+            yield from _json_array(place, number, [line, *(text for _, text in lines)])
+            return
+        yield number, _json_object(place, number, line)
+
+
+def _json_array(place: str, first_line: int, lines: list[str]) -> Iterator[_Row]:
+    try:
+        rows = json.loads("".join(lines))
+    except json.JSONDecodeError as error:
+        number = first_line + error.lineno - 1
+        raise ValueError(f"{place}, line {number}: must be valid JSON; {error.msg} (column {error.colno})") from error
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}, item {index} of the array: must be a JSON object; got {_kind(row)}")
+        yield first_line, row
+
+
+def _json_object(place: str, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{place}, line {number}: must be one JSON object on each line, or the file one array of objects; "
+            f"{error.msg} (column {error.colno})"
+        ) from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}, line {number}: must be a JSON object such as {{...}}; got {_kind(row)}")
+    return row
+
+
+def _csv_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
+    limit = csv.field_size_limit(2**31 - 1)  # the default refuses fields over 128 KiB; documents are longer
+    try:
+        reader = csv.reader((line for _, line in _lines(place, stream)), strict=True)
+        header: list[str] | None = None
+        while True:
+            start = reader.line_num + 1
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                raise ValueError(f"{place}, line {start}: must be valid CSV; {error}") from error
+            if fields is None:
+                return
+            if not fields:
+                continue
+            if header is None:
+                header = _checked_header(place, start, fields)
+            elif len(fields) != len(header):
+                raise ValueError(
+                    f"{place}, line {start}: must have the header's {len(header)} columns ({', '.join(header)}); "
+                    f"got {len(fields)} (text that holds commas or line breaks belongs in double quotes)"
+                )
+            else:
+                yield start, dict(zip(header, fields, strict=True))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _checked_header(place: str, number: int, fields: list[str]) -> list[str]:
+    names = [field.strip() for field in fields]
+    if not all(names) or len(set(names)) != len(names):
+        raise ValueError(f"{place}, line {number}: the header must name each column once; got {names}")
+    return names
+
+
+def _table(place: str, rows: Iterable[_Row]) -> "pa.Table":
+    """Collect rows in Arrow memory, a batch at a time."""
+    import pyarrow as pa
+
+    tables: list[pa.Table] = []
+    kinds: dict[str, str] = {}
+    batch: list[_Row] = []
+
+    def flush() -> None:
+        try:
+            columns = {name: [row.get(name) for _, row in batch] for name in kinds}
+            tables.append(pa.table(columns))
+        except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
+            lines = f"lines {batch[0][0]} to {batch[-1][0]}"
+            raise ValueError(f"{place}, {lines}: values cannot be stored as columns; {error}") from error
+        batch.clear()
+
+    for number, row in rows:
+        for name, value in row.items():
+            kind = kinds.setdefault(name, "null" if value is None else _kind(value))
+            if kind == "null" and value is not None:
+                kinds[name] = _kind(value)
+            elif value is not None and _kind(value) != kind:
+                raise ValueError(
+                    f"{place}, line {number}: column {name!r} must hold the same kind of value in every row; "
+                    f"got {_kind(value)} after {kind}"
+                )
+        batch.append((number, row))
+        if len(batch) == _BATCH_ROWS:
+            flush()
+    if batch:
+        flush()
+    if not tables or not kinds:
+        raise ValueError(f"{place} must hold at least one row; got none")
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ValueError(f"{place}: rows cannot be stored as columns of one type; {error}") from error
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else _SCALARS[type(value)]
+
+
+def _numbers_parsed(table: "pa.Table") -> "pa.Table":
+    """Turn the columns of a CSV table that hold only numbers into numbers; an empty field is null there."""
+    import pyarrow as pa
+
+    for index, name in enumerate(table.column_names):
+        fields = table.column(index).to_pylist()
+        for parse, kind in ((int, pa.int64()), (float, pa.float64())):
+            try:
+                numbers = [parse(field) if field.strip() else None for field in fields]
+                column = pa.array(numbers, kind)
+            except (ValueError, OverflowError, pa.ArrowException):
+                continue
+            if column.null_count < len(column):
+                table = table.set_column(index, name, column)
+            break
+    return table

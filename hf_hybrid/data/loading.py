@@ -1,0 +1,158 @@
+"""Raw datasets from a name, a folder or files: one pure function, `load_raw_datasets`."""
+
+import hashlib
+import json
+import logging
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_hybrid.data.cache import cache_root, cached_folder, save_quietly
+from hf_hybrid.data.corpora import EMBEDDED, embedded_corpus
+from hf_hybrid.data.files import check_file, read_table
+from hf_hybrid.data.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+__all__ = ["load_raw_datasets"]
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDED_PREFIX = "embedded:"
+_FORMAT = 1  # part of the cache key: raise it whenever the same files would give other rows
+
+
+def load_raw_datasets(
+    *,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    train_file: str | None = None,
+    validation_file: str | None = None,
+    test_file: str | None = None,
+    cache_dir: str | None = None,
+    token: str | bool | None = None,
+) -> "DatasetDict":
+    """Load the splits that a script trains and evaluates on.
+
+    Args:
+        dataset_name: ``embedded:NAME`` (see `hf_hybrid.data.corpora.EMBEDDED`), a local dataset folder (of data files,
+            or written by ``save_to_disk``), or a dataset of the Hugging Face Hub.
+        dataset_config_name: Configuration of a Hub dataset or of a folder.
+        train_file: A ``.csv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2`` behind it: CSV
+            with a header, or one JSON object on each line, or one JSON array of objects.
+        validation_file: The same.
+        test_file: The same.
+        cache_dir: Where built and downloaded datasets are kept; the Hugging Face cache when None.
+        token: Token for the Hub.
+
+    Returns:
+        The splits: ``train``, ``validation`` and ``test``, as far as they were given, or as the dataset names them.
+
+    Raises:
+        ValueError: Neither a name nor a file was given, or both were, or what was given cannot be used; the message
+            names the flag, the file and line, what was found and the rule.
+    """
+    files = {"train_file": train_file, "validation_file": validation_file, "test_file": test_file}
+    given = {flag: path for flag, path in files.items() if path is not None}
+    if dataset_name is not None and given:
+        raise ValueError(
+            f"dataset_name and {', '.join(given)} must not be given together; got dataset_name={dataset_name!r} and "
+            + ", ".join(f"{flag}={path!r}" for flag, path in given.items())
+        )
+    if dataset_name is None and not given:
+        raise ValueError(
+            "a dataset must be named: dataset_name (a Hub dataset, a folder, or "
+            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or train_file, validation_file, test_file"
+        )
+    if dataset_name is None:
+        return _load_files(given, cache_dir)
+    if dataset_config_name is not None and dataset_name.startswith(_EMBEDDED_PREFIX):
+        raise ValueError(
+            f"dataset_config_name must be None for {dataset_name!r}, which has no configurations; "
+            f"got {dataset_config_name!r}"
+        )
+    if dataset_name.startswith(_EMBEDDED_PREFIX):
+        return _load_embedded(dataset_name, cache_dir)
+    if not dataset_name.strip():
+        raise ValueError(f"dataset_name must not be empty; got {dataset_name!r}")
+    return _load_named(dataset_name, dataset_config_name, cache_dir, token)
+
+
+def _load_embedded(dataset_name: str, cache_dir: str | None) -> "DatasetDict":
+    name = dataset_name.removeprefix(_EMBEDDED_PREFIX)
+    if name not in EMBEDDED:
+        known = [_EMBEDDED_PREFIX + option for option in EMBEDDED]
+        raise ValueError(
+            f"dataset_name must be one of {', '.join(known)}, a folder or a Hub dataset; got {dataset_name!r}."
+            f"{did_you_mean(dataset_name, known)}"
+        )
+    return embedded_corpus(name, cache_dir=cache_dir)
+
+
+def _load_files(files: dict[str, str], cache_dir: str | None) -> "DatasetDict":
+    """Read data files into the cache, from where they are mapped; unchanged files are not read again."""
+    from datasets import load_from_disk
+
+    for flag, path in files.items():
+        check_file(flag, path)
+    states = [(flag, str(Path(path).resolve()), Path(path).stat()) for flag, path in files.items()]
+    key = json.dumps([_FORMAT, *((flag, path, state.st_size, state.st_mtime_ns) for flag, path, state in states)])
+    folder = cache_root(cache_dir) / "files" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    cached_folder(folder, lambda unfinished: _convert_files(files, unfinished))
+    return load_from_disk(str(folder))
+
+
+def _convert_files(files: dict[str, str], folder: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    splits: dict[str, Dataset] = {}
+    first: tuple[str, set[str]] | None = None
+    for flag, path in files.items():
+        table = read_table(flag, path)
+        columns = set(table.column_names)
+        first = first or (flag, columns)
+        if columns != first[1]:
+            raise ValueError(
+                f"all files must have the same columns; {first[0]} {files[first[0]]!r} has {sorted(first[1])}, "
+                f"{flag} {path!r} has {sorted(columns)}"
+            )
+        splits[flag.removesuffix("_file")] = Dataset(table)
+    save_quietly(DatasetDict(splits), folder)
+
+
+def _load_named(name: str, config: str | None, cache_dir: str | None, token: str | bool | None) -> "DatasetDict":
+    """Load a folder or a Hub dataset with `datasets`."""
+    import datasets
+
+    folder = Path(name).expanduser()
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return datasets.DatasetDict.load_from_disk(str(folder))
+        if (folder / "state.json").is_file():
+            return datasets.DatasetDict({"train": datasets.Dataset.load_from_disk(str(folder))})
+        loaded = datasets.load_dataset(
+            str(folder) if folder.is_dir() else name, config, cache_dir=cache_dir, token=token
+        )
+    except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetGenerationError) as error:
+        # `datasets` reports a name that it cannot find, or cannot look up offline, by the first two.
+        raise ValueError(_cannot_load(name, folder, error)) from error
+    if not isinstance(loaded, datasets.DatasetDict):
+        raise ValueError(f"dataset_name must be a dataset with splits; got {name!r}, a {type(loaded).__name__}")
+    return loaded
+
+
+def _cannot_load(name: str, folder: Path, error: Exception) -> str:
+    """Say what was tried for a dataset name, and what else might have been meant."""
+    reason = textwrap.shorten(str(error.__cause__ or error), 300)
+    if folder.is_dir():
+        return f"dataset_name must be a folder that datasets can read; got {name!r} ({reason})"
+    if folder.is_file():
+        return f"dataset_name must be a folder or the name of a dataset; got the file {name!r}: give it as train_file"
+    corpora = [_EMBEDDED_PREFIX + option for option in EMBEDDED]
+    close = next((_EMBEDDED_PREFIX + option for option in EMBEDDED if option == name), None)
+    hint = f" Did you mean {close!r}?" if close else did_you_mean(name, corpora)
+    return (
+        f"dataset_name must be a Hub dataset that can be reached or is in the cache, an existing folder, or one of "
+        f"{', '.join(corpora)}, which need no network; got {name!r} ({reason}).{hint}"
+    )

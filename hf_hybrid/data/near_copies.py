@@ -1,0 +1,52 @@
+"""Leave out texts that say again what an earlier text said."""
+
+import hashlib
+from collections import Counter, defaultdict
+
+__all__ = ["NearCopyFilter"]
+
+_SHINGLE_WORDS = 4
+_SKETCH_SIZE = 24
+_COPY_SHARE = 0.5
+
+
+class NearCopyFilter:
+    """Remembers texts and recognises copies and near copies of them.
+
+    A text is known by a sketch: the 24 smallest hashes of its runs of four words. The share of two sketches that is
+    equal estimates the share of runs that is equal; from one half on, a text counts as a copy. Exact copies, and texts
+    that share a key (`is_copy`), are found whatever their length. Cost: linear in the words read.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+        self._sketches: defaultdict[int, list[int]] = defaultdict(list)
+        self._texts = 0
+
+    def is_copy(self, text: str, *keys: str) -> bool:
+        """Return whether a text copies an earlier one, and remember it if it does not.
+
+        Args:
+            text: Normalised text: words separated by single spaces.
+            *keys: More names for the text; sharing any of them with an earlier text makes it a copy.
+        """
+        exact = {text, *keys}
+        if not exact.isdisjoint(self._keys):
+            return True
+        sketch = _sketch(text)
+        shared = Counter(earlier for value in sketch for earlier in self._sketches.get(value, ()))
+        if shared and shared.most_common(1)[0][1] >= _COPY_SHARE * len(sketch):
+            return True
+        self._keys |= exact
+        for value in sketch:
+            self._sketches[value].append(self._texts)
+        self._texts += 1
+        return False
+
+
+def _sketch(text: str) -> list[int]:
+    """Return the smallest hashes of the text's runs of words; the same on every machine and in every process."""
+    words = text.split()
+    runs = {" ".join(words[i : i + _SHINGLE_WORDS]) for i in range(max(1, len(words) - _SHINGLE_WORDS + 1))}
+    hashes = (int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest()) for run in runs)
+    return sorted(hashes)[:_SKETCH_SIZE]

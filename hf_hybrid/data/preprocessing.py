@@ -1,0 +1,140 @@
+"""Pure functions from text to model inputs, and the plain baselines that a model must beat."""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["lead_baseline", "random_summaries", "split_sentences", "tokenize_summarization"]
+
+IGNORED_LABEL = -100  # the label that PyTorch's and transformers' losses skip
+
+# A sentence may end here: closing punctuation, perhaps a quote or bracket, then space and what can start a sentence.
+_BOUNDARY = re.compile(r"""(?:[.!?…]+["'”’)\]]*|[。！？]["”’）]*)(?:\s+(?=["'“‘(\[]*[^\Wa-z_])|(?<=[。！？])|$)""")
+_ABBREVIATIONS = frozenset(
+    re.findall(
+        r"\S+",
+        "al approx ca cf chap ch dept dr ed eds eq eqs e.g fig figs gen gov hon i.e inc jr lt ltd mr mrs ms mt p pp "
+        "prof resp rev sen sgt sr st u.k u.s vol vols vs viz",
+    )
+)
+
+
+def tokenize_summarization(
+    batch: Mapping[str, Sequence[str]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    text_column: str,
+    summary_column: str,
+    max_source_length: int,
+    max_target_length: int,
+    source_prefix: str | None = "",
+    pad_to_max_length: bool = False,
+    ignore_pad_token_for_loss: bool = True,
+) -> dict[str, Any]:
+    """Tokenize a batch of documents and summaries for a sequence-to-sequence model.
+
+    Made for ``Dataset.map(..., batched=True)``.
+
+    Args:
+        batch: Columns of strings.
+        tokenizer: Any tokenizer; text beyond the maximum lengths is cut off.
+        text_column: Column of the documents.
+        summary_column: Column of the summaries.
+        max_source_length: Longest document, in tokens.
+        max_target_length: Longest summary, in tokens.
+        source_prefix: Put in front of every document, such as ``"summarize: "``.
+        pad_to_max_length: Pad to the maximum lengths here; otherwise a collator pads each batch.
+        ignore_pad_token_for_loss: Label padding with -100, which the loss skips. Only padding is: a tokenizer whose
+            padding token is its end token keeps the real end of each summary.
+
+    Returns:
+        What the tokenizer returns for the documents (``input_ids``, ``attention_mask``, ...), and ``labels``; a list
+        for each row.
+
+    Raises:
+        ValueError: A maximum length is not a positive integer.
+    """
+    for flag, value in (("max_source_length", max_source_length), ("max_target_length", max_target_length)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{flag} must be a positive integer (tokens); got {value!r}")
+    padding = "max_length" if pad_to_max_length else False
+    documents = [(source_prefix or "") + document for document in batch[text_column]]
+    inputs = dict(tokenizer(documents, max_length=max_source_length, padding=padding, truncation=True))
+    targets = tokenizer(
+        text_target=list(batch[summary_column]), max_length=max_target_length, padding=padding, truncation=True
+    )
+    labels = targets["input_ids"]
+    if pad_to_max_length and ignore_pad_token_for_loss:
+        labels = [
+            [token if keep else IGNORED_LABEL for token, keep in zip(row, mask, strict=True)]
+            for row, mask in zip(labels, targets["attention_mask"], strict=True)
+        ]
+    return {**inputs, "labels": labels}
+
+
+def split_sentences(text: str) -> list[str]:
+    r"""Split text into sentences by punctuation, without any data file.
+
+    ROUGE-Lsum wants one sentence a line: ``"\n".join(split_sentences(text))``. Line breaks end a sentence;
+    abbreviations, initials and numbers do not.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The sentences, stripped, none of them empty; whitespace inside a line is kept.
+    """
+    sentences = []
+    for line in text.splitlines():
+        start = 0
+        for boundary in _BOUNDARY.finditer(line):
+            words = line[start : boundary.start()].rsplit(maxsplit=1)
+            last_word = words[-1].lstrip("([\"'“‘") if words else ""
+            is_initial = len(last_word) == 1 and last_word.isupper() and last_word != "I"
+            may_be_short = boundary.group().strip() == "." and boundary.end() < len(line)
+            if may_be_short and (is_initial or last_word.casefold() in _ABBREVIATIONS):
+                continue
+            sentences.append(line[start : boundary.end()].strip())
+            start = boundary.end()
+        sentences.append(line[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def lead_baseline(document: str, num_words: int) -> str:
+    """Return the first words of a document: the summary that needs no model.
+
+    Args:
+        document: Any text.
+        num_words: Words to keep, as separated by whitespace.
+
+    Raises:
+        ValueError: ``num_words`` is not positive.
+    """
+    if num_words < 1:
+        raise ValueError(f"num_words must be a positive integer; got {num_words!r}")
+    return " ".join(document.split(maxsplit=num_words)[:num_words])
+
+
+def random_summaries(pool: Sequence[str], count: int, seed: int) -> list[str]:
+    """Draw summaries at random: what a model scores that has learnt the style and ignores the document.
+
+    Args:
+        pool: Summaries to draw from, usually those of the training split.
+        count: How many to draw; without repetition as long as the pool allows it.
+        seed: The same seed draws the same summaries.
+
+    Raises:
+        ValueError: The pool is empty, or ``count`` is negative.
+    """
+    if count < 0:
+        raise ValueError(f"count must be zero or more; got {count!r}")
+    if count and not pool:
+        raise ValueError("pool must hold at least one summary; got none")
+    generator = random.Random(seed)
+    if count <= len(pool):
+        return generator.sample(list(pool), count)
+    return generator.choices(list(pool), k=count)

@@ -1,0 +1,164 @@
+"""Where the Python source of installed packages lies: found and listed without importing or running any of it."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_hybrid.data.suggestions import did_you_mean
+
+__all__ = ["DEFAULT_PACKAGES", "STANDARD_LIBRARY", "Package", "SourceFile", "find_packages", "source_files"]
+
+STANDARD_LIBRARY = "stdlib"
+
+# Import name -> distribution, for this package's dependencies and theirs.
+DEFAULT_PACKAGES: dict[str, str] = {
+    STANDARD_LIBRARY: STANDARD_LIBRARY,
+    "accelerate": "accelerate",
+    "datasets": "datasets",
+    "evaluate": "evaluate",
+    "fsspec": "fsspec",
+    "huggingface_hub": "huggingface_hub",
+    "joblib": "joblib",
+    "matplotlib": "matplotlib",
+    "networkx": "networkx",
+    "nltk": "nltk",
+    "numpy": "numpy",
+    "pandas": "pandas",
+    "peft": "peft",
+    "pyarrow": "pyarrow",
+    "safetensors": "safetensors",
+    "scipy": "scipy",
+    "sklearn": "scikit-learn",
+    "sympy": "sympy",
+    "tokenizers": "tokenizers",
+    "torch": "torch",
+    "transformers": "transformers",
+}
+"""The packages that the corpora are read from, as far as they are installed."""
+
+_LEFT_OUT_FOLDERS = {
+    "__pycache__", "_vendor", "_vendored", "benchmarks", "examples", "externals", "idlelib", "lib2to3",
+    "site-packages", "test", "testing", "tests", "third_party", "vendor",
+}  # fmt: skip
+_LEFT_OUT_FILES = {"conftest", "setup"}
+_MAX_FILE_BYTES = 1_000_000  # longer files are generated tables; reading them costs more than they hold
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package, a module or a folder of sources.
+
+    Attributes:
+        name: Dotted prefix of the modules' names; empty for the standard library.
+        label: Name shown to people.
+        root: Folder, or a single ``.py`` file.
+        version: Changes whenever the sources change.
+    """
+
+    name: str
+    label: str
+    root: Path
+    version: str
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A Python file and the dotted name of its module."""
+
+    module: str
+    path: Path
+
+
+def find_packages(names: Sequence[str] | None = None) -> list[Package]:
+    """Locate packages without importing them.
+
+    Args:
+        names: Import names of packages or modules (``numpy``, ``json``, ``numpy.linalg``), ``stdlib``, or paths of
+            folders or ``.py`` files. `DEFAULT_PACKAGES`, as far as installed, when None.
+
+    Returns:
+        The packages in the order given.
+
+    Raises:
+        ValueError: A name is neither installed nor a path.
+    """
+    if names is None:
+        found = [_find_package(name) for name in DEFAULT_PACKAGES]
+        return [package for package in found if package is not None]
+    packages = []
+    for name in names:
+        package = _find_package(name)
+        if package is None:
+            raise ValueError(
+                f"packages must name installed packages, {STANDARD_LIBRARY!r}, or folders of Python files; "
+                f"got {name!r}.{did_you_mean(name, DEFAULT_PACKAGES)}"
+            )
+        packages.append(package)
+    if not packages:
+        raise ValueError("packages must name at least one package; got none")
+    return packages
+
+
+def _find_package(name: str) -> Package | None:
+    """Locate one package; None if there is nothing of that name."""
+    if name == STANDARD_LIBRARY:
+        return Package("", "Python", Path(sysconfig.get_paths()["stdlib"]), platform.python_version())
+    path = Path(name)
+    if path.is_dir() or (path.suffix == ".py" and path.is_file()):
+        return Package(path.resolve().stem, path.resolve().stem, path.resolve(), _state_of(path))
+    top, *inner = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)  # finds a top-level package without running its code
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not top.isidentifier():
+        return None
+    if spec.submodule_search_locations:
+        root = Path(next(iter(spec.submodule_search_locations))).joinpath(*inner)
+        root = root if root.is_dir() else root.with_suffix(".py")
+    elif spec.origin and spec.origin.endswith(".py") and not inner:
+        root = Path(spec.origin)
+    else:
+        return None
+    return Package(name, name, root, _version_of(top)) if root.exists() else None
+
+
+def _version_of(top: str) -> str:
+    """Return the version of an import name's distribution; Python's own for the standard library."""
+    try:
+        return importlib.metadata.version(DEFAULT_PACKAGES.get(top, top))
+    except importlib.metadata.PackageNotFoundError:
+        return platform.python_version()
+
+
+def _state_of(root: Path) -> str:
+    """Return a digest that changes when a file below a path is added, removed or written."""
+    digest = hashlib.sha256()
+    for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
+        state = file.stat()
+        digest.update(f"{file.relative_to(root)}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def source_files(package: Package) -> Iterator[SourceFile]:
+    """List a package's Python files in the order of their modules' names; tests and vendored copies are left out."""
+    if package.root.is_file():
+        yield SourceFile(package.name, package.root)
+        return
+    files = []
+    for path in package.root.rglob("*.py"):
+        parts = path.relative_to(package.root).with_suffix("").parts
+        if _LEFT_OUT_FOLDERS.intersection(parts[:-1]) or parts[-1] in _LEFT_OUT_FILES:
+            continue
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            continue
+        dotted = [part for part in (package.name, *parts) if part]
+        if dotted[-1] == "__init__":
+            dotted.pop()
+        files.append(SourceFile(".".join(dotted) or package.label, path))
+    yield from sorted(files, key=lambda file: (file.module, file.path.name))

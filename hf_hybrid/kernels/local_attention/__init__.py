@@ -1,0 +1,128 @@
+"""Softmax attention to a window or a chunk of the sequence, with a relative bias: linear in T in time and memory."""
+
+from torch import Tensor
+
+from hf_hybrid.kernels.dispatch import choose_backend
+from hf_hybrid.kernels.local_attention import torch_impl
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None = None,
+    radius: int | None = None,
+    chunk_size: int | None = None,
+    causal: bool = False,
+    attention_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from every token to its neighbourhood, a sliding window or the chunk it lies in.
+
+    Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
+
+        o[t] = sum_{j in N(t)} softmax_j(scale * q[t].k[j] + b[j - t]) v[j]
+        N(t) = {j : |j - t| <= radius}                              (SPADE, section 3.2, window attention)
+        N(t) = {j : floor(j / chunk_size) = floor(t / chunk_size)}  (SPADE, section 3.2, chunk attention)
+
+    restricted to j <= t when causal and to kept keys always; b is T5's relative position bias, section 2.1 there, one
+    number per offset and head. Time and memory are O(T * neighbourhood), forward and backward; saved for the backward
+    pass are the inputs and one number per query.
+
+    Args:
+        query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
+        key: `(B, T, H, K)` in query's dtype.
+        value: `(B, T, H, V)` in query's dtype.
+        bias: Added to the scores by offset, `(H, 2 * reach + 1)`, or `(H, reach + 1)` when causal, with reach = radius
+            or chunk_size - 1; column i holds key - query = i - reach. Best kept in float32; its gradient is
+            accumulated in float32 and bit-identical from run to run.
+        radius: Tokens a query sees on each side of itself; 0 or more, may exceed T. Excludes `chunk_size`.
+        chunk_size: Tokens per chunk; 1 or more, may exceed T. The grid starts at each row's first kept token, so that
+            left padding does not move it. Excludes `radius`.
+        causal: Whether to hide later keys.
+        attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at tokens
+            that are not kept.
+        scale: Factor on the dot products; `K ** -0.5` when None. T5 itself uses 1.
+        dropout: Probability of dropping an attention weight, at least 0 and below 1, in steps of 2**-16; the others
+            are scaled up. The mask follows from one draw of torch's global CPU generator.
+        backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(B, T, H, V)` in query's dtype; scores, softmax and sums in float32 (float64 for float64). It can be
+        differentiated once.
+
+    Raises:
+        ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
+    """
+    _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, dropout)
+    tensors = [x for x in (query, key, value, bias, attention_mask) if x is not None]
+    chosen = choose_backend("local_attention", backend, tensors, _why_not_triton)
+    assert chosen == "torch"
+    return torch_impl.local_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        radius=radius,
+        chunk_size=chunk_size,
+        causal=causal,
+        attention_mask=attention_mask,
+        scale=scale,
+        dropout=dropout,
+    )
+
+
+def _why_not_triton() -> str | None:
+    return "local_attention has no Triton kernel yet"
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    radius: int | None,
+    chunk_size: int | None,
+    causal: bool,
+    attention_mask: Tensor | None,
+    dropout: float,
+) -> None:
+    def require(true: bool, message: str) -> None:
+        if not true:
+            raise ValueError(message)
+
+    require(query.dim() == 4, f"query must have shape (B, T, H, K); got {tuple(query.shape)}")
+    require(query.shape[1] > 0, f"query must hold at least one token (T >= 1); got shape {tuple(query.shape)}")
+    require(query.is_floating_point(), f"query must be of a floating dtype; got {query.dtype}")
+    require(key.shape == query.shape, f"key must have query's shape {tuple(query.shape)}; got {tuple(key.shape)}")
+    require(
+        value.dim() == 4 and value.shape[:3] == query.shape[:3],
+        f"value must have shape (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; "
+        f"got {tuple(value.shape)}",
+    )
+    for name, tensor in (("key", key), ("value", value)):
+        require(tensor.dtype == query.dtype, f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    require(
+        (radius is None) != (chunk_size is None),
+        f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}",
+    )
+    require(radius is None or radius >= 0, f"radius must be at least 0; got {radius}")
+    require(chunk_size is None or chunk_size >= 1, f"chunk_size must be a positive integer; got {chunk_size}")
+    require(0 <= dropout < 1, f"dropout must be at least 0 and below 1; got {dropout}")
+    if bias is not None:
+        reach = radius if radius is not None else chunk_size - 1 if chunk_size is not None else 0
+        columns, rule = (reach + 1, "reach + 1") if causal else (2 * reach + 1, "2 * reach + 1")
+        require(
+            tuple(bias.shape) == (query.shape[2], columns),
+            f"bias must have shape (H, {rule}) = {(query.shape[2], columns)} for reach {reach}; "
+            f"got {tuple(bias.shape)}",
+        )
+        require(bias.is_floating_point(), f"bias must be of a floating dtype; got {bias.dtype}")
+    if attention_mask is not None:
+        require(
+            attention_mask.shape == query.shape[:2],
+            f"attention_mask must have shape (B, T) = {tuple(query.shape[:2])}; got {tuple(attention_mask.shape)}",
+        )

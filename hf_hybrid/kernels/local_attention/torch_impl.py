@@ -1,0 +1,395 @@
+"""Blocked local attention: the fast path on CPU and the fallback elsewhere, linear in T in time and memory.
+
+Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
+
+The work is cut three times. A *strip* is one (batch row, head); strips are copied, as many at once as fit the budget,
+into zero-padded contiguous buffers. A *block* is a run of queries in a strip together with the one span of keys that
+any of them may see; blocks of one kind sit at a fixed stride, so that overlapping spans are views of one buffer. As
+many blocks as keep their scores within `_BLOCK_ELEMENTS` form a *batch*, and every step below is one tensor operation
+on a batch. Sliding windows and chunks differ only in where the blocks lie (`_layout`): what a query may see inside its
+span depends on the offset key - query alone, so that it is baked, together with the bias, into one vector per head.
+
+Scores are kept in units of log2, because exp2 is far cheaper than exp in torch on CPU. The backward pass computes them
+again batch by batch from query, key and the saved log-sum-exp.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LOG2E = 1.4426950408889634
+# Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.
+_HIDDEN = -1e30
+# Scores of a batch: small enough for the caches of a CPU, large enough to drown the cost of calling an operator.
+_BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**25}
+
+
+class _Blocks(NamedTuple):
+    """Equally spaced blocks: block i has queries from `query + i * step` and keys from `key + i * step`."""
+
+    query: int
+    rows: int
+    key: int
+    span: int
+    number: int
+
+
+class _Batch(NamedTuple):
+    blocks: _Blocks
+    first: int
+    number: int
+
+
+class _Strips(NamedTuple):
+    batch: slice
+    heads: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.batch.stop - self.batch.start, self.heads.stop - self.heads.start
+
+
+def _layout(
+    length: int, radius: int | None, chunk_size: int | None, causal: bool
+) -> tuple[int, int, int, list[_Blocks]]:
+    """Place the blocks; return (reach, step, keys needed on each side of the sequence, kinds of blocks)."""
+    reach = min(chunk_size - 1 if chunk_size is not None else radius or 0, length - 1)
+    rows = 32 if reach <= 32 else 64 if reach <= 256 else 128
+    ahead = 0 if causal else reach
+    if chunk_size is None and reach + rows + ahead < length:
+        blocks = [_Blocks(0, rows, -reach, reach + rows + ahead, -(-length // rows))]
+        return reach, rows, reach, blocks
+    # A window that spans the sequence is a chunk as long as the sequence whose far corners are hidden.
+    step = min(chunk_size, length) if chunk_size is not None else length
+    blocks = []
+    for query in range(0, step, rows):
+        size = min(rows, step - query)
+        low, high = max(0, query - reach), min(step, query + size + ahead)
+        blocks.append(_Blocks(query, size, low, high - low, -(-(length - query) // step)))
+    return reach, step, 0, blocks
+
+
+def _operand_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype in which matrix products other than the scores run fastest at the accuracy of the inputs."""
+    if query.dtype in (torch.float32, torch.float64):
+        return query.dtype
+    fast = query.is_cuda or (query.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return query.dtype if fast else torch.float32
+
+
+def _informative(mask: Tensor | None) -> Tensor | None:
+    """Return None for a mask that hides nothing."""
+    return None if mask is None or bool(mask.all()) else mask
+
+
+def _spans(buffer: Tensor, start: int, step: int, count: int, width: int) -> Tensor:
+    """View `(S, L, ...)` as `(S, count, width, ...)`, spans of width positions that start every step positions."""
+    strips, length, *rest = buffer.shape
+    along = buffer.stride(1)
+    shape, strides = (strips, count, width, *rest), (length * along, step * along, along, *buffer.stride()[2:])
+    return buffer.as_strided(shape, strides, buffer.storage_offset() + start * along)
+
+
+def _diagonals(buffer: Tensor, span: int) -> Tensor:
+    """View `(H, rows, rows + span - 1)` so that the view's [h, i, j] is the buffer's [h, i, j - i + rows - 1]."""
+    heads, rows, width = buffer.shape
+    return buffer.as_strided((heads, rows, span), (rows * width, width - 1, 1), buffer.storage_offset() + rows - 1)
+
+
+class _Walk:
+    """One call's buffers and the order in which it visits blocks: the same forward and backward."""
+
+    def __init__(
+        self, query: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+        radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+    ) -> None:  # fmt: skip
+        self.batch, self.length, self.heads, _ = query.shape
+        self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.low = _operand_dtype(query)
+        self.device, self.scale, self.keep_rate = query.device, scale, 1.0
+        self.reach, self.step, self.pad, self.blocks = _layout(self.length, radius, chunk_size, causal)
+        self.padded = -(-self.length // self.step) * self.step
+        self.budget = _BLOCK_ELEMENTS.get(self.device.type, _BLOCK_ELEMENTS["cuda"])
+        self.pool: dict[tuple[str, torch.dtype], Tensor] = {}
+
+        # A chunk grid starts at a row's first kept token: the row is moved there when it is copied into its strip.
+        self.first = [0] * self.batch
+        if mask is not None and chunk_size is not None:
+            self.first = mask.int().argmax(1).tolist()
+        visible = torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device) if mask is None else mask
+        everything = _Strips(slice(0, self.batch), slice(0, 1))
+        shown = self.load("shown", visible[:, :, None, None], everything, torch.bool, self.pad)
+        self.hidden = torch.zeros(shown.shape[:2], dtype=self.wide, device=self.device)
+        self.hidden.masked_fill_(~shown[..., 0], _HIDDEN)
+
+        # What is added to a score at each offset key - query, in units of log2; column `extent` is offset 0.
+        ahead = 0 if causal else self.reach
+        self.extent = max(blocks.rows + blocks.span for blocks in self.blocks)
+        self.offsets = torch.full((self.heads, 2 * self.extent + 1), _HIDDEN, dtype=self.wide, device=self.device)
+        self.seen = slice(self.extent - self.reach, self.extent + ahead + 1)
+        if bias is None:
+            self.offsets[:, self.seen] = 0.0
+        else:
+            centre = (bias.shape[1] - 1) // (1 if causal else 2)
+            self.bias_columns = slice(centre - self.reach, centre + ahead + 1)
+            self.offsets[:, self.seen].copy_(bias[:, self.bias_columns]).mul_(_LOG2E)
+
+        largest = max(blocks.number * blocks.rows * blocks.span for blocks in self.blocks)
+        self.strips_at_once = max(1, self.budget // largest)
+        if seed is not None:
+            # Probabilities in steps of 2**-16; dividing by the rounded one keeps the expectation exact.
+            self.dropped = min(round(dropout * 2**16), 2**16 - 1)
+            self.keep_rate = 1 - self.dropped / 2**16
+            self.generator = torch.Generator().manual_seed(int(seed))
+            lanes = max(self.budget, max(blocks.rows * blocks.span for blocks in self.blocks)) // 4 + 1
+            table = torch.empty(lanes, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
+            self.table = table.to(self.device)
+
+    def strips(self) -> Iterator[_Strips]:
+        """Yield groups of strips: some heads of one batch row, or all heads of some batch rows."""
+        heads = min(self.heads, self.strips_at_once)
+        rows = self.strips_at_once // self.heads if heads == self.heads else 1
+        for batch in range(0, self.batch, rows):
+            for head in range(0, self.heads, heads):
+                yield _Strips(slice(batch, min(batch + rows, self.batch)), slice(head, min(head + heads, self.heads)))
+
+    def batches(self, strips: _Strips) -> Iterator[_Batch]:
+        """Yield the batches of blocks of these strips."""
+        batch, heads = strips.shape
+        for blocks in self.blocks:
+            most = max(1, self.budget // (batch * heads * blocks.rows * blocks.span))
+            for first in range(0, blocks.number, most):
+                yield _Batch(blocks, first, min(most, blocks.number - first))
+
+    def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory that later calls with the same name and dtype use again."""
+        count = torch.Size(shape).numel()
+        memory = self.pool.get((name, dtype))
+        if memory is None or memory.numel() < count:
+            memory = self.pool[name, dtype] = torch.empty(count, dtype=dtype, device=self.device)
+        return memory[:count].view(shape)
+
+    def load(
+        self, name: str, x: Tensor, strips: _Strips, dtype: torch.dtype, pad: int = 0, fill: float = 0.0
+    ) -> Tensor:
+        """Copy strips of `(B, T, H, K)` into a padded buffer `(strips, pad + padded length + pad, K)`."""
+        buffer = self.scratch(name, (*strips.shape, self.padded + 2 * pad, x.shape[3]), dtype)
+        buffer[:, :, :pad] = fill
+        for target, row in zip(buffer, range(self.batch)[strips.batch], strict=True):
+            first = self.first[row]
+            end = pad + self.length - first
+            target[:, pad:end] = x[row, first:, strips.heads].transpose(0, 1)
+            target[:, end:] = fill
+        return buffer.flatten(0, 1)
+
+    def store(self, buffer: Tensor, x: Tensor, strips: _Strips, pad: int = 0) -> None:
+        """Copy strips back to where `load` found them."""
+        for source, row in zip(buffer.unflatten(0, strips.shape), range(self.batch)[strips.batch], strict=True):
+            first = self.first[row]
+            x[row, first:, strips.heads] = source[:, pad : pad + self.length - first].transpose(0, 1)
+
+    def queries(self, buffer: Tensor, at: _Batch) -> Tensor:
+        """View a buffer by the queries of a batch of blocks: `(strips, count, rows, ...)`."""
+        start = at.blocks.query + at.first * self.step
+        return _spans(buffer, start, self.step, at.number, at.blocks.rows)
+
+    def keys(self, buffer: Tensor, at: _Batch) -> Tensor:
+        """View a buffer by the keys of a batch of blocks: `(strips, count, span, ...)`."""
+        start = self.pad + at.blocks.key + at.first * self.step
+        return _spans(buffer, start, self.step, at.number, at.blocks.span)
+
+    def add_keys(self, total: Tensor, part: Tensor, at: _Batch) -> None:
+        """Add `(strips * count, span, K)` to the keys of a batch of blocks, whose spans may overlap."""
+        part = part.unflatten(0, (total.shape[0], at.number))
+        start = self.pad + at.blocks.key + at.first * self.step
+        for offset in range(0, at.blocks.span, self.step):
+            width = min(self.step, at.blocks.span - offset)
+            _spans(total, start + offset, self.step, at.number, width).add_(part[:, :, offset : offset + width])
+
+    def add_offsets(self, total: Tensor, part: Tensor, at: _Batch, strips: _Strips) -> None:
+        """Add `(strips * count, rows, span)` to the offsets key - query of their entries, per head."""
+        part = part.view(*strips.shape, at.number, *part.shape[1:]).sum((0, 2))
+        columns = self._columns(at.blocks)
+        skewed = torch.zeros(*part.shape[:2], columns.stop - columns.start, dtype=part.dtype, device=part.device)
+        _diagonals(skewed, at.blocks.span).copy_(part)
+        total[strips.heads, columns] += skewed.sum(1)
+
+    def _columns(self, blocks: _Blocks) -> slice:
+        low = self.extent + blocks.key - blocks.query - (blocks.rows - 1)
+        return slice(low, low + blocks.rows + blocks.span - 1)
+
+    def scores(self, query: Tensor, key: Tensor, at: _Batch, strips: _Strips) -> Tensor:
+        """Compute the scores of a batch of blocks, in units of log2: `(strips * count, rows, span)`."""
+        offsets = self.offsets[strips.heads, None, self._columns(at.blocks)].expand(-1, at.blocks.rows, -1)
+        bias = _diagonals(offsets.contiguous(), at.blocks.span)
+        hidden = self.keys(self.hidden[strips.batch], at)
+        scores = self.scratch("scores", (*strips.shape, at.number, *bias.shape[1:]), self.wide)
+        torch.add(bias[None, :, None], hidden[:, None, :, None], out=scores)
+        queries, keys = self.queries(query, at).flatten(0, 1), self.keys(key, at).flatten(0, 1)
+        return scores.flatten(0, 2).baddbmm_(queries, keys.mT, alpha=self.scale * _LOG2E)
+
+    def lower(self, name: str, x: Tensor) -> Tensor:
+        """Return x in the dtype of the fast matrix products."""
+        return x if x.dtype == self.low else self.scratch(name, x.shape, self.low).copy_(x)
+
+    def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply batches of matrices into scratch memory."""
+        return torch.bmm(a, b, out=self.scratch(name, (a.shape[0], a.shape[1], b.shape[2]), self.low))
+
+    def keep(self, like: Tensor) -> Tensor:
+        """Draw the dropout mask of the next batch of blocks: 1 with probability keep_rate, else 0.
+
+        Filling memory from torch's generator is serial and costs as much as a matrix product. So one table of random
+        64-bit words is filled per call, and each batch of blocks scrambles it with random constants of its own.
+        """
+        lanes = -(-like.numel() // 4)
+        flip, factor = torch.randint(-(2**63), 2**63 - 1, (2,), generator=self.generator).tolist()
+        words = torch.bitwise_xor(self.table[:lanes], flip, out=self.scratch("words", (lanes,), torch.int64))
+        words.mul_(factor | 1)
+        words.add_(torch.bitwise_right_shift(words, 32, out=self.scratch("high words", (lanes,), torch.int64)))
+        keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - 2**15)
+        return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
+
+
+@torch.library.custom_op("hf_hybrid::local_attention", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    with torch.autocast(query.device.type, enabled=False):
+        mask = _informative(mask)
+        walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
+        output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
+        log_sum = torch.zeros(query.shape[:3], dtype=walk.wide, device=query.device)
+        for strips in walk.strips():
+            q = walk.load("query", query, strips, walk.wide)
+            k = walk.load("key", key, strips, walk.wide, walk.pad)
+            v = walk.load("value", value, strips, walk.low, walk.pad)
+            out = walk.scratch("output", (*q.shape[:2], v.shape[2]), walk.wide)
+            norm = walk.scratch("norm", (*q.shape[:2], 1), walk.wide)
+            for at in walk.batches(strips):
+                scores = walk.scores(q, k, at, strips)
+                largest = scores.amax(-1, keepdim=True)
+                weights = scores.sub_(largest).exp2_()
+                total = weights.sum(-1, keepdim=True)
+                if seed is not None:
+                    weights.mul_(walk.keep(weights))
+                found = walk.matmul("found", walk.lower("weights", weights), walk.keys(v, at).flatten(0, 1))
+                place = walk.queries(out, at)
+                torch.div(found.view_as(place), (total * walk.keep_rate).view(*place.shape[:3], 1), out=place)
+                place = walk.queries(norm, at)
+                place.copy_(total.log2_().add_(largest).view_as(place))
+            walk.store(out, output, strips)
+            walk.store(norm, log_sum[..., None], strips)
+        if mask is not None:
+            output.masked_fill_(~mask[:, :, None, None], 0.0)
+        return output, log_sum
+
+
+@_forward.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op("hf_hybrid::local_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with torch.autocast(query.device.type, enabled=False):
+        mask = _informative(mask)
+        if mask is not None:
+            grad = grad.masked_fill(~mask[:, :, None, None], 0.0)
+        walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
+        d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+        d_offsets = torch.zeros_like(walk.offsets)
+        for strips in walk.strips():
+            q = q_low = walk.load("query", query, strips, walk.wide)
+            k = k_low = walk.load("key", key, strips, walk.wide, walk.pad)
+            if walk.low != walk.wide:
+                q_low = walk.load("query", query, strips, walk.low)
+                k_low = walk.load("key", key, strips, walk.low, walk.pad)
+            v = walk.load("value", value, strips, walk.low, walk.pad)
+            g = walk.load("grad", grad, strips, walk.low)
+            # Padded queries must get weight 0: a weight that overflows would turn their zero gradient into NaN.
+            norm = walk.load("norm", log_sum[..., None], strips, walk.wide, fill=-_HIDDEN)
+            dq = walk.scratch("d_query", q.shape, walk.wide)
+            dk = walk.scratch("d_key", k.shape, walk.wide).zero_()
+            dv = walk.scratch("d_value", v.shape, walk.wide).zero_()
+            for at in walk.batches(strips):
+                queries, keys = walk.queries(q_low, at).flatten(0, 1), walk.keys(k_low, at).flatten(0, 1)
+                grads, values = walk.queries(g, at).flatten(0, 1), walk.keys(v, at).flatten(0, 1)
+                weights = walk.scores(q, k, at, strips)
+                weights.sub_(walk.queries(norm, at).flatten(0, 1)).exp2_()
+                d_weights = walk.matmul("d_weights", grads, values.mT)
+                d_scores = walk.scratch("d_scores", d_weights.shape, walk.wide)
+                keep = walk.keep(weights) if seed is not None else None
+                if keep is not None:
+                    d_weights = torch.mul(d_weights, keep, out=d_scores)
+                torch._softmax_backward_data(d_weights.to(walk.wide), weights, -1, walk.wide, grad_input=d_scores)
+                if keep is not None:
+                    weights.mul_(keep)
+                walk.add_keys(dv, walk.matmul("d_keys", walk.lower("weights", weights).mT, grads), at)
+                if bias is not None:
+                    walk.add_offsets(d_offsets, d_scores, at, strips)
+                scores_low = walk.lower("d_scores", d_scores)
+                place = walk.queries(dq, at)
+                place.copy_(walk.matmul("d_queries", scores_low, keys).view_as(place))
+                walk.add_keys(dk, walk.matmul("d_keys", scores_low.mT, queries), at)
+            walk.store(dq.mul_(scale / walk.keep_rate), d_query, strips)
+            walk.store(dk.mul_(scale / walk.keep_rate), d_key, strips, walk.pad)
+            walk.store(dv.div_(walk.keep_rate), d_value, strips, walk.pad)
+        if mask is not None:
+            for gradient in (d_query, d_key, d_value):
+                gradient.masked_fill_(~mask[:, :, None, None], 0.0)
+        if bias is None:
+            return d_query, d_key, d_value, query.new_empty(0)
+        d_bias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+        d_bias[:, walk.bias_columns] = d_offsets[:, walk.seen] / walk.keep_rate
+        return d_query, d_key, d_value, d_bias
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_bias
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], *inputs[:6])
+    ctx.settings = inputs[6:]
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    log_sum, *tensors = ctx.saved_tensors
+    *gradients, d_bias = _backward(grad, log_sum, *tensors, *ctx.settings)
+    return *gradients, d_bias if tensors[3] is not None else None, *[None] * 7
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def local_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None, radius: int | None = None,
+    chunk_size: int | None = None, causal: bool = False, attention_mask: Tensor | None = None,
+    scale: float | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute `hf_hybrid.kernels.local_attention` block by block; arguments as there, not checked again."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    mask = None if attention_mask is None else attention_mask != 0
+    # The only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask.
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
+    output, _ = _forward(query, key, value, bias, mask, seed, radius, chunk_size, causal, float(scale), float(dropout))
+    return output

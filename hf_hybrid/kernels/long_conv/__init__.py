@@ -1,0 +1,155 @@
+"""Convolution of a sequence with a filter as long as the sequence.
+
+One call, `long_conv`, takes taps. Where the taps stay the same over many calls, `kernel_spectrum` and `spectral_conv`
+split it in two: a spectrum of ``n_fft / 2`` taps in each direction serves every length up to ``n_fft / 2`` exactly.
+
+B batch · T length · T_k taps · D width · F = n_fft / 2 + 1 frequencies
+"""
+
+import torch
+
+from . import torch_impl
+
+__all__ = ["fft_length", "kernel_spectrum", "long_conv", "spectral_conv"]
+
+
+def _fast_size(smallest: int) -> int:
+    """Smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
+    power = 2
+    while power < smallest:
+        power *= 2
+    return power // 4 * 3 if power > 4 and power // 4 * 3 >= smallest else power
+
+
+def fft_length(length: int) -> int:
+    """Transform length for sequences of `length`: at least twice that, from the coarse grid {2^a, 3 2^(a-1)}.
+
+    The grid is coarse so that batches of varying length share few cached spectra; its members are fast sizes.
+
+    Args:
+        length: Sequence length T in tokens, positive.
+
+    Raises:
+        ValueError: The length is not positive.
+    """
+    if length < 1:
+        raise ValueError(f"length must be a positive integer; got {length}")
+    return _fast_size(2 * length)
+
+
+def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:
+    if taps.dim() != 2 or (width is not None and taps.shape[0] != width):
+        raise ValueError(f"{name} must be (D, taps) with D = {width or 'width'}; got {tuple(taps.shape)}")
+
+
+def _check_input(u: torch.Tensor, skip: torch.Tensor | None) -> None:
+    if u.dim() != 3 or u.shape[1] == 0 or not u.is_floating_point():
+        raise ValueError(f"u must be a floating-point (B, T, D) with T > 0; got {tuple(u.shape)} of {u.dtype}")
+    if skip is not None and skip.shape != u.shape[2:]:
+        raise ValueError(f"skip must be (D,) with D = {u.shape[2]}; got {tuple(skip.shape)}")
+
+
+def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tensor | None = None) -> torch.Tensor:
+    """Transform the taps of a filter once, for any number of `spectral_conv`.
+
+    Taps at lag j sit at index j of a ring of n_fft, taps at lag -(1 + j) at index n_fft - 1 - j.
+
+    Args:
+        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`.
+        n_fft: Length of the transform, even and at least ``T_k + T_r``.
+        reverse_kernel: Taps at lag -1, -2, ..., `(D, T_r)`; none when None.
+
+    Returns:
+        `(D, F)`, complex64, or complex128 for float64 taps. Differentiable.
+
+    Raises:
+        ValueError: A shape does not fit, or the ring is too small for the taps.
+    """
+    _check_taps("kernel", kernel, None)
+    taps = kernel.shape[1] + (0 if reverse_kernel is None else reverse_kernel.shape[1])
+    if n_fft % 2 or n_fft < taps:
+        raise ValueError(f"n_fft must be even and hold all {taps} taps; got {n_fft}")
+    kernel = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
+    if reverse_kernel is not None:
+        _check_taps("reverse_kernel", reverse_kernel, kernel.shape[0])
+        gap = kernel.new_zeros(kernel.shape[0], n_fft - taps)
+        kernel = torch.cat([kernel, gap, reverse_kernel.to(kernel.dtype).flip(1)], dim=1)
+    return torch.fft.rfft(kernel, n=n_fft)
+
+
+def spectral_conv(
+    u: torch.Tensor, spectrum: torch.Tensor, n_fft: int, skip: torch.Tensor | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Convolve a sequence with a filter given by its spectrum.
+
+    y = irfft(rfft(u, n_fft) * spectrum)[:T] + skip u, in O(T log T) per channel. Exact as long as no lag between two
+    positions wraps onto another tap: with ``n_fft / 2`` taps in each direction, for every T <= n_fft / 2.
+
+    Args:
+        u: Input, `(B, T, D)`, any floating dtype.
+        spectrum: From `kernel_spectrum`, `(D, F)`.
+        n_fft: The length it was made for.
+        skip: Weight of the input itself, `(D,)`; none when None.
+        backend: See `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    _check_input(u, skip)
+    if spectrum.shape != (u.shape[2], n_fft // 2 + 1) or not spectrum.is_complex():
+        raise ValueError(
+            f"spectrum must be complex ({u.shape[2]}, {n_fft // 2 + 1}) for n_fft {n_fft}; "
+            f"got {tuple(spectrum.shape)} of {spectrum.dtype}"
+        )
+    if u.shape[1] > n_fft:
+        raise ValueError(f"n_fft must be at least the length {u.shape[1]}; got {n_fft}")
+    return torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, backend)
+
+
+def long_conv(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    *,
+    reverse_kernel: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Convolve a sequence with a filter as long as the sequence, by FFT in O(T log T).
+
+    y[t] = sum_{j>=0} kernel[:, j] u[t-j]  +  sum_{j>=0} reverse_kernel[:, j] u[t+1+j]  +  skip u[t]
+    (CHELA, section 2.2, eq. 7; with the reverse filter, SPADE's bidirectional S4)
+
+    Args:
+        u: Input, `(B, T, D)`, any floating dtype.
+        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`; taps beyond T are ignored.
+        reverse_kernel: Taps at lag -1, -2, ..., `(D, T_r)`; the convolution is causal when None.
+        skip: Weight of the input itself, `(D,)`; none when None.
+        backend: See `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+
+    Note:
+        FFTs leak rounding noise everywhere: an output may change by an ulp of the largest one when a later input
+        changes.
+    """
+    _check_input(u, skip)
+    length, width = u.shape[1:]
+    _check_taps("kernel", kernel, width)
+    kernel = kernel[:, :length]
+    longest = kernel.shape[1] - 1
+    if reverse_kernel is not None:
+        _check_taps("reverse_kernel", reverse_kernel, width)
+        reverse_kernel = reverse_kernel[:, : length - 1]
+        longest = max(longest, reverse_kernel.shape[1])
+    n_fft = _fast_size(length + longest)
+    # float64 in means float64 throughout, whatever the taps are stored in
+    kernel = kernel.to(torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u)))
+    spectrum = kernel_spectrum(kernel, n_fft, reverse_kernel)
+    return torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, backend)

@@ -1,0 +1,86 @@
+"""S4: a state space model with diagonal plus low-rank dynamics, as a convolution kernel and as a recurrence.
+
+x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t],  hence y = K * u with K[l] = C Abar^l Bbar      (SPADE, eqs. 3 and 4)
+
+`s4_kernel` gives K for training and prompts, `s4_step` one token of the recurrence in O(N); `s4_final_state` and
+`s4_state_response` hand a state over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``.
+
+B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
+"""
+
+import torch
+
+from . import torch_impl
+from .discrete import (
+    S4Blocks,
+    S4Step,
+    check_system,
+    s4_block_constants,
+    s4_final_state,
+    s4_state_response,
+    s4_step,
+    s4_step_constants,
+)
+from .hippo import diagonalize_legs, dplr_legs, hippo_legs
+from .system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
+
+__all__ = [
+    "S4Blocks",
+    "S4Cache",
+    "S4Step",
+    "S4System",
+    "S4Tensors",
+    "diagonalize_legs",
+    "dplr_legs",
+    "frozen_s4_advance",
+    "frozen_s4_conv",
+    "hippo_legs",
+    "s4_block_constants",
+    "s4_final_state",
+    "s4_kernel",
+    "s4_state_response",
+    "s4_step",
+    "s4_step_constants",
+]
+
+
+def s4_kernel(
+    C: torch.Tensor,
+    B: torch.Tensor,
+    P: torch.Tensor,
+    w: torch.Tensor,
+    dt: torch.Tensor,
+    length: int,
+    *,
+    algorithm: str = "two_level",
+) -> torch.Tensor:
+    """The first taps of S4's convolution kernel.
+
+    K[l] = C Abar^l Bbar = 2 Re sum over one of each conjugate pair,  A = diag(w) - P P^H, bilinear transform
+    (SPADE, eqs. 3 to 5)
+
+    Always computed in float64; the result is rounded once. Memory stays under a few hundred MiB, also in a
+    backward, which recomputes tiles of channels.
+
+    Args:
+        C: Output filters, `(C, H, M)`, complex.
+        B: `(S, M)`, complex; channel c reads copy ``c % S``.
+        P: `(S, M)`, complex.
+        w: `(S, M)`, complex, negative real parts.
+        dt: Step per channel, `(H,)`, positive.
+        length: Number of taps L in tokens, positive.
+        algorithm: ``"two_level"`` (products of powers of Abar) or ``"cauchy"`` (S4's generating function); they agree
+            to rounding.
+
+    Returns:
+        `(C, H, L)`, real, in C's precision. Differentiable in every tensor.
+
+    Raises:
+        ValueError: A shape does not fit, the length is not positive or the algorithm unknown.
+    """
+    check_system(C, B, P, w, dt)
+    if length < 1:
+        raise ValueError(f"length must be a positive integer; got {length}")
+    if algorithm not in torch_impl.ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(torch_impl.ALGORITHMS)}; got {algorithm!r}")
+    return torch_impl.s4_kernel(C, B, P, w, dt, length, algorithm)

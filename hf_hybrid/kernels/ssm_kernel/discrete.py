@@ -1,0 +1,203 @@
+"""The discretised S4 system: what its kernel, its decode step and its state hand-over are all made of.
+
+The bilinear transform of a diagonal plus rank-one matrix is again diagonal plus rank-one, so one channel's step needs
+four vectors of N/2 complex numbers instead of an N x N matrix.
+
+B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · R block length
+"""
+
+from operator import index
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 64
+"""Tokens that `s4_final_state` and `s4_state_response` advance at a time."""
+
+
+class S4Step(NamedTuple):
+    """One channel's step ``x <- decay x + column 2Re(row . x) + input u``; every field is `(H, M)`, complex."""
+
+    decay: torch.Tensor
+    column: torch.Tensor
+    row: torch.Tensor
+    input: torch.Tensor
+
+
+class S4Blocks(NamedTuple):
+    """What advancing a whole block at once needs, over the N = 2M real coordinates of the state.
+
+    Attributes:
+        transition: ``Abar^R``, `(H, N, N)`.
+        inputs: ``Abar^(R-1) Bbar, ..., Bbar``, `(H, N, R)`.
+        outputs: ``C Abar, ..., C Abar^R``, `(C, H, R, N)`.
+    """
+
+    transition: torch.Tensor
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+
+
+def check_system(C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> None:
+    """Raise ValueError where the shapes of a system do not fit together."""
+    if dt.dim() != 1 or dt.is_complex():
+        raise ValueError(f"dt must be real (H,); got {tuple(dt.shape)} of {dt.dtype}")
+    channels, modes = dt.shape[0], w.shape[-1]
+    for name, tensor in (("B", B), ("P", P), ("w", w)):
+        if tensor.shape != w.shape or tensor.dim() != 2 or not tensor.is_complex():
+            raise ValueError(f"{name} must be complex (S, N/2) like w; got {tuple(tensor.shape)} of {tensor.dtype}")
+    if channels % w.shape[0]:
+        raise ValueError(f"the number of channels must be a multiple of the {w.shape[0]} copies; got {channels}")
+    if C.dim() != 3 or C.shape[1:] != (channels, modes) or not C.is_complex():
+        raise ValueError(f"C must be complex (C, {channels}, {modes}); got {tuple(C.shape)} of {C.dtype}")
+
+
+def s4_step_constants(B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> S4Step:
+    """Discretise every channel by the bilinear transform (SPADE, eq. 3), without forming a matrix.
+
+    With G = 1 / (1 - dt/2 w) and s = (dt/2) / (1 + dt/2 P^H G P) (Woodbury),
+    (I - dt/2 A)^-1 = G - s G P P^H G,  Abar = 2 (I - dt/2 A)^-1 - I,  Bbar = dt (I - dt/2 A)^-1 B.
+    Inner products run over both conjugate halves, hence 2Re.
+
+    Args:
+        B: `(S, M)`, complex.
+        P: `(S, M)`, complex.
+        w: `(S, M)`, complex, negative real parts.
+        dt: Step per channel, `(H,)`; channel c reads copy ``c % S``.
+
+    Returns:
+        The step in complex128. Differentiable.
+    """
+    copies = dt.shape[0] // B.shape[0]
+    B, P, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, P, w))
+    dt = dt.to(torch.float64)[:, None]
+    G = (1 - 0.5 * dt * w).reciprocal()
+    row = P.conj() * G
+    scale = 0.5 * dt / (1 + dt * (row * P).real.sum(-1, keepdim=True))
+    column = -2 * scale * G * P
+    applied = G * B + 0.5 * column * _two_re(row * B)
+    return S4Step(decay=2 * G - 1, column=column, row=row, input=dt * applied)
+
+
+def _two_re(product: torch.Tensor) -> torch.Tensor:
+    return 2 * product.sum(-1, keepdim=True).real
+
+
+def s4_step(state: torch.Tensor, u: torch.Tensor, C: torch.Tensor, step: S4Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advance every channel by one token in O(N).
+
+    Args:
+        state: `(B, H, M)`, complex.
+        u: One token, `(B, H)`.
+        C: `(C, H, M)`, complex.
+        step: From `s4_step_constants`, in the state's dtype.
+
+    Returns:
+        y `(B, C, H)`, real, which includes the token itself (lag 0), and the next state `(B, H, M)`.
+    """
+    state = step.decay * state + step.column * _two_re(step.row * state) + step.input * u[..., None]
+    return 2 * (C * state[:, None]).sum(-1).real, state
+
+
+def to_real(x: torch.Tensor) -> torch.Tensor:
+    """Real coordinates of a state or input vector: `(..., M)` complex to `(..., N)`, real parts first."""
+    return torch.cat([x.real, x.imag], dim=-1)
+
+
+def to_complex(x: torch.Tensor) -> torch.Tensor:
+    """Inverse of `to_real`."""
+    modes = x.shape[-1] // 2
+    return torch.complex(x[..., :modes].contiguous(), x[..., modes:].contiguous())
+
+
+def to_real_row(x: torch.Tensor) -> torch.Tensor:
+    """The real row vector that acts on `to_real` as ``2Re(x . state)``."""
+    return 2 * torch.cat([x.real, -x.imag], dim=-1)
+
+
+def dense_transition(step: S4Step) -> torch.Tensor:
+    """Abar over real coordinates, `(H, N, N)`: a contraction, so that its powers stay accurate."""
+    diagonal = torch.cat(
+        [
+            torch.cat([torch.diag_embed(step.decay.real), torch.diag_embed(-step.decay.imag)], dim=-1),
+            torch.cat([torch.diag_embed(step.decay.imag), torch.diag_embed(step.decay.real)], dim=-1),
+        ],
+        dim=-2,
+    )
+    return diagonal + to_real(step.column)[..., None] * to_real_row(step.row)[..., None, :]
+
+
+def s4_block_constants(C: torch.Tensor, step: S4Step, dtype: torch.dtype = torch.float32) -> S4Blocks:
+    """Precompute what advances the state by a block of `BLOCK` tokens.
+
+    Args:
+        C: `(C, H, M)`, complex.
+        step: From `s4_step_constants`, complex128.
+        dtype: Real dtype of the result; the powers are taken in float64.
+    """
+    power = dense_transition(step)
+    columns = to_real(step.input)[..., None]
+    rows = to_real_row(C.to(torch.complex128))[:, :, None] @ power
+    while columns.shape[-1] < BLOCK:
+        columns = torch.cat([power @ columns, columns], dim=-1)
+        rows = torch.cat([rows, rows @ power], dim=-2)
+        power = power @ power
+    return S4Blocks(power.to(dtype), columns.to(dtype), rows.to(dtype))
+
+
+def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch.Tensor | None = None) -> torch.Tensor:
+    """State after the last token of `u`, in O(T N) multiplications per channel and T / BLOCK sequential steps.
+
+    x[T] = Abar^T x[0] + sum_t Abar^(T-1-t) Bbar u[t]
+
+    Args:
+        u: `(B, T, H)`.
+        step: From `s4_step_constants`, in the state's dtype.
+        blocks: From `s4_block_constants`.
+        state: `(B, H, M)` complex; zeros when None.
+
+    Returns:
+        `(B, H, M)`, complex.
+    """
+    dtype = blocks.inputs.dtype
+    u = u.permute(2, 1, 0).to(dtype)
+    # a loop over blocks cannot be traced for a symbolic length
+    length = index(u.shape[1])
+    head = length % BLOCK
+    transition = blocks.transition.transpose(1, 2)
+    with torch.autocast(u.device.type, enabled=False):
+        # the odd tokens come first, so that every later block is whole
+        x = (blocks.inputs[..., BLOCK - head :] @ u[:, :head]).transpose(1, 2)
+        if state is not None:
+            for _ in range(head):
+                state = step.decay * state + step.column * _two_re(step.row * state)
+            x = x + to_real(state).transpose(0, 1).to(dtype)
+        for start in range(head, length, BLOCK):
+            added = (blocks.inputs @ u[:, start : start + BLOCK]).transpose(1, 2)
+            x = torch.baddbmm(added, x, transition)
+    return to_complex(x.transpose(0, 1))
+
+
+def s4_state_response(state: torch.Tensor, length: int, blocks: S4Blocks) -> torch.Tensor:
+    """What the state alone adds to the next `length` outputs, ``C Abar^(t+1) x``.
+
+    Args:
+        state: `(B, H, M)`, complex.
+        length: Number of outputs T.
+        blocks: From `s4_block_constants`.
+
+    Returns:
+        `(B, C, T, H)`, real.
+    """
+    length = index(length)
+    x = to_real(state).transpose(0, 1).to(blocks.transition.dtype)
+    transition = blocks.transition.transpose(1, 2)
+    starts = [x]
+    filters, channels = blocks.outputs.shape[:2]
+    with torch.autocast(x.device.type, enabled=False):
+        for _ in range(BLOCK, length, BLOCK):
+            starts.append(starts[-1] @ transition)
+        # (C, H, R, N) @ (H, N, blocks * B): one product per channel for every block of every sequence
+        y = blocks.outputs @ torch.cat(starts, dim=1).transpose(1, 2)
+    y = y.view(filters, channels, BLOCK, len(starts), state.shape[0])
+    return y.permute(4, 0, 3, 2, 1).reshape(state.shape[0], filters, -1, channels)[:, :, :length]

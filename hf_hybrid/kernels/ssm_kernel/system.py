@@ -1,0 +1,290 @@
+"""An S4 system in the form a layer stores it, the constants derived from it, and a cache of these for frozen systems.
+
+Training a frozen S4 costs one convolution per step: kernel, spectra and step constants are made once and kept, outside
+the graph and the state dict. The cache sits behind ops that torch.compile does not look into, and is only a hint: the
+ops' results depend on their tensor arguments alone.
+
+B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters
+"""
+
+import itertools
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+
+from ..long_conv import fft_length, kernel_spectrum
+from ..long_conv import torch_impl as conv_impl
+from .discrete import (
+    S4Blocks,
+    S4Step,
+    s4_block_constants,
+    s4_final_state,
+    s4_state_response,
+    s4_step,
+    s4_step_constants,
+)
+from .torch_impl import s4_kernel
+
+_MAX_SPECTRA = 4
+
+
+class S4Tensors(NamedTuple):
+    """What a layer stores of a system; complex numbers as a trailing dimension of 2.
+
+    Attributes:
+        C: `(C, H, M, 2)`.
+        B: `(1, S, M, 2)`.
+        P: `(1, S, M, 2)`.
+        log_A_real: ``log(-Re w)``, `(S, M)`.
+        A_imag: ``Im w``, `(S, M)`.
+        log_dt: `(H,)`.
+    """
+
+    C: torch.Tensor
+    B: torch.Tensor
+    P: torch.Tensor
+    log_A_real: torch.Tensor
+    A_imag: torch.Tensor
+    log_dt: torch.Tensor
+
+
+def _as_complex(pair: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(pair.to(torch.float64).contiguous())
+
+
+class S4System:
+    """A system's kernel, spectra, step and block constants, each made on first use and kept as long as the object.
+
+    Differentiable in the tensors and in every input.
+
+    Args:
+        tensors: The stored system.
+        reuse: Whether the constants will serve inputs of other lengths too; then spectra hold as many taps as they
+            can, and the longest kernel is kept.
+    """
+
+    def __init__(self, tensors: S4Tensors, *, reuse: bool):
+        self.tensors = tensors
+        self.reuse = reuse
+        self.C, self.B, self.P = (_as_complex(x) for x in (tensors.C, tensors.B[0], tensors.P[0]))
+        self.w = torch.complex(-tensors.log_A_real.double().exp(), tensors.A_imag.double())
+        self.dt = tensors.log_dt.double().exp()
+        self._kernels: dict[torch.dtype, torch.Tensor] = {}
+        self._spectra: OrderedDict[tuple[int, int | None, torch.dtype], torch.Tensor] = OrderedDict()
+        self._steps: dict[torch.dtype, tuple[torch.Tensor, S4Step]] = {}
+        self._blocks: dict[torch.dtype, S4Blocks] = {}
+
+    def dtype(self, u: torch.Tensor) -> torch.dtype:
+        """Real dtype of computations with `u`: the wider of u's and the stored one, float32 at least."""
+        return torch.promote_types(conv_impl.compute_dtype(u), self.tensors.C.dtype)
+
+    def kernel(self, taps: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first taps, `(C, H, taps)`: a prefix of the longest kernel so far."""
+        kernel = self._kernels.get(dtype)
+        if kernel is None or kernel.shape[-1] < taps:
+            C = self.C.to(conv_impl.complex_dtype(dtype))
+            kernel = s4_kernel(C, self.B, self.P, self.w, self.dt, taps, "two_level")
+            self._kernels[dtype] = kernel
+        return kernel[..., :taps]
+
+    def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """Spectrum and transform length that serve inputs of `length`; filters beyond the first are reversed ones."""
+        n_fft = fft_length(length)
+        key = (n_fft, max_length, dtype)
+        if key in self._spectra:
+            self._spectra.move_to_end(key)
+            return self._spectra[key], n_fft
+        taps = n_fft // 2 if self.reuse else length
+        kernel = self.kernel(taps if max_length is None else min(taps, max_length), dtype)
+        self._spectra[key] = kernel_spectrum(kernel[0], n_fft, kernel[1] if kernel.shape[0] == 2 else None)
+        while len(self._spectra) > _MAX_SPECTRA:
+            self._spectra.popitem(last=False)
+        return self._spectra[key], n_fft
+
+    def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, S4Step]:
+        """C and the decode step's constants, in the complex form of `dtype`."""
+        if dtype not in self._steps:
+            wide = s4_step_constants(self.B, self.P, self.w, self.dt)
+            narrow = conv_impl.complex_dtype(dtype)
+            self._steps[dtype] = self.C.to(narrow), S4Step(*(x.to(narrow) for x in wide))
+        return self._steps[dtype]
+
+    def blocks(self, dtype: torch.dtype) -> S4Blocks:
+        """The block constants."""
+        if dtype not in self._blocks:
+            wide = s4_step_constants(self.B, self.P, self.w, self.dt)
+            self._blocks[dtype] = s4_block_constants(self.C, wide, dtype)
+        return self._blocks[dtype]
+
+    def convolve(
+        self, u: torch.Tensor, skip: torch.Tensor | None, max_length: int | None, adjoint: bool = False
+    ) -> torch.Tensor:
+        """The convolution, or its transpose: `(B, T, H)` to `(B, T, H)` in u's dtype."""
+        spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
+        return conv_impl.spectral_conv(u, spectrum, n_fft, skip, adjoint, "auto")
+
+    def advance(
+        self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, max_length: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Continue from a state, with the first output filter.
+
+        Args:
+            u: `(B, T, H)`.
+            state: `(B, H, M, 2)`; zeros when None.
+            skip: `(H,)` or None.
+            max_length: Taps of the convolution within `u`.
+
+        Returns:
+            y `(B, T, H)` in u's dtype and the next state `(B, H, M, 2)`.
+        """
+        dtype = self.dtype(u)
+        C, step = self.step(dtype)
+        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
+        if u.shape[1] == 1:
+            token = u[:, 0].to(dtype)
+            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
+            y, x = s4_step(x, token, C, step)
+            y = y[:, 0] if skip is None else y[:, 0] + skip.to(dtype) * token
+            return y[:, None].to(u.dtype), torch.view_as_real(x)
+        blocks = self.blocks(dtype)
+        y = self.convolve(u.to(dtype), skip, max_length)
+        if x is not None:
+            y = y + s4_state_response(x, u.shape[1], blocks)[:, 0]
+        return y.to(u.dtype), torch.view_as_real(s4_final_state(u, step, blocks, x))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _fingerprint(tensors: S4Tensors) -> tuple[Any, ...]:
+    return tuple((x.data_ptr(), _version(x), x.dtype, x.device, x.shape) for x in tensors)
+
+
+_handles = itertools.count(1)
+_caches: "weakref.WeakValueDictionary[int, S4Cache]" = weakref.WeakValueDictionary()
+
+
+class S4Cache:
+    """Keeps the constants of one frozen system until one of its tensors changes.
+
+    A change is seen by storage, version counter, dtype and device; an edit through ``.data`` is not, and wants
+    `clear`. Copies and unpickled copies start empty.
+    """
+
+    def __init__(self) -> None:
+        self.handle = next(_handles)
+        self._entry: tuple[tuple[Any, ...], S4System] | None = None
+        _caches[self.handle] = self
+
+    def __reduce__(self) -> tuple[type["S4Cache"], tuple[()]]:
+        return S4Cache, ()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entry = None
+
+    def system(self, tensors: S4Tensors) -> S4System:
+        """The kept system if these are its tensors, a new one otherwise.
+
+        The system holds on to its tensors, so that no other tensor can come to lie at the same address meanwhile.
+        """
+        fingerprint = _fingerprint(tensors)
+        entry = self._entry
+        if entry is None or entry[0] != fingerprint:
+            # what one inference-mode call makes must serve a training step later
+            with torch.inference_mode(False), torch.no_grad():
+                entry = fingerprint, _FrozenSystem(S4Tensors(*(x.detach() for x in tensors)), reuse=True)
+            self._entry = entry
+        return entry[1]
+
+
+class _FrozenSystem(S4System):
+    """A system whose constants never belong to a graph, whatever mode the call that first needs them runs in."""
+
+    def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        with torch.inference_mode(False), torch.no_grad():
+            return super().spectrum(length, max_length, dtype)
+
+    def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, S4Step]:
+        with torch.inference_mode(False), torch.no_grad():
+            return super().step(dtype)
+
+    def blocks(self, dtype: torch.dtype) -> S4Blocks:
+        with torch.inference_mode(False), torch.no_grad():
+            return super().blocks(dtype)
+
+
+def _system(handle: int, tensors: S4Tensors) -> S4System:
+    cache = _caches.get(handle)
+    return S4System(tensors, reuse=False) if cache is None else cache.system(tensors)
+
+
+@torch.library.custom_op("hf_hybrid::frozen_s4_conv", mutates_args=())
+def frozen_s4_conv(
+    u: torch.Tensor,
+    C: torch.Tensor,
+    B: torch.Tensor,
+    P: torch.Tensor,
+    log_A_real: torch.Tensor,
+    A_imag: torch.Tensor,
+    log_dt: torch.Tensor,
+    skip: torch.Tensor | None,
+    max_length: int | None,
+    adjoint: bool,
+    handle: int,
+) -> torch.Tensor:
+    """`S4System.convolve` with the constants of the cache `handle`, if there is one; differentiable in u only."""
+    tensors = S4Tensors(C, B, P, log_A_real, A_imag, log_dt)
+    with torch.no_grad():
+        return _system(handle, tensors).convolve(u, skip, max_length, adjoint)
+
+
+@frozen_s4_conv.register_fake
+def _(u: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(u, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *tensors, max_length, adjoint, handle = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.rest = max_length, adjoint, handle
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    max_length, adjoint, handle = ctx.rest
+    if not ctx.needs_input_grad[0]:
+        return (None,) * 11
+    return frozen_s4_conv(grad, *ctx.saved_tensors, max_length, not adjoint, handle), *(None,) * 10
+
+
+frozen_s4_conv.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("hf_hybrid::frozen_s4_advance", mutates_args=())
+def frozen_s4_advance(
+    u: torch.Tensor,
+    state: torch.Tensor | None,
+    C: torch.Tensor,
+    B: torch.Tensor,
+    P: torch.Tensor,
+    log_A_real: torch.Tensor,
+    A_imag: torch.Tensor,
+    log_dt: torch.Tensor,
+    skip: torch.Tensor | None,
+    max_length: int | None,
+    handle: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`S4System.advance` with the constants of the cache `handle`, if there is one; not differentiable."""
+    tensors = S4Tensors(C, B, P, log_A_real, A_imag, log_dt)
+    with torch.no_grad():
+        return _system(handle, tensors).advance(u, state, skip, max_length)
+
+
+@frozen_s4_advance.register_fake
+def _(u: torch.Tensor, state: torch.Tensor | None, C: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(torch.promote_types(u.dtype, torch.float32), C.dtype)
+    y = torch.empty_like(u, memory_format=torch.contiguous_format)
+    return y, C.new_empty((u.shape[0], *C.shape[1:]), dtype=dtype)

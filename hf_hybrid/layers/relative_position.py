@@ -1,0 +1,68 @@
+"""T5's relative position bias: one learned number per head and per bucket of distances.
+
+Shapes: H heads · offsets of any shape, in tokens.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def relative_position_bucket(
+    offsets: torch.Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
+) -> torch.Tensor:
+    """Map distances to buckets: one bucket per token nearby, logarithmically wider ones farther out.
+
+    With n buckets per direction, the first n/2 distances have a bucket each; a distance d beyond falls into bucket
+    ``n/2 + floor(log(d / (n/2)) / log(max_distance / (n/2)) * n/2)``, at most n-1 (Raffel et al. 2020, section 2.1).
+
+    Args:
+        offsets: Key position minus query position, integers of any shape, in tokens.
+        bidirectional: Whether keys after the query have buckets of their own (the upper half); otherwise they share
+            bucket 0 with the query's own position.
+        num_buckets: Number of buckets in all.
+        max_distance: Distance in tokens from which on everything shares the last bucket.
+
+    Returns:
+        Bucket numbers, int64, in the shape of ``offsets``.
+    """
+    if bidirectional:
+        num_buckets //= 2
+        base = (offsets > 0).long() * num_buckets
+        distance = offsets.abs()
+    else:
+        base = torch.zeros_like(offsets, dtype=torch.long)
+        distance = (-offsets).clamp_min(0)
+    exact = num_buckets // 2
+    # float32 as in T5 itself, so that distances on a boundary fall into the bucket its checkpoints were trained with
+    ratio = torch.log(distance.clamp_min(1).float() / exact) / math.log(max_distance / exact)
+    wide = (exact + (ratio * (num_buckets - exact)).long()).clamp_max(num_buckets - 1)
+    return base + torch.where(distance < exact, distance, wide)
+
+
+class RelativePositionBias(nn.Embedding):
+    """Table of T5's relative position bias, looked up by distance.
+
+    Args:
+        num_heads: H.
+        num_buckets: Rows of the table.
+        max_distance: Distance in tokens from which on everything shares the last bucket.
+        bidirectional: Whether later keys have buckets of their own.
+    """
+
+    def __init__(self, num_heads: int, *, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True):
+        super().__init__(num_buckets, num_heads)
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+
+    def forward(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the bias of every head for every offset, ``(H, *offsets.shape)``, in the table's dtype."""
+        buckets = relative_position_bucket(
+            offsets,
+            bidirectional=self.bidirectional,
+            num_buckets=self.num_embeddings,
+            max_distance=self.max_distance,
+        )
+        return functional.embedding(buckets, self.weight).movedim(-1, 0)

@@ -1,0 +1,105 @@
+"""ROUGE as an `evaluate.Metric` that works offline.
+
+ROUGE: Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), computed by `rouge_score`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import datasets
+import evaluate
+
+__all__ = ["ROUGE_TYPES", "Rouge"]
+
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+_SEED = 42
+
+_INPUTS = """
+Args:
+    predictions: Generated texts. For rougeLsum, one sentence a line.
+    references: A reference for each, or a list of references for each.
+    rouge_types: Some of rouge1 ... rouge9, rougeL, rougeLsum. Default: rouge1, rouge2, rougeL, rougeLsum.
+    use_aggregator: Return one number for each type (default), not a list with one for each text.
+    use_stemmer: Strip word endings with the Porter stemmer before comparing. Default: False.
+    tokenizer: A function from a text to its words, in place of rouge_score's.
+Returns:
+    F-measures between 0 and 1 by type.
+"""
+
+
+class Rouge(evaluate.Metric):
+    """ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum F-measures.
+
+    Takes the arguments and returns the keys of the Hub's ``rouge``. Aggregates are the medians of 1,000 bootstrap
+    resamples, which differ from the mean by a little noise; ``use_aggregator=False`` gives the scores themselves. With
+    several references for a text, the best F-measure of each type counts.
+
+    Args:
+        seed: Seed of the bootstrap. The default is fixed, so that equal texts score equally.
+        **kwargs: Arguments of `evaluate.Metric`.
+    """
+
+    def __init__(self, *, seed: int = _SEED, **kwargs: Any) -> None:
+        super().__init__(seed=seed, **kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        texts = datasets.Sequence(datasets.Value("string"))
+        return evaluate.MetricInfo(
+            description="Overlap of word sequences between generated and reference summaries.",
+            citation="Chin-Yew Lin. ROUGE: A Package for Automatic Evaluation of Summaries. 2004.",
+            inputs_description=_INPUTS,
+            features=[
+                datasets.Features({"predictions": text, "references": texts}),
+                datasets.Features({"predictions": text, "references": text}),
+            ],
+        )
+
+    def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
+        """Add predictions and references to those that ``compute()`` will score.
+
+        Raises:
+            ValueError: There are none, their numbers differ, or they are not texts.
+        """
+        if predictions is not None and len(predictions) == 0:
+            raise ValueError("predictions must hold at least one text; got none")
+        super().add_batch(predictions=predictions, references=references, **kwargs)
+
+    def _compute(
+        self,
+        predictions: Sequence[str],
+        references: Sequence[str] | Sequence[Sequence[str]],
+        rouge_types: Sequence[str] | None = None,
+        use_aggregator: bool = True,
+        use_stemmer: bool = False,
+        tokenizer: Callable[[str], list[str]] | None = None,
+    ) -> dict[str, Any]:
+        from rouge_score import rouge_scorer, scoring
+
+        types = list(ROUGE_TYPES if rouge_types is None else rouge_types)
+        scorer = rouge_scorer.RougeScorer(
+            types, use_stemmer=use_stemmer, tokenizer=_Words(tokenizer) if tokenizer else None
+        )
+        scores = [
+            scorer.score(reference, prediction)
+            if isinstance(reference, str)
+            else scorer.score_multi(reference, prediction)
+            for reference, prediction in zip(references, predictions, strict=True)
+        ]
+        if not use_aggregator:
+            return {kind: [score[kind].fmeasure for score in scores] for kind in types}
+        aggregator = scoring.BootstrapAggregator()
+        for score in scores:
+            aggregator.add_scores(score)
+        return {kind: float(interval.mid.fmeasure) for kind, interval in aggregator.aggregate().items()}
+
+
+class _Words:
+    """Gives a function the method that rouge_score asks of a tokenizer."""
+
+    def __init__(self, split: Callable[[str], list[str]]) -> None:
+        self._split = split
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the words of a text."""
+        return self._split(text)

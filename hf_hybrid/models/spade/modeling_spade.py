@@ -1,0 +1,834 @@
+"""SPADE: a state space model in the bottom layer, local attention in all layers (Zuo et al. 2022).
+
+Shapes: B batch · T length of the stack's input · S source length · P tokens already cached · D width · H heads ·
+K head width · N state size · R local radius.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ...kernels import local_attention
+from ...layers.feed_forward import FeedForward
+from ...layers.norms import make_norm
+from ...layers.relative_position import RelativePositionBias
+from ...layers.s4 import S4, ssm_parameters
+from .configuration_spade import SpadeConfig
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense softmax attention that also returns its probabilities.
+
+    Args:
+        module: The attention layer, asked only whether it trains.
+        query: `(B, H, T, K)`.
+        key: `(B, H, S, K)`.
+        value: `(B, H, S, K)`.
+        attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
+        scaling: Factor on the scores.
+        dropout: Probability of dropping a probability.
+        **kwargs: Ignored.
+
+    Returns:
+        Output `(B, T, H, K)` and probabilities `(B, H, T, S)`.
+    """
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
+    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
+
+
+def visible_keys(
+    config: SpadeConfig,
+    query_length: int,
+    key_length: int,
+    *,
+    query_start: int | torch.Tensor,
+    key_start: int | torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Say which keys each query of a self-attention sees.
+
+    Args:
+        config: The stack's config; its attention type, reach and direction decide.
+        query_length: T.
+        key_length: Number of keys S, cached ones included.
+        query_start: Position of the first query in the whole sequence.
+        key_start: Position of the first key.
+        attention_mask: `(B, query_start + T)`, 1 for tokens to keep; or `(B, 1, T, S)`, True or 0 for pairs to keep.
+        device: Where the result lives.
+
+    Returns:
+        Boolean `(B or 1, 1, T, S)`, or None when every query sees every key.
+    """
+    queries = torch.arange(query_length, device=device)[:, None] + query_start
+    keys = torch.arange(key_length, device=device)[None, :] + key_start
+    visible = None
+    if config.is_decoder:
+        visible = keys <= queries
+    if config.attention_type == "window":
+        near = (queries - keys).abs() <= config.local_radius
+        visible = near if visible is None else visible & near
+    visible = None if visible is None else visible[None, None]
+    if attention_mask is not None and attention_mask.dim() == 4:
+        kept = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        kept = kept[..., -query_length:, :key_length]
+        visible = kept if visible is None else visible & kept
+        attention_mask = None
+    if config.attention_type == "chunk":
+        # the grid of chunks starts at each row's first token, so that left padding does not move it
+        first = 0 if attention_mask is None else attention_mask.to(torch.int8).argmax(-1)[:, None, None, None]
+        same = torch.div(queries - first, config.chunk_size, rounding_mode="floor") == torch.div(
+            keys - first, config.chunk_size, rounding_mode="floor"
+        )
+        same = same if same.dim() == 4 else same[None, None]
+        visible = same if visible is None else visible & same
+    if attention_mask is not None:
+        # keys that no token has been written to yet lie beyond the mask; causality hides them
+        positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
+        kept = attention_mask.to(torch.bool)[:, positions][:, None, None, :]
+        visible = kept if visible is None else visible & kept
+    return visible
+
+
+def additive_mask(
+    visible: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Join visibility and position bias into what is added to attention scores; None when there is neither."""
+    if visible is None:
+        return None if bias is None else bias.to(dtype)
+    lowest = torch.finfo(dtype).min
+    base = torch.zeros((), dtype=dtype, device=device) if bias is None else bias.to(dtype)
+    return torch.where(visible, base, lowest)
+
+
+class SpadeSelfAttention(nn.Module):
+    """Windowed, chunked or full self-attention with T5's relative position bias (SPADE, section 3.2 and figure 1).
+
+    Args:
+        config: The stack's config.
+        layer_idx: Index of the layer, for the cache.
+        has_bias_table: Whether this layer has its own table of relative position biases.
+    """
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, *, has_bias_table: bool):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = config.is_decoder
+        self.scaling = config.head_dim**-0.5 if config.scale_attention else 1.0
+        inner_size = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
+        self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        bias_table: RelativePositionBias | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `(B, T, D)`.
+            bias_table: The stack's shared table; a table of the layer's own goes before it.
+            attention_mask: `(B, P + T)`, 1 for tokens to keep.
+            past_key_values: Cache of this stack's keys and values, appended to.
+            **kwargs: Passed on to the attention function.
+
+        Returns:
+            Output `(B, T, D)`, and probabilities `(B, H, T, P + T)` where the attention function gives them.
+        """
+        batch, length, _ = hidden_states.shape
+        heads = (batch, length, self.config.num_attention_heads, self.config.head_dim)
+        query = self.q_proj(hidden_states).view(heads)
+        key = self.k_proj(hidden_states).view(heads)
+        value = self.v_proj(hidden_states).view(heads)
+        bias_table = self.relative_attention_bias or bias_table
+        dropout = self.config.attention_dropout if self.training else 0.0
+
+        past = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        if isinstance(past, torch.Tensor):  # a static cache counts in place
+            past = past.clone()
+        if past_key_values is not None:
+            _, key_start = past_key_values.get_mask_sizes(length, self.layer_idx)
+            key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        else:
+            key_start = 0
+
+        # the blocked kernel serves whole sequences; a step over cached keys is short, and "eager" is dense on request
+        whole = key.shape[1] == length and (attention_mask is None or attention_mask.dim() == 2)
+        if self.config.attention_type != "full" and whole and self.config._attn_implementation != "eager":
+            window = self.config.attention_type == "window"
+            reach = self.config.local_radius if window else self.config.chunk_size - 1
+            reach = min(reach, max(length - 1, 0))
+            offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=hidden_states.device)
+            output = local_attention(
+                query,
+                key,
+                value,
+                bias=bias_table(offsets) if bias_table is not None else None,
+                radius=reach if window else None,
+                chunk_size=None if window else reach + 1,
+                causal=self.is_causal,
+                attention_mask=attention_mask,
+                scale=self.scaling,
+                dropout=dropout,
+            )
+            return self.o_proj(output.reshape(batch, length, -1)), None
+
+        visible = visible_keys(
+            self.config,
+            length,
+            key.shape[1],
+            query_start=past,
+            key_start=key_start,
+            attention_mask=attention_mask,
+            device=hidden_states.device,
+        )
+        bias = None
+        if bias_table is not None:
+            queries = torch.arange(length, device=hidden_states.device)[:, None] + past
+            keys = torch.arange(key.shape[1], device=hidden_states.device)[None, :] + key_start
+            bias = bias_table(keys - queries)[None]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, probabilities = attend(
+            self,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            additive_mask(visible, bias, query.dtype, query.device),
+            dropout=dropout,
+            scaling=self.scaling,
+            is_causal=False,  # the mask says so already
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(batch, length, -1)), probabilities
+
+
+class SpadeCrossAttention(nn.Module):
+    """Full attention of the decoder to the encoder's output.
+
+    Args:
+        config: The decoder's config.
+        layer_idx: Index of the layer, for the cache.
+    """
+
+    def __init__(self, config: SpadeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = False
+        self.scaling = config.head_dim**-0.5 if config.scale_attention else 1.0
+        inner_size = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `(B, T, D)`.
+            encoder_hidden_states: `(B, S, D)`.
+            attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
+            past_key_values: Cache; keys and values of the encoder's output are computed once and kept there.
+            **kwargs: Passed on to the attention function.
+
+        Returns:
+            Output `(B, T, D)`, and probabilities `(B, H, T, S)` where the attention function gives them.
+        """
+        batch, length, _ = hidden_states.shape
+        heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
+        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+            layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            key, value = layer.keys, layer.values
+        else:
+            key = self.k_proj(encoder_hidden_states).view(heads).transpose(1, 2)
+            value = self.v_proj(encoder_hidden_states).view(heads).transpose(1, 2)
+            if past_key_values is not None:
+                key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
+                past_key_values.is_updated[self.layer_idx] = True
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, probabilities = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=False,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(batch, length, -1)), probabilities
+
+
+class SpadeTokenMixer(nn.Module):
+    """What mixes tokens within a stack's layer: local attention, in a global layer beside a state space model.
+
+    In a global layer, with local attention ``l`` and state space model ``g`` of the same input x (SPADE, section 3.2):
+    concat ``W [LN(l(x)), LN(g(x))] + b``, add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``.
+
+    Args:
+        config: The stack's config.
+        layer_idx: Index of the layer.
+        has_bias_table: Whether the layer has its own table of relative position biases.
+    """
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, *, has_bias_table: bool):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.attention = SpadeSelfAttention(config, layer_idx, has_bias_table=has_bias_table)
+        self.ssm = None
+        if layer_idx not in config.global_layers:
+            return
+        self.ssm = S4(
+            config.hidden_size,
+            config.ssm_state_size,
+            bidirectional=not config.is_decoder,
+            dt_min=config.ssm_dt_min,
+            dt_max=config.ssm_dt_max,
+            num_copies=config.ssm_n_ssm,
+            max_length=config.ssm_l_max,
+            use_D=config.ssm_use_D,
+            postact=config.ssm_postact,
+            freeze=config.ssm_freeze,
+        )
+        if config.combine_mode != "stack":
+            self.local_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+            self.global_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        if config.combine_mode == "concat":
+            self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        bias_table: RelativePositionBias | None,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Mix the tokens of `(B, T, D)`; the arguments are those of `SpadeSelfAttention`."""
+        attend = {
+            "bias_table": bias_table,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            **kwargs,
+        }
+        if self.ssm is None:
+            return self.attention(hidden_states, **attend)[0]
+        global_states = self._state_space(hidden_states, attention_mask, past_key_values)
+        if self.config.combine_mode == "stack":
+            return self.attention(global_states, **attend)[0]
+        local_states = self.local_norm(self.attention(hidden_states, **attend)[0])
+        global_states = self.global_norm(global_states)
+        if self.config.combine_mode == "add":
+            return torch.lerp(local_states, global_states, float(self.config.combine_alpha))
+        branches = (local_states, global_states)
+        if self.config.concat_order == "global_local":
+            branches = branches[::-1]
+        return self.aggregate(torch.cat(branches, dim=-1))
+
+    def _state_space(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
+    ) -> torch.Tensor:
+        """Run the state space model, from and to the state in the cache when there is one."""
+        if self.config.ssm_stop_gradient:
+            hidden_states = hidden_states.detach()
+        if attention_mask is not None:
+            if attention_mask.dim() != 2:
+                raise ValueError(
+                    f"attention_mask must be of shape (batch, length) for a layer with a state space model; "
+                    f"got {tuple(attention_mask.shape)}"
+                )
+            attention_mask = attention_mask[:, -hidden_states.shape[1] :]
+        if past_key_values is None:
+            return self.ssm(hidden_states, attention_mask)
+        layer = past_key_values.layers[self.layer_idx]
+        state = layer.recurrent_states[0] if layer.has_previous_state[0] else None
+        output, state = self.ssm(hidden_states, attention_mask, state=state, return_state=True)
+        layer.update_recurrent_state(state)
+        layer.has_previous_state[0] = True
+        return output
+
+
+class SpadeLayer(GradientCheckpointingLayer):
+    """One layer: token mixing, in a decoder cross-attention, and a feed-forward network, each with a residual.
+
+    Post-norm ``x <- LN(x + sublayer(x))``, pre-norm ``x <- x + sublayer(LN(x))``.
+
+    Args:
+        config: The stack's config.
+        layer_idx: Index of the layer.
+        has_bias_table: Whether the layer has its own table of relative position biases.
+        has_cross_attention: Whether the layer attends to an encoder's output.
+    """
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, *, has_bias_table: bool, has_cross_attention: bool):
+        super().__init__()
+        self.pre_norm = config.norm_position == "pre"
+        self.mixer = SpadeTokenMixer(config, layer_idx, has_bias_table=has_bias_table)
+        self.mixer_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.cross_attention = None
+        if has_cross_attention:
+            self.cross_attention = SpadeCrossAttention(config, layer_idx)
+            self.cross_attention_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.feed_forward = FeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            ACT2FN[config.hidden_act],
+            gated=config.gated_feed_forward,
+            bias=config.feed_forward_bias,
+            dropout=config.activation_dropout,
+        )
+        self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        bias_table: RelativePositionBias | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
+        self_cache = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            self_cache = past_key_values.self_attention_cache
+        mixed = self.mixer(
+            self.mixer_norm(hidden_states) if self.pre_norm else hidden_states,
+            bias_table,
+            attention_mask,
+            self_cache,
+            **kwargs,
+        )
+        hidden_states = self._add(hidden_states, mixed, self.mixer_norm)
+        if self.cross_attention is not None and encoder_hidden_states is not None:
+            attended, _ = self.cross_attention(
+                self.cross_attention_norm(hidden_states) if self.pre_norm else hidden_states,
+                encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            hidden_states = self._add(hidden_states, attended, self.cross_attention_norm)
+        transformed = self.feed_forward(self.feed_forward_norm(hidden_states) if self.pre_norm else hidden_states)
+        return self._add(hidden_states, transformed, self.feed_forward_norm)
+
+    def _add(self, residual: torch.Tensor, update: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        total = residual + self.dropout(update)
+        return total if self.pre_norm else norm(total)
+
+
+class SpadePreTrainedModel(PreTrainedModel):
+    """Base of all SPADE models: initialisation and what transformers wants to know about them."""
+
+    config: SpadeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SpadeLayer"]  # noqa: RUF012 - transformers declares these as plain lists
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["ssm"]  # noqa: RUF012
+    _supports_sdpa = True
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": SpadeLayer,
+        "attentions": OutputRecorder(SpadeSelfAttention, index=1),
+        "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, S4):
+            module.reset_parameters()
+        elif isinstance(module, SpadeSelfAttention | SpadeCrossAttention) and not self.config.scale_attention:
+            # unscaled scores start at the size scaled ones would have
+            init.normal_(module.q_proj.weight, std=self.config.initializer_range * self.config.head_dim**-0.5)
+
+    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
+        embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        decoder = self.get_decoder()
+        if isinstance(decoder, SpadeStack) and decoder.config.is_decoder and not self.config.tie_word_embeddings:
+            # transformers resizes the input table and the head; an untied decoder has a table of its own
+            decoder.embed_tokens = self._get_resized_embeddings(
+                decoder.embed_tokens, embeddings.num_embeddings, mean_resizing=mean_resizing
+            )
+        return embeddings
+
+    def ssm_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the trained tensors A, B, Δ of state space models: no weight decay, a learning rate of their own."""
+        return ssm_parameters(self)
+
+
+class SpadeStack(SpadePreTrainedModel):
+    """Embedding, layers and final norm of an encoder, or of a decoder with cross-attention.
+
+    Args:
+        config: The stack's view of the config (`SpadeConfig.get_text_config`).
+    """
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        absolute = config.is_decoder and config.decoder_position == "learned_absolute"
+        self.embed_positions = nn.Embedding(config.max_decoder_positions, config.hidden_size) if absolute else None
+        self.embedding_norm = None
+        if config.embedding_norm:
+            self.embedding_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        shared = config.share_relative_bias and not absolute
+        self.relative_attention_bias = make_bias_table(config) if shared else None
+        self.layers = nn.ModuleList(
+            SpadeLayer(
+                config,
+                layer_idx,
+                has_bias_table=not shared and not absolute,
+                has_cross_attention=config.is_decoder and config.is_encoder_decoder,
+            )
+            for layer_idx in range(config.num_hidden_layers)
+        )
+        self.final_norm = None
+        if config.final_norm:
+            self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if not self.config.is_decoder:
+            past_key_values = None
+        elif use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache())
+
+        hidden_states = inputs_embeds
+        if self.embed_positions is not None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            hidden_states = hidden_states + self._positions(inputs_embeds.shape[1], past, attention_mask)
+        if self.embedding_norm is not None:
+            hidden_states = self.embedding_norm(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+
+        if encoder_attention_mask is not None:
+            kept = encoder_attention_mask.to(torch.bool)
+            kept = kept if kept.dim() == 4 else kept[:, None, None, :]
+            encoder_attention_mask = additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                encoder_hidden_states,
+                bias_table=self.relative_attention_bias,
+                attention_mask=attention_mask,
+                encoder_attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        if self.final_norm is not None:
+            hidden_states = self.dropout(self.final_norm(hidden_states))
+        if not self.config.is_decoder:
+            return BaseModelOutput(last_hidden_state=hidden_states)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden_states, past_key_values=past_key_values
+        )
+
+    def _positions(self, length: int, past: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
+        if past + length > self.config.max_decoder_positions:
+            raise ValueError(
+                f"the decoder reads {past + length} tokens, more than max_decoder_positions "
+                f"{self.config.max_decoder_positions}; use decoder_position='relative' for longer outputs"
+            )
+        if attention_mask is not None and attention_mask.dim() == 2:
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+        else:
+            positions = torch.arange(past, past + length, device=self.embed_positions.weight.device)[None]
+        return self.embed_positions(positions)
+
+
+class SpadeModel(SpadePreTrainedModel):
+    """SPADE encoder-decoder without a head (SPADE, section 5.1).
+
+    Args:
+        config: The config; `get_text_config` gives each stack its view of it.
+    """
+
+    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        if not config.is_encoder_decoder:
+            raise ValueError(f"SpadeModel must have is_encoder_decoder=True; got {config.is_encoder_decoder}")
+        self.encoder = SpadeStack(config.get_text_config(encoder=True))
+        self.decoder = SpadeStack(config.get_text_config(decoder=True))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding):
+        self.encoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        elif isinstance(encoder_outputs, tuple | list):
+            names = ("last_hidden_state", "hidden_states", "attentions")
+            encoder_outputs = BaseModelOutput(**dict(zip(names, encoder_outputs, strict=False)))
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            past_key_values=decoder_outputs.past_key_values,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
+    """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks.
+
+    Args:
+        config: The config.
+    """
+
+    _tied_weights_keys = {  # noqa: RUF012
+        "model.decoder.embed_tokens.weight": "model.encoder.embed_tokens.weight",
+        "lm_head.weight": "model.encoder.embed_tokens.weight",
+    }
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.model = SpadeModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @property
+    def _is_stateful(self) -> bool:
+        # a recurrent state cannot be rolled back, so transformers must refuse assisted decoding
+        return bool(self.config.decoder_global_layers)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        if labels is not None:
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            use_cache = False if use_cache is None else use_cache
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if self.config.scale_decoder_outputs:
+            hidden_states = hidden_states * self.config.hidden_size**-0.5
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                shift_labels=labels,  # the decoder's inputs are shifted already
+                num_items_in_batch=num_items_in_batch,
+            )
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+        )
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
+        """Shift labels `(B, T)` right behind the start token; ignored positions (-100) become padding."""
+        for field in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(self.config, field) is None:
+                raise ValueError(f"{field} must be set in the config to make decoder inputs from labels; got None")
+        start = torch.full_like(labels[:, :1], self.config.decoder_start_token_id)
+        shifted = torch.cat([start, labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        given = model_kwargs.get("past_key_values")
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, EncoderDecoderCache) and cache is not given:
+            # transformers builds the cross-attention's cache with the decoder's layer types; this one is always full
+            config = copy.deepcopy(self.config)
+            config.decoder_attention_type, config.decoder_global_layers = "full", []
+            if isinstance(cache.cross_attention_cache, StaticCache):
+                length = model_kwargs["encoder_outputs"][0].shape[1]
+                cache.cross_attention_cache = StaticCache(config=config, max_cache_len=length)
+            else:
+                cache.cross_attention_cache = DynamicCache(config=config)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+        """Leave the padding mask as it is: each layer makes its own."""
+        return attention_mask
+
+
+class SpadeEncoderModel(SpadePreTrainedModel):
+    """SPADE's encoder alone; loads from an encoder-decoder's checkpoint.
+
+    Args:
+        config: The config.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.encoder = SpadeStack(config.get_text_config(encoder=True))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding):
+        self.encoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+
+
+def make_bias_table(config: SpadeConfig) -> RelativePositionBias:
+    """Build one table of relative position biases for a stack."""
+    return RelativePositionBias(
+        config.num_attention_heads,
+        num_buckets=config.relative_attention_num_buckets,
+        max_distance=config.relative_attention_max_distance,
+        bidirectional=not config.is_decoder,
+    )
+
+
+__all__ = [
+    "SpadeEncoderModel",
+    "SpadeForConditionalGeneration",
+    "SpadeModel",
+    "SpadePreTrainedModel",
+]

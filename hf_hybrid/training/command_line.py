@@ -1,0 +1,225 @@
+"""From a command line to dataclasses, and from an error to one line and an exit code."""
+
+import dataclasses
+import enum
+import json
+import logging
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_hybrid.data.suggestions import did_you_mean
+
+__all__ = ["parse_arguments", "run_command_line", "translate_removed_flags"]
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
+
+
+def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Parse a command line into dataclasses.
+
+    Args:
+        dataclass_types: One dataclass per group of flags.
+        argv: The arguments without the program's name; `sys.argv` when None. A single argument that ends in
+            ``.json``, ``.yaml`` or ``.yml`` is read as a file of flags.
+
+    Returns:
+        One instance per dataclass, in their order.
+
+    Raises:
+        ValueError: A flag is unknown (with the closest known one) or its value cannot be used.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
+        arguments = _read_arguments_file(Path(arguments[0]))
+    parser = _Parser(list(dataclass_types), allow_abbrev=False)  # type: ignore[arg-type]
+    arguments = translate_removed_flags(arguments, known=parser.flags)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.refuse(unknown[0])
+    parsed = []
+    for dataclass_type in dataclass_types:
+        names = {field.name for field in dataclasses.fields(dataclass_type) if field.init}
+        values = {name: value for name, value in vars(namespace).items() if name in names}
+        _check_enumerations(dataclass_type, values)
+        try:
+            parsed.append(dataclass_type(**values))
+        except (TypeError, OSError, ImportError) as error:
+            raise ValueError(f"the arguments cannot be used: {error}") from error
+        except ValueError as error:  # told apart from failures inside libraries by where it is raised
+            raise ValueError(str(error)) from error
+    return tuple(parsed)
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser that raises ValueError instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    @property
+    def flags(self) -> set[str]:
+        return {option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"}
+
+    def refuse(self, argument: str) -> NoReturn:
+        if not argument.startswith("-"):
+            raise ValueError(f"unexpected argument {argument!r}; every value needs a --flag before it")
+        name = argument.lstrip("-").split("=")[0]
+        options = sorted(flag for flag in self.flags if "-" not in flag)
+        raise ValueError(f"unknown flag --{name}.{did_you_mean(name, options)} --help lists all flags.")
+
+
+def _read_arguments_file(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"the arguments file {path} does not exist")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the arguments file {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"the arguments file {path} must hold one object of flags; got {type(values).__name__}")
+    arguments: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            arguments.append(f"--{name}={json.dumps(value)}")
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    return arguments
+
+
+def _check_enumerations(dataclass_type: type, values: dict[str, Any]) -> None:
+    """Name the flag of a misspelt choice; transformers' own message names only the enumeration."""
+    for name, hint in typing.get_type_hints(dataclass_type).items():
+        for arm in (hint, *typing.get_args(hint)):
+            if isinstance(arm, type) and issubclass(arm, enum.Enum) and isinstance(values.get(name), str):
+                choices = [member.value for member in arm]
+                if values[name] not in choices:
+                    raise ValueError(
+                        f"--{name} must be one of {', '.join(map(str, choices))}; got {values[name]!r}."
+                        f"{did_you_mean(values[name], choices)}"
+                    )
+
+
+def _is_true(values: list[str]) -> bool:
+    return not values or values[0].lower() in ("true", "t", "yes", "y", "1")
+
+
+def _renamed(new: str) -> Callable[[list[str]], list[str]]:
+    return lambda values: [f"--{new}", *values]
+
+
+def _if_true(*arguments: str) -> Callable[[list[str]], list[str]]:
+    return lambda values: list(arguments) if _is_true(values) else []
+
+
+def _warmup_ratio(values: list[str]) -> list[str]:
+    try:
+        ratio = float(values[0])
+    except (IndexError, ValueError):
+        raise ValueError(f"--warmup_ratio takes a number in [0, 1); got {' '.join(values)!r}") from None
+    if not 0 <= ratio < 1:
+        raise ValueError(f"--warmup_ratio must lie in [0, 1); got {ratio}")
+    return ["--warmup_steps", str(ratio)] if ratio else []
+
+
+def _ignored(values: list[str]) -> list[str]:
+    return []
+
+
+_REMOVED: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
+    "warmup_ratio": (_warmup_ratio, "--warmup_steps takes a ratio below one"),
+    "group_by_length": (
+        _if_true("--train_sampling_strategy", "group_by_length"),
+        "use --train_sampling_strategy group_by_length",
+    ),
+    "no_cuda": (_if_true("--use_cpu"), "use --use_cpu"),
+    "evaluation_strategy": (_renamed("eval_strategy"), "use --eval_strategy"),
+    "evaluate_during_training": (_if_true("--eval_strategy", "steps"), "use --eval_strategy steps"),
+    "adafactor": (_if_true("--optim", "adafactor"), "use --optim adafactor"),
+    "per_gpu_train_batch_size": (_renamed("per_device_train_batch_size"), "use --per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": (_renamed("per_device_eval_batch_size"), "use --per_device_eval_batch_size"),
+    "push_to_hub_token": (_renamed("hub_token"), "use --hub_token"),
+    "push_to_hub_model_id": (_renamed("hub_model_id"), "use --hub_model_id"),
+    "use_auth_token": (_renamed("token"), "use --token"),
+    "torch_dtype": (_renamed("dtype"), "use --dtype"),
+    "logging_dir": (_ignored, "it is ignored; set TENSORBOARD_LOGGING_DIR in the environment"),
+    "save_safetensors": (_ignored, "it is ignored; checkpoints are always safetensors"),
+    "half_precision_backend": (_ignored, "it is ignored; torch's autocast is always used"),
+    "fp16_backend": (_ignored, "it is ignored; torch's autocast is always used"),
+    "fp16_opt_level": (_ignored, "it is ignored; torch's autocast is always used"),
+    "jit_mode_eval": (_ignored, "it is ignored"),
+    "use_ipex": (_ignored, "it is ignored"),
+    "past_index": (_ignored, "it is ignored"),
+    "use_mps_device": (_ignored, "it is ignored; the device is found by itself"),
+    "ray_scope": (_ignored, "it is ignored"),
+    "tpu_num_cores": (_ignored, "it is ignored"),
+    "tpu_metrics_debug": (_ignored, "it is ignored"),
+    "from_tf": (_ignored, "it is ignored; TensorFlow weights cannot be loaded"),
+}
+
+
+def translate_removed_flags(arguments: Sequence[str], known: set[str] | None = None) -> list[str]:
+    """Replace flags that transformers has removed by their successors, with one warning each.
+
+    Args:
+        arguments: A command line.
+        known: Flags that exist and are left alone, whatever they were called before.
+
+    Raises:
+        ValueError: The value of a removed flag cannot be translated.
+    """
+    translated: list[str] = []
+    position = 0
+    while position < len(arguments):
+        name, equals, value = arguments[position].removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        position += 1
+        if not arguments[position - 1].startswith("--") or name not in _REMOVED or name in (known or ()):
+            translated.append(arguments[position - 1])
+            continue
+        values = [value] if equals else []
+        while not equals and position < len(arguments) and not arguments[position].startswith("--"):
+            values.append(arguments[position])
+            position += 1
+        translate, note = _REMOVED[name]
+        translated += translate(values)
+        logger.warning("--%s was removed from transformers: %s.", name, note)
+    return translated
+
+
+def run_command_line(main: Callable[[], Any]) -> NoReturn:
+    """Run a script's main function and leave the process with its exit code.
+
+    A `ValueError` raised by this package is the user's to mend: its message becomes one line, ``error: ...``, and the
+    exit code 2. One raised inside a library keeps its traceback. Ctrl-C gives the exit code 130. An integer that main
+    returns is the exit code.
+    """
+    try:
+        result = main()
+    except ValueError as error:
+        if not _raised_in_package(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _raised_in_package(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    package = Path(__file__).resolve().parent.parent
+    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(package)

@@ -1,0 +1,377 @@
+"""The steps that every training script shares, as plain functions in the order in which a script calls them."""
+
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.data.tokenizer import train_tokenizer
+from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.config_overrides import parse_config_overrides
+from hf_hybrid.training.output_folder import (
+    WEIGHTS_FILES,
+    complete_checkpoints,
+    find_resume_checkpoint,
+    guard_output_folder,
+)
+from hf_hybrid.training.trainer import stop_gently
+
+__all__ = [
+    "first_examples",
+    "fit_config_to_tokenizer",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "prepare_run",
+    "publish",
+    "require_split",
+    "save_and_log",
+    "train",
+]
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+
+
+# ---- the run ----
+
+
+def prepare_run(
+    training_args: TrainingArguments, *, outputs: Sequence[str] = (), model_name_or_path: str | None = None
+) -> str | None:
+    """Set up logging and the seed, and guard the output folder.
+
+    Args:
+        training_args: The training arguments.
+        outputs: Names of the files that a run without training writes.
+        model_name_or_path: The checkpoint that the run starts from, if any.
+
+    Returns:
+        The checkpoint to resume from, or None to start anew.
+
+    Raises:
+        ValueError: The output folder holds another run and there is no permission to write into it, or there is
+            nothing to resume from.
+    """
+    _show_log(training_args)
+    resume_from = None
+    if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
+        resume_from = find_resume_checkpoint(training_args)
+    if training_args.process_index == 0:
+        guard_output_folder(training_args, resume_from, outputs, model_name_or_path)
+    if resume_from is not None:
+        logger.info("Resuming from %s.", resume_from)
+    set_seed(training_args.seed)
+    return resume_from
+
+
+def _show_log(training_args: TrainingArguments) -> None:
+    """Print this package's messages, unless the program around us has set up logging."""
+    package = logging.getLogger("hf_hybrid")
+    package.setLevel(training_args.get_process_log_level() if training_args.log_level != "passive" else logging.INFO)
+    if not training_args.should_log:
+        package.setLevel(logging.WARNING)
+    if not package.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False  # a library that sets up the root logger later would print everything twice
+
+
+# ---- configuration, tokenizer, model ----
+
+
+def load_config(model_args: ModelArguments, auto_class: Any) -> PreTrainedConfig:
+    """Load the checkpoint's configuration, or build one from ``--model_type`` and ``--config_overrides``.
+
+    Args:
+        model_args: The model arguments.
+        auto_class: The Auto class of the task, such as `AutoModelForSeq2SeqLM`.
+
+    Raises:
+        ValueError: The model type is unknown or has no class for the task, an override does not fit, or the folder is
+            not a checkpoint.
+    """
+    if model_args.model_type is not None:
+        config_class = _config_class(model_args.model_type, auto_class)
+        values = parse_config_overrides(model_args.config_overrides or "{}", config_class)
+        try:
+            return config_class(**values)
+        except Exception as error:  # huggingface_hub's strict dataclasses raise classes of their own
+            raise ValueError(f"--config_overrides {model_args.config_overrides}: {error}") from error
+    if model_args.model_name_or_path is not None:
+        _check_checkpoint_folder(
+            "model_name_or_path", model_args.model_name_or_path, [("config.json",), WEIGHTS_FILES]
+        )
+    flag = "model_name_or_path" if model_args.config_name is None else "config_name"
+    name = getattr(model_args, flag)
+    if flag == "config_name":
+        _check_checkpoint_folder(flag, name, [("config.json",)])
+    try:
+        config = AutoConfig.from_pretrained(name, **_hub_arguments(model_args))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--{flag} {name}: no configuration could be loaded. {error}") from error
+    has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+    if type(config) not in auto_class._model_mapping and not has_code:
+        raise ValueError(
+            f"--{flag} {name}: its architecture {config.model_type!r} has no class for {auto_class.__name__}"
+        )
+    return config
+
+
+def _config_class(model_type: str, auto_class: Any) -> type[PreTrainedConfig]:
+    known = model_type in CONFIG_MAPPING
+    if known and CONFIG_MAPPING[model_type] in auto_class._model_mapping:
+        return CONFIG_MAPPING[model_type]
+    supported = sorted(config.model_type for config in auto_class._model_mapping)
+    problem = f"has no class for {auto_class.__name__}" if known else "is not a known architecture"
+    raise ValueError(
+        f"--model_type {model_type} {problem}.{did_you_mean(model_type, supported)} Possible: {', '.join(supported)}"
+    )
+
+
+def _check_checkpoint_folder(flag: str, name: str, required: Sequence[tuple[str, ...]]) -> None:
+    """Raise a ValueError if the name is a local folder (or looks like one) that lacks what a checkpoint has."""
+    folder = Path(name)
+    if not folder.exists():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ValueError(f"--{flag} {name}: there is no such folder")
+        return  # a Hub id
+    if not folder.is_dir():
+        raise ValueError(f"--{flag} {name} is a file; it must be a checkpoint folder or a Hub id")
+    missing = [names[0] for names in required if not any((folder / entry).is_file() for entry in names)]
+    if missing:
+        inside = complete_checkpoints(folder)
+        hint = f" Did you mean {inside[-1]}?" if inside else ""
+        raise ValueError(f"--{flag} {name} is not a checkpoint: {' and '.join(missing)} missing.{hint}")
+
+
+def _hub_arguments(model_args: ModelArguments) -> dict[str, Any]:
+    return {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "token": model_args.token,
+        "trust_remote_code": model_args.trust_remote_code,
+    }
+
+
+def load_tokenizer(
+    model_args: ModelArguments, texts: Iterable[str] | None, *, fingerprint: str | None, resume_from: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the named tokenizer, or the checkpoint's, or train one.
+
+    Args:
+        model_args: The model arguments.
+        texts: Training texts, for when no tokenizer is named; None where there is no training split.
+        fingerprint: Names the texts, so that a tokenizer trained before is found again.
+        resume_from: The checkpoint of an interrupted run, whose tokenizer is used instead of training it again.
+
+    Raises:
+        ValueError: The tokenizer cannot be loaded, has no end-of-sequence token, or there is nothing to train it on.
+    """
+    flag = "tokenizer_name" if model_args.tokenizer_name is not None else "model_name_or_path"
+    name = getattr(model_args, flag)
+    if name is None and resume_from is not None:
+        flag, name = "resume_from_checkpoint", resume_from
+    if name is None:
+        if texts is None:
+            raise ValueError(
+                "no tokenizer is named and there is no training split to train one on: give --tokenizer_name"
+            )
+        logger.info(
+            "No tokenizer is named: one of up to %d entries is trained on the training split.",
+            model_args.tokenizer_vocab_size,
+        )
+        return train_tokenizer(
+            texts, model_args.tokenizer_vocab_size, cache_dir=model_args.cache_dir, fingerprint=fingerprint
+        )
+    _check_checkpoint_folder(flag, name, [_TOKENIZER_FILES])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **_hub_arguments(model_args))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--{flag} {name}: no tokenizer could be loaded. {error}") from error
+    return _complete_special_tokens(tokenizer, f"--{flag} {name}")
+
+
+def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
+    if tokenizer.eos_token is None:
+        if tokenizer.sep_token is None:
+            raise ValueError(f"{source}: the tokenizer has neither an end-of-sequence nor a separator token")
+        tokenizer.eos_token = tokenizer.sep_token
+        logger.warning("%s: the separator %s serves as end of sequence.", source, tokenizer.eos_token)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.warning("%s: the end of sequence %s also serves as padding.", source, tokenizer.pad_token)
+    return tokenizer
+
+
+def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that a tokenizer can give; its length where ids have no gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def fit_config_to_tokenizer(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size_is_given: bool = False
+) -> None:
+    """Set the vocabulary size and the special ids of a new model's configuration, in place.
+
+    A field such as ``decoder_start_token_id`` or ``forced_eos_token_id`` keeps its role: if the architecture's default
+    is its own ``eos_token_id``, it becomes the tokenizer's. Where an encoder-decoder has no default start, generation
+    starts with bos, or with pad where the architecture or the tokenizer has no bos (the T5 family).
+
+    Args:
+        config: A configuration that was built with default special ids.
+        tokenizer: The tokenizer.
+        vocab_size_is_given: Whether the user asked for ``config.vocab_size``, which is then kept.
+
+    Raises:
+        ValueError: The given vocabulary is smaller than the tokenizer's.
+    """
+    ids = number_of_ids(tokenizer)
+    if vocab_size_is_given and config.vocab_size < ids:
+        raise ValueError(
+            f"--config_overrides: vocab_size must be at least the tokenizer's {ids}; got {config.vocab_size}"
+        )
+    if not vocab_size_is_given:
+        config.vocab_size = ids
+    roles = ("eos_token_id", "pad_token_id", "bos_token_id")
+    defaults = {role: getattr(config, role, None) for role in roles}
+    given = {role: getattr(tokenizer, role) for role in roles}
+    derived = [name for name in vars(config) if name.endswith("_token_id") and name not in roles]
+    for name in derived:
+        role = next((role for role in roles if getattr(config, name) == defaults[role] is not None), None)
+        if role is not None and given[role] is not None:
+            setattr(config, name, given[role])
+    for role in roles:
+        if given[role] is not None or defaults[role] is not None:
+            setattr(config, role, given[role])
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        starts_with_bos = defaults["bos_token_id"] is not None and given["bos_token_id"] is not None
+        config.decoder_start_token_id = given["bos_token_id" if starts_with_bos else "pad_token_id"]
+
+
+def load_model(
+    model_args: ModelArguments,
+    auto_class: Any,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+) -> PreTrainedModel:
+    """Build a new model with the tokenizer's vocabulary, or load the checkpoint and lengthen its embedding if needed.
+
+    Args:
+        model_args: The model arguments.
+        auto_class: The Auto class of the task.
+        config: What `load_config` returned.
+        tokenizer: The tokenizer.
+        seed: Seed of a new model's weights, so that they do not depend on what ran before.
+    """
+    ids = number_of_ids(tokenizer)
+    set_seed(seed)
+    if model_args.model_name_or_path is None:
+        given = parse_config_overrides(model_args.config_overrides or "{}", type(config))
+        fit_config_to_tokenizer(config, tokenizer, vocab_size_is_given="vocab_size" in given)
+        try:
+            model = auto_class.from_config(config, trust_remote_code=model_args.trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"--model_type {config.model_type}: {error}") from error
+        logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
+        return model
+    try:
+        model = auto_class.from_pretrained(
+            model_args.model_name_or_path, config=config, dtype=model_args.dtype, **_hub_arguments(model_args)
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model_name_or_path {model_args.model_name_or_path}: {error}") from error
+    rows = model.get_input_embeddings().weight.shape[0]
+    if ids > rows:
+        model.resize_token_embeddings(ids)
+        logger.warning(
+            "The tokenizer has %d ids and the model's embedding %d rows: it was resized to %d.", ids, rows, ids
+        )
+    if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.pad_token_id
+        model.config.decoder_start_token_id = start
+        if model.generation_config.decoder_start_token_id is None:
+            model.generation_config.decoder_start_token_id = start
+        logger.warning("The checkpoint names no decoder_start_token_id: using %d.", start)
+    return model
+
+
+# ---- data ----
+
+
+def require_split(datasets: DatasetDict, split: str, flag: str) -> Dataset:
+    """Return a split.
+
+    Raises:
+        ValueError: There is no such split.
+    """
+    if split not in datasets:
+        raise ValueError(f"--{flag} needs a {split} split; the dataset has {', '.join(datasets)}")
+    return datasets[split]
+
+
+def first_examples(split: Dataset, count: int | None) -> Dataset:
+    """The first examples of a split; all when the count is None or larger."""
+    return split if count is None else split.select(range(min(count, len(split))))
+
+
+# ---- the work and its results ----
+
+
+def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
+    """Train, save the model, the tokenizer and the trainer's state, and return the metrics.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last step is there to resume from.
+    """
+    with stop_gently(trainer):
+        result = trainer.train(resume_from_checkpoint=resume_from)
+    trainer.save_model()
+    metrics: dict[str, float] = {**result.metrics, "train_samples": len(trainer.train_dataset)}  # type: ignore[arg-type]
+    save_and_log(trainer, "train", metrics)
+    trainer.save_state()
+    return metrics
+
+
+def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+    """Print metrics and write them to ``SPLIT_results.json`` and ``all_results.json``."""
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
+
+
+def publish(
+    trainer: Trainer, model_args: ModelArguments, *, task: str, dataset: str | None, dataset_args: str | None
+) -> None:
+    """Push to the Hub if asked to; otherwise write the model card beside a trained model."""
+    kwargs: dict[str, Any] = {"tasks": task}
+    if model_args.model_name_or_path is not None and not Path(model_args.model_name_or_path).exists():
+        kwargs["finetuned_from"] = model_args.model_name_or_path
+    if dataset is not None:
+        kwargs["dataset"] = f"{dataset} {dataset_args}" if dataset_args else dataset
+        if ":" not in dataset and not Path(dataset).exists():  # a Hub dataset: name it in the card's metadata
+            kwargs["dataset_tags"] = dataset
+            if dataset_args:
+                kwargs["dataset_args"] = dataset_args
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(**kwargs)
+    elif trainer.args.do_train:
+        trainer.create_model_card(**kwargs)

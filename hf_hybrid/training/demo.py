@@ -1,0 +1,332 @@
+"""``make demo``: train a small SPADE summarizer from scratch, offline, and show what it has learnt.
+
+``python -m hf_hybrid.training.demo [--long]`` trains on ``embedded:docstrings`` with `summarization.main`, then compares
+the model on the held-out test split with three things that need no training: the model before its first step, a training
+summary drawn at random, and the first words of the document. Everything is counted in steps, so that it is the same on
+every machine; the exit code is 1 if the model has not learnt to summarize.
+"""
+
+import argparse
+import json
+import logging
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid.data.preprocessing import lead_baseline, random_summaries
+from hf_hybrid.training import summarization
+from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
+from hf_hybrid.training.command_line import parse_arguments, run_command_line
+from hf_hybrid.training.common import first_examples
+
+__all__ = ["LONG", "SHORT", "Recipe", "main", "run_demo"]
+
+logger = logging.getLogger(__name__)
+
+SCORES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+TRAINED, UNTRAINED, RANDOM, LEAD = "trained model", "untrained model", "random training summary", "lead baseline"
+MIN_DISTINCT = 0.5
+"""At least this share of the generated summaries must be unlike all others."""
+_OWN_FILES = {"trained", "untrained", "report.md", "demo_results.json", "curves.png"}
+_SAMPLES = 5
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of a demo.
+
+    Args:
+        model_type: Architecture.
+        model: Fields of its configuration.
+        flags: Flags of ``run_summarization.py`` for the trained and the untrained model.
+        training: Flags for the training alone.
+    """
+
+    model_type: str
+    model: dict[str, Any]
+    flags: dict[str, Any]
+    training: dict[str, Any]
+
+
+SHORT = Recipe(
+    model_type="spade",
+    model={
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_decoder_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "local_radius": 16,
+    },
+    flags={
+        "dataset_name": "embedded:docstrings",
+        "tokenizer_vocab_size": 4096,
+        "max_source_length": 128,
+        "max_target_length": 24,
+        "max_eval_samples": 128,
+        "max_predict_samples": 256,
+        "per_device_eval_batch_size": 32,
+        "num_beams": 1,
+        "seed": 42,
+    },
+    training={
+        "max_steps": 600,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 2e-3,
+        "warmup_steps": 60,
+        "eval_steps": 150,
+        "logging_steps": 25,
+        "train_sampling_strategy": "group_by_length",
+    },
+)
+"""``make demo``: a few minutes on two cores."""
+
+LONG = Recipe(
+    model_type="spade",
+    model=SHORT.model
+    | {"hidden_size": 256, "num_hidden_layers": 4, "num_decoder_layers": 4, "intermediate_size": 1024},
+    flags=SHORT.flags
+    | {
+        "tokenizer_vocab_size": 8192,
+        "max_source_length": 512,
+        "max_target_length": 32,
+        "max_eval_samples": 512,
+        "max_predict_samples": 1024,
+    },
+    training=SHORT.training | {"max_steps": 10000, "learning_rate": 1e-3, "warmup_steps": 500, "eval_steps": 1000},
+)
+"""``make demo-long``: hours on two cores, minutes on a GPU."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Args:
+        argv: ``--long``, ``--output_dir FOLDER`` (default ``runs/demo``) and ``--resume``.
+
+    Returns:
+        The exit code: 0 if the model has learnt to summarize, 1 if it has not.
+
+    Raises:
+        ValueError: The folder holds something that is not a demo's.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hf_hybrid.training.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--long", action="store_true", help="a larger model, longer documents, many more steps")
+    parser.add_argument("--output_dir", default="runs/demo", help="its earlier demo, if any, is replaced")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted demo of the same kind")
+    arguments = parser.parse_args(argv)
+    results = run_demo(LONG if arguments.long else SHORT, Path(arguments.output_dir), resume=arguments.resume)
+    return 0 if results["passed"] else 1
+
+
+def run_demo(recipe: Recipe, folder: Path, *, resume: bool = False) -> dict[str, Any]:
+    """Train, compare, show and write ``report.md``, ``demo_results.json`` and ``curves.png``.
+
+    Args:
+        recipe: The numbers.
+        folder: Output folder; an earlier demo in it is replaced.
+        resume: Continue from the last checkpoint of an interrupted demo.
+
+    Returns:
+        What ``demo_results.json`` holds: ``table``, ``checks``, ``passed``, ``samples``, ``checkpoint``.
+
+    Raises:
+        ValueError: The folder holds something that is not a demo's.
+    """
+    _check_folder(folder)
+    trained, untrained = folder / "trained", folder / "untrained"
+    trained_argv = _argv(recipe, trained, train=True, resume=resume)
+    trained_metrics = summarization.main(trained_argv)
+    untrained_metrics = summarization.main([*_argv(recipe, untrained, train=False), "--tokenizer_name", str(trained)])
+
+    documents, references, pool = _held_out(trained_argv)
+    length = round(statistics.median(len(summary.split()) for summary in pool))
+    texts = {
+        UNTRAINED: _read_predictions(untrained),
+        RANDOM: random_summaries(pool, len(documents), _SEED),
+        LEAD: [lead_baseline(document, length) for document in documents],
+        TRAINED: _read_predictions(trained),
+    }
+    losses = {UNTRAINED: untrained_metrics["eval_loss"], TRAINED: trained_metrics["eval_loss"]}
+    table = {
+        name: {**summarization.rouge_scores(predictions, references), "validation_loss": losses.get(name)}
+        for name, predictions in texts.items()
+    }
+    checks = check_learning(table, texts[TRAINED], references)
+    results = {
+        "table": table,
+        "checks": checks,
+        "passed": all(checks.values()),
+        "samples": _samples(documents, references, texts[TRAINED]),
+        "checkpoint": str(trained),
+        "test_documents": len(documents),
+        "training_seconds": trained_metrics["train_runtime"],
+    }
+    load_lines = (
+        "import hf_hybrid; from transformers import AutoModelForSeq2SeqLM",
+        f'model = AutoModelForSeq2SeqLM.from_pretrained("{trained.as_posix()}")',
+    )
+    _verify_loading(load_lines)
+    has_curves = draw_curves(trained / "trainer_state.json", folder / "curves.png")
+    report = _report(results, load_lines, curves="curves.png" if has_curves else None)
+    print("\n" + report)
+    (folder / "report.md").write_text(report, encoding="utf-8")
+    (folder / "demo_results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}")
+    return results
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir {folder} is a file; it must be a folder")
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _OWN_FILES) if folder.is_dir() else []
+    if foreign:
+        raise ValueError(f"--output_dir {folder} holds {', '.join(foreign[:3])}, which no demo wrote; give another")
+
+
+def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) -> list[str]:
+    flags: dict[str, Any] = {
+        "model_type": recipe.model_type,
+        "config_overrides": json.dumps(recipe.model),
+        **recipe.flags,
+        "do_eval": True,
+        "do_predict": True,
+        "predict_with_generate": True,
+        "overwrite_output_dir": True,
+        "output_dir": folder,
+    }
+    if train:
+        steps = recipe.training["eval_steps"]
+        flags |= {"do_train": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": steps}
+        flags |= {"save_total_limit": 1, **recipe.training}
+        if resume:
+            flags["resume_from_checkpoint"] = "auto"
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def _held_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The test documents and summaries that a command line predicts, and the training summaries."""
+    model_args, data_args, training_args = parse_arguments(
+        (ModelArguments, SummarizationArguments, SummarizationTrainingArguments), argv
+    )
+    splits, text_column, summary_column = summarization.load_splits(data_args, training_args, model_args)
+    test = first_examples(splits["test"], data_args.max_predict_samples)
+    return list(test[text_column]), list(test[summary_column]), list(splits["train"][summary_column])
+
+
+def _read_predictions(folder: Path) -> list[str]:
+    text = (folder / summarization.PREDICTIONS_FILE).read_text(encoding="utf-8")
+    return [line.replace("\\n", " ") for line in text.split("\n")[:-1]]
+
+
+def check_learning(
+    table: dict[str, dict[str, Any]], predictions: Sequence[str], references: Sequence[str]
+) -> dict[str, bool]:
+    """Ask whether the trained model beats what knows nothing, and whether its output depends on its input.
+
+    Args:
+        table: Scores by row, with the rows of the trained model, the untrained one and the random summaries.
+        predictions: The trained model's summaries.
+        references: The references in the same order.
+
+    Returns:
+        A sentence for each check, and whether it holds.
+    """
+    shuffled = list(references)
+    random.Random(_SEED).shuffle(shuffled)
+    of_others = summarization.rouge_scores(predictions, shuffled)
+    distinct = len(set(predictions)) / len(predictions)
+    drops = ", ".join(f"{table[TRAINED][key]:.1f} > {of_others[key]:.1f}" for key in SCORES)
+    return {
+        "beats the untrained model on every score": all(table[TRAINED][key] > table[UNTRAINED][key] for key in SCORES),
+        "beats random training summaries on every score": all(
+            table[TRAINED][key] > table[RANDOM][key] for key in SCORES
+        ),
+        f"{distinct:.0%} of its summaries are distinct (at least {MIN_DISTINCT:.0%})": distinct >= MIN_DISTINCT,
+        f"scores fall when the references are shuffled ({drops})": all(
+            table[TRAINED][key] > of_others[key] for key in SCORES
+        ),
+    }
+
+
+def _samples(documents: Sequence[str], references: Sequence[str], predictions: Sequence[str]) -> list[dict[str, str]]:
+    chosen = sorted(random.Random(_SEED).sample(range(len(documents)), min(_SAMPLES, len(documents))))
+    return [
+        {
+            "document": " ".join(documents[index].split())[:160],
+            "reference": references[index],
+            "summary": predictions[index],
+        }
+        for index in chosen
+    ]
+
+
+def _verify_loading(lines: Sequence[str]) -> None:
+    """Run the very lines that are printed."""
+    namespace: dict[str, Any] = {}
+    exec("\n".join(lines), namespace)
+    assert namespace["model"].num_parameters() > 0
+
+
+def draw_curves(trainer_state: Path, path: Path) -> bool:
+    """Draw loss and ROUGE over the steps; False, with a warning, where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        logger.warning("%s is not drawn: matplotlib is not installed (pip install matplotlib).", path)
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    history = json.loads(trainer_state.read_text(encoding="utf-8"))["log_history"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axes, curves in (
+        (left, {"loss": "training", "eval_loss": "validation"}),
+        (right, {f"eval_{key}": label for key, label in SCORES.items()}),
+    ):
+        for key, label in curves.items():
+            points = {entry["step"]: entry[key] for entry in history if key in entry}
+            axes.plot(list(points), list(points.values()), marker="." if len(points) < 30 else None, label=label)
+        axes.set_xlabel("step")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    left.set_ylabel("loss (nats per token)")
+    right.set_ylabel("ROUGE on the validation split (%)")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def _report(results: dict[str, Any], load_lines: Sequence[str], *, curves: str | None) -> str:
+    width = max(map(len, results["table"]))
+    lines = ["# Demo", "", f"Scores on {results['test_documents']} held-out test documents, in percent.", ""]
+    lines.append(f"| {'':{width}} | {' | '.join(SCORES.values())} | validation loss |")
+    lines.append(f"| {'-' * width} | {' | '.join('------:' for _ in SCORES)} | --------------: |")
+    for name, row in results["table"].items():
+        scores = " | ".join(f"{row[key]:7.2f}" for key in SCORES)
+        loss = "n/a" if row["validation_loss"] is None else f"{row['validation_loss']:.3f}"
+        lines.append(f"| {name:{width}} | {scores} | {loss:>15} |")
+    lines.append("")
+    lines += [f"- {'yes' if holds else 'NO '}: {check}" for check, holds in results["checks"].items()]
+    lines += [
+        "",
+        "The model has learnt to summarize." if results["passed"] else "THE MODEL HAS NOT LEARNT ENOUGH.",
+        "",
+    ]
+    lines += ["## Samples", ""]
+    for sample in results["samples"]:
+        lines += [f"- document:  {sample['document']} ...", f"  - reference: {sample['reference']}"]
+        lines += [f"  - summary:   {sample['summary']}"]
+    lines += ["", "## The model", "", f"Trained in {results['training_seconds']:.0f} s. Load it with", "", "```python"]
+    lines += [*load_lines, "```", ""]
+    if curves is not None:
+        lines += [f"![loss and ROUGE over the steps]({curves})", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command_line(main)

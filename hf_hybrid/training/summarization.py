@@ -1,0 +1,363 @@
+"""Train, evaluate and apply a sequence-to-sequence model on summarization: ``run_summarization.py``.
+
+Any `AutoModelForSeq2SeqLM` can be trained, from a checkpoint or from scratch; flags, output files and behaviour follow
+transformers' example script of the same name. Where they differ: an output folder with another run in it is refused
+instead of being resumed or written over, weights are loaded in float32, a tokenizer is trained when none is named, the
+generated length defaults to ``--max_target_length``, and ROUGE is the plain mean over the examples instead of a
+bootstrap estimate of it.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_hybrid.data.columns import drop_empty_pairs, summarization_columns
+from hf_hybrid.data.loading import load_raw_datasets
+from hf_hybrid.data.preprocessing import split_sentences, tokenize_summarization
+from hf_hybrid.metrics import load_metric
+from hf_hybrid.training.arguments import (
+    DEFAULT_DATASET,
+    ModelArguments,
+    SummarizationArguments,
+    SummarizationTrainingArguments,
+    check_split_sources,
+)
+from hf_hybrid.training.command_line import parse_arguments
+from hf_hybrid.training.common import (
+    first_examples,
+    load_config,
+    load_model,
+    load_tokenizer,
+    prepare_run,
+    publish,
+    require_split,
+    save_and_log,
+    train,
+)
+from hf_hybrid.training.trainer import IGNORED_LABEL, SummarizationTrainer
+
+__all__ = ["load_splits", "main", "rouge_scores"]
+
+logger = logging.getLogger(__name__)
+
+PREDICTIONS_FILE = "generated_predictions.txt"
+_ROUGE_CHUNK = 200
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Run the script.
+
+    Args:
+        argv: The command line without the program's name; `sys.argv` when None. ``--help`` lists the flags.
+
+    Returns:
+        The metrics of everything that was done, as in ``all_results.json``: ``train_loss``, ``eval_rouge1``, ...
+
+    Raises:
+        ValueError: A flag, a file or a folder cannot be used. All flags are checked before any work starts.
+        KeyboardInterrupt: Training was stopped with Ctrl-C, after saving a checkpoint.
+    """
+    model_args, data_args, training_args = parse_arguments(
+        (ModelArguments, SummarizationArguments, SummarizationTrainingArguments), argv
+    )
+    check_split_sources(data_args, training_args)
+    config = load_config(model_args, AutoModelForSeq2SeqLM)
+    outputs = _outputs_without_training(training_args)
+    resume_from = prepare_run(training_args, outputs=outputs, model_name_or_path=model_args.model_name_or_path)
+
+    splits, text_column, summary_column = load_splits(data_args, training_args, model_args)
+    tokenizer = load_tokenizer(
+        model_args,
+        _texts(splits["train"], text_column, summary_column) if "train" in splits else None,
+        fingerprint=splits["train"]._fingerprint if "train" in splits else None,
+        resume_from=resume_from,
+    )
+    _fit_positions(config, data_args, new=model_args.model_name_or_path is None)
+    model = load_model(model_args, AutoModelForSeq2SeqLM, config, tokenizer, seed=training_args.seed)
+    _prepare_generation(model, tokenizer, data_args, training_args)
+
+    datasets = {
+        task: _tokenize(first_examples(splits[split], count), split, tokenizer, columns, data_args, training_args)
+        for task, split, count in (
+            ("do_train", "train", data_args.max_train_samples),
+            ("do_eval", "validation", data_args.max_eval_samples),
+            ("do_predict", "test", data_args.max_predict_samples),
+        )
+        if getattr(training_args, task)
+        for columns in [(text_column, summary_column)]
+    }
+    trainer = SummarizationTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=datasets.get("do_train"),
+        eval_dataset=datasets.get("do_eval"),
+        processing_class=tokenizer,
+        data_collator=_collator(model, tokenizer, data_args, training_args),
+        compute_metrics=partial(_compute_metrics, tokenizer) if training_args.predict_with_generate else None,
+    )
+
+    metrics: dict[str, float] = {}
+    if training_args.do_train:
+        metrics |= train(trainer, resume_from)
+    if training_args.do_eval:
+        results = trainer.evaluate(metric_key_prefix="eval")
+        metrics |= {**results, "eval_samples": len(datasets["do_eval"])}
+        save_and_log(trainer, "eval", {**results, "eval_samples": len(datasets["do_eval"])})
+    if training_args.do_predict:
+        metrics |= _predict(trainer, datasets["do_predict"], tokenizer)
+    publish(
+        trainer,
+        model_args,
+        task="summarization",
+        dataset=data_args.dataset_name,
+        dataset_args=data_args.dataset_config_name,
+    )
+    return metrics
+
+
+def _outputs_without_training(training_args: SummarizationTrainingArguments) -> list[str]:
+    outputs = ["eval_results.json"] if training_args.do_eval else []
+    if training_args.do_predict:
+        outputs += ["predict_results.json", PREDICTIONS_FILE]
+    return outputs
+
+
+# ---- data ----
+
+
+def load_splits(
+    data_args: SummarizationArguments, training_args: SummarizationTrainingArguments, model_args: ModelArguments
+) -> tuple[DatasetDict, str, str]:
+    """Load the splits that a run needs, without empty pairs, and the names of the two columns.
+
+    The training split is there even when only evaluating, if the dataset has one: a tokenizer may be trained on it.
+
+    Raises:
+        ValueError: A split is missing that the run needs, or a column, or all pairs of a split are empty.
+    """
+    if data_args.dataset_name == DEFAULT_DATASET:
+        logger.info("Data: %s, built from the documentation of the installed packages.", DEFAULT_DATASET)
+    with training_args.main_process_first(desc="load the dataset"):
+        raw = load_raw_datasets(
+            dataset_name=data_args.dataset_name,
+            dataset_config_name=data_args.dataset_config_name,
+            **{f"{split}_file": path for split, path in data_args.files.items()},
+            cache_dir=model_args.cache_dir,
+            token=model_args.token,
+        )
+    if (data_args.dataset_name or "").startswith("embedded:"):
+        raw = raw.shuffle(seed=0)  # they come module by module: the first N would be those of one package
+    flags = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
+    for split, flag in flags.items():
+        if getattr(training_args, flag):
+            require_split(raw, split, flag)
+    text_column, summary_column = summarization_columns(
+        raw,
+        dataset_name=data_args.dataset_name,
+        text_column=data_args.text_column,
+        summary_column=data_args.summary_column,
+    )
+    used = [
+        split for split, flag in flags.items() if split in raw and (split == "train" or getattr(training_args, flag))
+    ]
+    return (
+        DatasetDict({split: drop_empty_pairs(raw[split], text_column, summary_column, name=split) for split in used}),
+        text_column,
+        summary_column,
+    )
+
+
+def _texts(split: Dataset, *columns: str) -> Iterator[str]:
+    for batch in split.select_columns(list(columns)).iter(batch_size=1000):
+        for column in columns:
+            yield from batch[column]
+
+
+def _tokenize(
+    split: Dataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: tuple[str, str],
+    data_args: SummarizationArguments,
+    training_args: SummarizationTrainingArguments,
+) -> Dataset:
+    target_length = data_args.max_target_length if name == "train" else data_args.val_max_target_length
+    with training_args.main_process_first(desc=f"tokenize the {name} split"):
+        return split.map(
+            tokenize_summarization,
+            batched=True,
+            fn_kwargs={
+                "tokenizer": tokenizer,
+                "text_column": columns[0],
+                "summary_column": columns[1],
+                "max_source_length": data_args.max_source_length,
+                "max_target_length": target_length,
+                "source_prefix": data_args.source_prefix or "",
+                "pad_to_max_length": data_args.pad_to_max_length,
+                "ignore_pad_token_for_loss": data_args.ignore_pad_token_for_loss,
+            },
+            num_proc=data_args.preprocessing_num_workers,
+            remove_columns=split.column_names,
+            load_from_cache_file=not data_args.overwrite_cache,
+            desc=f"Tokenizing the {name} split",
+        )
+
+
+def _collator(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: SummarizationArguments,
+    training_args: SummarizationTrainingArguments,
+) -> Callable[[list[dict[str, Any]]], Any]:
+    collate = DataCollatorForSeq2Seq(
+        tokenizer,
+        model=model,
+        label_pad_token_id=IGNORED_LABEL if data_args.ignore_pad_token_for_loss else tokenizer.pad_token_id,
+        pad_to_multiple_of=8 if training_args.fp16 else None,
+    )
+    if "global_attention_mask" in inspect.signature(model.forward).parameters:
+        return partial(_attend_globally_to_first_token, collate)
+    return collate
+
+
+def _attend_globally_to_first_token(collate: DataCollatorForSeq2Seq, examples: list[dict[str, Any]]) -> Any:
+    """LED learns to summarize only if some token sees everything; by its authors' convention, the first one does."""
+    batch = collate(examples)
+    batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
+    batch["global_attention_mask"][:, 0] = 1
+    return batch
+
+
+# ---- the model's limits and its generation ----
+
+
+def _fit_positions(config: PreTrainedConfig, data_args: SummarizationArguments, *, new: bool) -> None:
+    """Lengthen a new model's position embeddings to the asked lengths; check those of a checkpoint.
+
+    Raises:
+        ValueError: A checkpoint's embeddings are shorter than the asked length and may or can not be lengthened.
+    """
+    target_length = max(data_args.max_target_length, data_args.val_max_target_length or 0)
+    for name, needed in (
+        ("max_position_embeddings", max(data_args.max_source_length, target_length)),
+        ("max_encoder_position_embeddings", data_args.max_source_length),
+        ("max_decoder_position_embeddings", target_length),
+    ):
+        limit = getattr(config, name, None)
+        if not isinstance(limit, int) or limit >= needed:
+            continue
+        if new and data_args.resize_position_embeddings is not False:
+            setattr(config, name, needed)
+            logger.warning("The model's %s is raised from %d to %d.", name, limit, needed)
+        elif name != "max_position_embeddings" or data_args.resize_position_embeddings is False:
+            flag = "max_target_length" if name == "max_decoder_position_embeddings" else "max_source_length"
+            raise ValueError(
+                f"--{flag} must be at most the model's {limit} position embeddings ({name}); got {needed}"
+            )
+
+
+def _prepare_generation(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: SummarizationArguments,
+    training_args: SummarizationTrainingArguments,
+) -> None:
+    """Resize positions of a checkpoint, set languages and forced tokens, and the length and beams of generation."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit < data_args.max_source_length:
+        try:
+            model.resize_position_embeddings(data_args.max_source_length)
+        except NotImplementedError:
+            raise ValueError(
+                f"--max_source_length must be at most {limit}: {type(model).__name__} cannot lengthen its position "
+                f"embeddings; got {data_args.max_source_length}"
+            ) from None
+        logger.warning("Position embeddings resized from %d to %d.", limit, data_args.max_source_length)
+    if hasattr(tokenizer, "src_lang"):
+        _set_language(model, tokenizer, data_args.lang)
+    if data_args.forced_bos_token is not None:
+        token_id = tokenizer.convert_tokens_to_ids(data_args.forced_bos_token)
+        if token_id is None or token_id == tokenizer.unk_token_id:
+            raise ValueError(f"--forced_bos_token {data_args.forced_bos_token!r} is not in the tokenizer's vocabulary")
+        model.generation_config.forced_bos_token_id = token_id
+    if model.generation_config.max_length is None and model.generation_config.max_new_tokens is None:
+        model.generation_config.max_length = data_args.val_max_target_length
+        model.generation_config._from_model_config = False  # from now on it says more than the configuration
+    if training_args.generation_max_length is None:
+        training_args.generation_max_length = data_args.val_max_target_length
+    if training_args.generation_num_beams is None:
+        training_args.generation_num_beams = data_args.num_beams
+
+
+def _set_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lang: str | None) -> None:
+    if lang is None:
+        raise ValueError(f"--lang is required with {type(tokenizer).__name__}, which serves many languages")
+    token_id = tokenizer.convert_tokens_to_ids(lang)
+    if token_id is None or token_id == tokenizer.unk_token_id:
+        raise ValueError(f"--lang {lang} is no language of {type(tokenizer).__name__}")
+    tokenizer.src_lang = lang  # type: ignore[attr-defined]
+    tokenizer.tgt_lang = lang  # type: ignore[attr-defined]
+    if model.config.model_type == "mbart":
+        model.config.decoder_start_token_id = token_id
+        model.generation_config.decoder_start_token_id = token_id
+
+
+# ---- scores and predictions ----
+
+
+def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """ROUGE-1, -2, -L and -Lsum in percent: the mean over the pairs, with stemming, rounded to four digits."""
+    metric = load_metric("rouge")
+    scores: dict[str, list[float]] = {}
+    chunks = range(0, len(predictions), _ROUGE_CHUNK)
+    for start in tqdm(chunks, desc="ROUGE", disable=len(chunks) < 3, leave=False):
+        chunk = slice(start, start + _ROUGE_CHUNK)
+        values = metric.compute(
+            predictions=["\n".join(split_sentences(text.strip())) for text in predictions[chunk]],
+            references=["\n".join(split_sentences(text.strip())) for text in references[chunk]],
+            use_stemmer=True,
+            use_aggregator=False,
+        )
+        for name, per_pair in values.items():
+            scores.setdefault(name, []).extend(per_pair)
+    return {name: round(100 * float(np.mean(per_pair)), 4) for name, per_pair in scores.items()}
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> list[str]:
+    ids = np.where(ids < 0, tokenizer.pad_token_id, ids)  # Trainer pads with -100 across batches
+    return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+
+def _compute_metrics(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:
+    ids = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    scores = rouge_scores(_decode(tokenizer, ids), _decode(tokenizer, prediction.label_ids))
+    lengths = np.sum((ids != tokenizer.pad_token_id) & (ids >= 0), axis=1)
+    return {**scores, "gen_len": round(float(np.mean(lengths)), 4)}
+
+
+def _predict(trainer: SummarizationTrainer, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    output = trainer.predict(dataset, metric_key_prefix="predict")
+    metrics: dict[str, float] = {**(output.metrics or {}), "predict_samples": len(dataset)}
+    save_and_log(trainer, "predict", metrics)
+    if trainer.is_world_process_zero() and getattr(trainer.args, "predict_with_generate", False):
+        # splitlines() knows more line ends than "\n": each prediction must stay on the line of its document
+        lines = ["\\n".join(text.splitlines()) for text in _decode(tokenizer, output.predictions)]
+        path = Path(str(trainer.args.output_dir), PREDICTIONS_FILE)
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return metrics

@@ -1,0 +1,185 @@
+"""What transformers' Trainer lacks: exact gradient accumulation for every model, SSM groups, a gentle Ctrl-C."""
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import (
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import SaveStrategy
+
+__all__ = ["SummarizationTrainer", "TrainerMixin", "separate_ssm_parameters", "stop_gently"]
+
+logger = logging.getLogger(__name__)
+
+IGNORED_LABEL = -100
+
+
+def separate_ssm_parameters(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, learning_rate: float | None = None
+) -> int:
+    """Move a model's trained state space parameters into an optimizer group of their own, without weight decay.
+
+    Decay pulls the eigenvalues and step sizes of a state space towards values that mean something (a time constant of
+    one step), not towards "small"; S4 and its successors train them without it, often with a smaller learning rate
+    (S4, appendix D; S5, appendix G).
+
+    Args:
+        optimizer: A new optimizer; its groups are changed in place. Calling twice changes nothing more.
+        model: The model. It may have a method ``ssm_parameters()``; without one there is nothing to move.
+        learning_rate: The group's learning rate; that of the first group when None.
+
+    Returns:
+        How many parameter tensors the group holds.
+    """
+    list_parameters = getattr(model, "ssm_parameters", None)
+    wanted = {id(parameter) for parameter in list_parameters()} if list_parameters is not None else set()
+    separated: list[torch.nn.Parameter] = []
+    for group in optimizer.param_groups:
+        if group.get("ssm"):
+            return len(group["params"])
+        separated += [parameter for parameter in group["params"] if id(parameter) in wanted]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in wanted]
+    if separated:
+        rate = optimizer.param_groups[0]["lr"] if learning_rate is None else learning_rate
+        optimizer.add_param_group({"params": separated, "weight_decay": 0.0, "lr": rate, "ssm": True})
+    return len(separated)
+
+
+class TrainerMixin:
+    """Put before a Trainer in the bases.
+
+    Note:
+        Trainer divides the loss by the number of accumulation steps only for models that it believes not to do so
+        themselves, and it believes it of every model whose forward takes keyword arguments. T5, BART, LED and LongT5
+        take them and ignore them: with N accumulation steps their gradients come out N times too large. Here the
+        model is asked: if doubling ``num_items_in_batch`` does not halve its loss, the mean that it returns is
+        weighted with its share of the label tokens, which makes N small batches equal one large one exactly.
+    """
+
+    _loss_counts_items: bool | None = None
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss, normalised by the label tokens of all accumulated batches."""
+        compute: Any = super().compute_loss  # type: ignore[misc]
+        smoothed = getattr(self, "label_smoother", None) is not None  # Trainer's own, which counts items
+        if num_items_in_batch is None or smoothed or "labels" not in inputs:
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        items = _item_count(inputs["labels"])
+        if self._loss_counts_items is None:
+            self._loss_counts_items = _loss_counts_items(model, inputs, items)
+            if not self._loss_counts_items and self.args.n_gpu > 1:  # type: ignore[attr-defined]
+                # DataParallel returns one mean per GPU: fall back on the mean over batches
+                self.model_accepts_loss_kwargs = False
+        loss, outputs = compute(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if not self._loss_counts_items and self.args.n_gpu <= 1:  # type: ignore[attr-defined]
+            loss = loss * (items / num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create the optimizer, with the state space parameters in a group of their own."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        owner = self.model if model is None else model  # type: ignore[attr-defined]
+        rate = getattr(self.args, "ssm_learning_rate", None)  # type: ignore[attr-defined]
+        count = separate_ssm_parameters(optimizer, owner, rate)
+        if rate is not None and not count:
+            logger.warning("--ssm_learning_rate %s has no effect: the model trains no state space parameters.", rate)
+        return optimizer
+
+
+def _item_count(labels: torch.Tensor) -> torch.Tensor:
+    return labels.ne(IGNORED_LABEL).sum()
+
+
+def _loss_counts_items(model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> bool:
+    """Whether the model divides its summed loss by ``num_items_in_batch``; decided by asking, without dropout."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            once, twice = (model(**inputs, num_items_in_batch=factor * items)["loss"].mean() for factor in (1, 2))
+    except TypeError:  # its forward takes no such argument
+        return False
+    finally:
+        model.train(training)
+    return bool(torch.isclose(twice, once / 2, rtol=1e-2, atol=0.0))
+
+
+class SummarizationTrainer(TrainerMixin, Seq2SeqTrainer):
+    """Seq2SeqTrainer with exact gradient accumulation and state space parameter groups."""
+
+
+class _StopRequest(TrainerCallback):
+    """Ends training after the running step once it was asked to, with a checkpoint if there are to be any."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Save and stop if Ctrl-C was pressed during the step."""
+        if self.made:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != SaveStrategy.NO
+        return control
+
+
+@contextlib.contextmanager
+def stop_gently(trainer: Trainer) -> Iterator[None]:
+    """Let the first Ctrl-C finish the running step and save a checkpoint; the second one stops at once.
+
+    Several processes would not stop at the same step, so they keep the plain behaviour, as does a call from a thread.
+
+    Raises:
+        KeyboardInterrupt: Training was stopped; the message says where, and how to continue.
+    """
+    if trainer.args.world_size > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    request = _StopRequest()
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if request.made:
+            raise KeyboardInterrupt("training was stopped at once. " + _how_to_continue(trainer))
+        request.made = True
+        logger.warning("Ctrl-C: stopping after this step; press it again to stop at once.")
+
+    previous = signal.signal(signal.SIGINT, handle)
+    trainer.add_callback(request)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        trainer.remove_callback(request)
+    if request.made and trainer.state.global_step < trainer.state.max_steps:
+        raise KeyboardInterrupt(
+            f"training stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. "
+            + _how_to_continue(trainer)
+        )
+
+
+def _how_to_continue(trainer: Trainer) -> str:
+    if trainer.args.save_strategy == SaveStrategy.NO:
+        return "There is no checkpoint to continue from: --save_strategy is no."
+    return (
+        f"To continue from the last checkpoint in {trainer.args.output_dir}, run the same command with "
+        "--resume_from_checkpoint auto"
+    )

@@ -1,0 +1,115 @@
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+
+from hf_hybrid.data.corpora import EMBEDDED, corpus_report, embedded_corpus
+from hf_hybrid.data.docstrings import words_of
+
+from .conftest import write_package
+
+
+def rows(corpus):
+    return {split: corpus[split].to_list() for split in corpus}
+
+
+def assert_nothing_crosses_splits(corpus):
+    assert list(corpus) == ["train", "validation", "test"]
+    bodies, summaries, prefixes, sources = {}, {}, {}, {}
+    for split, members in rows(corpus).items():
+        assert members
+        normalised = [(words_of(row["document"].partition("\n")[2]), words_of(row["summary"])) for row in members]
+        bodies[split] = {body for body, _ in normalised}
+        summaries[split] = {summary for _, summary in normalised}
+        prefixes[split] = {summary + body[:60] for body, summary in normalised}
+        sources[split] = {row["source"] for row in members}
+    for keys in (bodies, summaries, prefixes, sources):
+        for one, other in combinations(keys.values(), 2):
+            assert not one & other
+
+
+@pytest.fixture(scope="module")
+def numpy_corpus(tmp_path_factory):
+    """A corpus of real documentation."""
+    return embedded_corpus("docstrings", cache_dir=str(tmp_path_factory.mktemp("cache")), packages=["numpy"])
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_pairs_of_a_folder(name, package, tmp_path):
+    corpus = embedded_corpus(name, cache_dir=str(tmp_path), packages=[package])
+    assert_nothing_crosses_splits(corpus)
+    assert all(corpus[split].column_names == ["document", "summary", "source"] for split in corpus)
+    row = corpus["train"][0]
+    assert row["source"].startswith("orchard.module_")
+    assert row["document"].startswith(row["source"])
+    assert row["summary"] not in row["document"]
+    report = corpus_report(corpus)
+    assert report["pairs"] == {split: len(corpus[split]) for split in corpus}
+    assert list(report["packages"]) == ["orchard"]
+    assert (report["files"], report["unreadable_files"]) == (100, 0)
+
+
+def test_two_builds_are_equal(package, tmp_path):
+    one, two = (embedded_corpus("docstrings", cache_dir=str(tmp_path / name), packages=[package]) for name in "ab")
+    assert rows(one) == rows(two)
+    assert corpus_report(one) == corpus_report(two)
+
+
+def test_two_processes_at_once_build_one_corpus(package, tmp_path):
+    code = (
+        "import sys, logging; from hf_hybrid.data.corpora import embedded_corpus;"
+        "corpus = embedded_corpus('docstrings', cache_dir=sys.argv[1], packages=[sys.argv[2]]);"
+        "print(len(corpus['train']), corpus['train'][0]['document'])"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), package], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].strip()
+    folders = [path for path in (tmp_path / "hf_hybrid" / "embedded").iterdir() if path.is_dir()]
+    assert len(folders) == 1
+
+
+def test_a_changed_source_gives_a_new_corpus(tmp_path):
+    root = write_package(tmp_path / "orchard")
+    before = corpus_report(embedded_corpus("modules", cache_dir=str(tmp_path), packages=[str(root)]))
+    next(root.iterdir()).unlink()
+    after = corpus_report(embedded_corpus("modules", cache_dir=str(tmp_path), packages=[str(root)]))
+    assert after["fingerprint"] != before["fingerprint"]
+    assert sum(after["pairs"].values()) == sum(before["pairs"].values()) - 1
+
+
+def test_a_broken_source_file_is_counted_and_a_copied_one_left_out(tmp_path):
+    root = write_package(tmp_path / "orchard")
+    (root / "broken.py").write_text("def f(:\n")
+    original = sorted(root.glob("module_*.py"))[0]
+    (root / "zz_copy.py").write_text(original.read_text())
+    corpus = embedded_corpus("docstrings", cache_dir=str(tmp_path), packages=[str(root)])
+    report = corpus_report(corpus)
+    assert report["unreadable_files"] == 1
+    assert report["near_copies"] == 5
+    assert "orchard.zz_copy" not in {row["source"] for members in rows(corpus).values() for row in members}
+
+
+def test_real_documentation(numpy_corpus):
+    assert_nothing_crosses_splits(numpy_corpus)
+    everything = [row for members in rows(numpy_corpus).values() for row in members]
+    by_title = {row["document"].partition("(")[0]: row for row in everything}
+    row = by_title["numpy._core.fromnumeric.put"]
+    assert row["summary"] == "Replaces specified elements of an array with given values."
+    assert row["document"].startswith("numpy._core.fromnumeric.put(a, ind, v, mode='raise')\nThe indexing works on")
+    assert len(everything) > 300
+
+
+def test_an_unknown_name_gets_a_suggestion(tmp_path):
+    with pytest.raises(ValueError, match=r"embedded corpus must be one of: docstrings, modules; got 'docstring'\."):
+        embedded_corpus("docstring", cache_dir=str(tmp_path))
+
+
+def test_too_few_documents_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"packages must hold enough documented modules .* from textwrap"):
+        embedded_corpus("docstrings", cache_dir=str(tmp_path), packages=["textwrap"])

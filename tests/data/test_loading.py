@@ -1,0 +1,271 @@
+import bz2
+import csv
+import gzip
+import json
+import lzma
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from hf_hybrid.data.loading import load_raw_datasets
+
+ROWS = [
+    {"document": 'He said "yes, no".\nSecond line — naïve 日本 😀', "summary": "A"},
+    {"document": "long " * 40_000, "summary": "NA"},
+    {"document": "", "summary": "None"},
+]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load files through a cache of the test's own."""
+
+    def call(**kwargs):
+        return load_raw_datasets(cache_dir=str(tmp_path / "cache"), **kwargs)
+
+    return call
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a file and return its path."""
+
+    def call(name, content):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return call
+
+
+def as_csv(rows, path):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path.read_bytes()
+
+
+def contents(kind, tmp_path):
+    if kind == "csv":
+        return as_csv(ROWS, tmp_path / "plain")
+    if kind == "array":
+        return json.dumps(ROWS, indent=1).encode()
+    return "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    "compress", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)]
+)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.csv", "csv"), ("a.json", "lines"), ("a.jsonl", "lines"), ("a.json", "array")]
+)
+def test_every_format_gives_the_same_rows(load, write, tmp_path, name, kind, compress):
+    suffix, pack = compress
+    path = write(name + suffix, pack(contents(kind, tmp_path)))
+    assert load(train_file=path)["train"].to_list() == ROWS
+
+
+def test_files_become_splits_and_may_differ_in_format_and_order(load, write):
+    splits = load(
+        train_file=write("t.jsonl", '{"a": "1x", "b": "2x"}\n\n{"a": "3x", "b": "4x"}\n'),
+        validation_file=write("v.csv", "b,a\n5x,6x\n"),
+        test_file=write("w.json", '[{"b": "7x", "a": "8x"}]'),
+    )
+    assert {name: splits[name].to_list() for name in splits} == {
+        "train": [{"a": "1x", "b": "2x"}, {"a": "3x", "b": "4x"}],
+        "validation": [{"b": "5x", "a": "6x"}],
+        "test": [{"b": "7x", "a": "8x"}],
+    }
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(load, write):
+    assert load(train_file=write("a.csv", b"\xef\xbb\xbfa,b\nx,y\n"))["train"].column_names == ["a", "b"]
+
+
+def test_columns_of_numbers_in_csv_become_numbers(load, write):
+    text = "sentence,label,score,mixed\nx,1,0.5,1\ny,,2,z\n"
+    rows = load(train_file=write("a.csv", text))["train"].to_list()
+    assert rows == [
+        {"sentence": "x", "label": 1, "score": 0.5, "mixed": "1"},
+        {"sentence": "y", "label": None, "score": 2.0, "mixed": "z"},
+    ]
+
+
+def test_json_keeps_types_and_missing_keys_are_null(load, write):
+    text = '{"a": "2020-01-01", "b": ["x"], "n": 1}\n{"a": null, "b": [], "n": 2.5, "c": {"k": true}}\n'
+    assert load(train_file=write("a.jsonl", text))["train"].to_list() == [
+        {"a": "2020-01-01", "b": ["x"], "n": 1.0, "c": None},
+        {"a": None, "b": [], "n": 2.5, "c": {"k": True}},
+    ]
+
+
+def test_many_rows_keep_their_order_and_late_columns(load, write):
+    lines = [json.dumps({"i": i, "late": "x"} if i > 2000 else {"i": i}) for i in range(2500)]
+    split = load(train_file=write("a.jsonl", "\n".join(lines)))["train"]
+    assert split["i"][:] == list(range(2500))
+    assert split["late"][1999:2002] == [None, None, "x"]
+
+
+def test_a_changed_file_is_read_again(load, write):
+    assert load(train_file=write("a.csv", "a,b\nx,y\n"))["train"].to_list() == [{"a": "x", "b": "y"}]
+    assert load(train_file=write("a.csv", "a,b\nx,changed\n"))["train"].to_list() == [{"a": "x", "b": "changed"}]
+
+
+BAD_FILES = {
+    "empty": ("a.jsonl", "", r"train_file must hold at least one row; got '.*a\.jsonl', which is empty"),
+    "empty when unpacked": ("a.jsonl.gz", gzip.compress(b""), r"must hold at least one row; got none"),
+    "blank": ("a.jsonl", "\n\n", r"train_file '.*a\.jsonl' must hold at least one row; got none"),
+    "header only": ("a.csv", "a,b\n", r"train_file '.*a\.csv' must hold at least one row; got none"),
+    "empty array": ("a.json", "[]", r"must hold at least one row; got none"),
+    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.json, \.jsonl, or .*; got '.*a\.txt'"),
+    "close extension": ("a.jsnl.gz", "x", r"train_file must end in .*\. Did you mean '\.jsonl?'\?"),
+    "no extension": ("a", "x", r"train_file must end in"),
+    "malformed line": ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl', line 2: must be one JSON object on each line"),
+    "pretty object": (
+        "a.json",
+        '{\n"a": 1\n}',
+        r"line 1: must be one JSON object on each line, or the file one array",
+    ),
+    "malformed array": ("a.json", '[\n{"a": 1},\n{"a" 2}]', r"line 3: must be valid JSON; Expecting ':' delimiter"),
+    "not an object": ("a.jsonl", '{"a": 1}\n3\n', r"line 2: must be a JSON object such as \{\.\.\.\}; got a number"),
+    "list in an array": ("a.json", '[{"a": 1}, [2]]', r"item 1 of the array: must be a JSON object; got a list"),
+    "mixed types": (
+        "a.jsonl",
+        '{"a": 1}\n{"a": "x"}\n',
+        r"line 2: column 'a' must hold the same kind .*; got text after",
+    ),
+    "lone surrogate": ("a.jsonl", '{"a": "\\ud800"}', r"lines 1 to 1: values cannot be stored as columns"),
+    "huge number": ("a.jsonl", '{"a": 99999999999999999999999}', r"lines 1 to 1: values cannot be stored"),
+    "short row": ("a.csv", 'a,b\n"x\ny",z\nx\n', r"line 4: must have the header's 2 columns \(a, b\); got 1"),
+    "long row": ("a.csv", "a,b\nx,y,z\n", r"line 2: must have the header's 2 columns \(a, b\); got 3"),
+    "repeated column": ("a.csv", "a,a\nx,y\n", r"line 1: the header must name each column once; got \['a', 'a'\]"),
+    "nameless column": ("a.csv", "a,\nx,y\n", r"line 1: the header must name each column once"),
+    "open quote": ("a.csv", 'a,b\nx,y\n"x,y\n', r"line 3: must be valid CSV; unexpected end of data"),
+    "not utf-8": ("a.jsonl", b'{"a": "x"}\n{"a": "\xff"}', r"line 2: must be UTF-8 text; invalid start byte"),
+    "not utf-8 csv": ("a.csv", b"a,b\nx,\xff\n", r"line 2: must be UTF-8 text"),
+    "binary": ("a.csv", b"PK\x03\x04\0\0", r"line 1: must be text; got binary data"),
+    "not gzip": ("a.jsonl.gz", b'{"a": 1}', r"a\.jsonl\.gz' cannot be read: Not a gzipped file"),
+    "not xz": ("a.jsonl.xz", b'{"a": 1}', r"must be a whole \.xz file; it cannot be read"),
+    "not bz2": ("a.jsonl.bz2", b'{"a": 1}', r"a\.jsonl\.bz2' cannot be read: Invalid data stream"),
+    "cut gzip": (
+        "a.jsonl.gz",
+        gzip.compress(b'{"a": 1}\n' * 99)[:-9],
+        r"must be a whole \.gz file; it cannot be read",
+    ),
+    "cut xz": ("a.jsonl.xz", lzma.compress(b'{"a": 1}\n' * 99)[:-9], r"must be a whole \.xz file; it cannot be read"),
+    "damaged gzip": ("a.json.gz", b"\x1f\x8b\x08" + b"\0" * 7 + b"\xff" * 9, r"must be a whole \.gz file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files_are_refused_with_file_line_and_rule(load, write, case):
+    name, content, message = BAD_FILES[case]
+    with pytest.raises(ValueError, match=message):
+        load(train_file=write(name, content))
+
+
+def test_a_missing_file_is_named_with_the_closest_there_is(load, write, tmp_path):
+    write("train.jsonl", '{"a": 1}')
+    with pytest.raises(
+        ValueError,
+        match=r"train_file must be an existing file; got '.*trian\.jsonl' \(no such file\)\. Did you mean 'train",
+    ):
+        load(train_file=str(tmp_path / "trian.jsonl"))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match=r"test_file must be an existing file; got '.*folder\.csv' \(a folder\)"):
+        load(test_file=str(tmp_path / "folder.csv"))
+
+
+def test_a_missing_file_is_found_before_another_is_read(load, write, tmp_path):
+    with pytest.raises(ValueError, match="validation_file must be an existing file"):
+        load(train_file=write("a.jsonl", "not json"), validation_file=str(tmp_path / "b.jsonl"))
+
+
+def test_files_must_have_the_same_columns(load, write):
+    with pytest.raises(
+        ValueError,
+        match=r"all files must have the same columns; train_file '.*' has \['a', 'b'\], "
+        r"test_file '.*' has \['a', 'c'\]",
+    ):
+        load(train_file=write("a.csv", "a,b\nx,y\n"), test_file=write("b.csv", "a,c\nx,y\n"))
+
+
+def test_something_must_be_named_but_not_two_things(load, write):
+    with pytest.raises(ValueError, match=r"a dataset must be named: dataset_name .*embedded:docstrings"):
+        load()
+    with pytest.raises(ValueError, match="dataset_name and train_file must not be given together"):
+        load(dataset_name="xsum", train_file=write("a.csv", "a,b\nx,y\n"))
+
+
+def test_embedded_names_are_checked(load):
+    with pytest.raises(ValueError, match=r"got 'embedded:docstring'\. Did you mean 'embedded:docstrings'\?"):
+        load(dataset_name="embedded:docstring")
+    with pytest.raises(ValueError, match="dataset_config_name must be None for 'embedded:docstrings'"):
+        load(dataset_name="embedded:docstrings", dataset_config_name="en")
+
+
+def test_an_embedded_corpus_is_loaded(load, package, monkeypatch):
+    from hf_hybrid.data import sources
+
+    monkeypatch.setattr(sources, "DEFAULT_PACKAGES", {package: "orchard"})
+    splits = load(dataset_name="embedded:modules")
+    assert list(splits) == ["train", "validation", "test"]
+    assert splits["train"][0]["source"].startswith("orchard.")
+
+
+def test_a_folder_of_data_files(load, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"a": "x"}\n')
+    (folder / "test.jsonl").write_text('{"a": "y"}\n')
+    splits = load(dataset_name=str(folder))
+    assert {name: splits[name]["a"][:] for name in splits} == {"train": ["x"], "test": ["y"]}
+
+
+def test_a_folder_written_by_save_to_disk(load, tmp_path):
+    rows = Dataset.from_dict({"a": ["x"]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"validation": rows}).save_to_disk(str(tmp_path / "many"))
+    assert list(load(dataset_name=str(tmp_path / "one"))) == ["train"]
+    assert list(load(dataset_name=str(tmp_path / "many"))) == ["validation"]
+
+
+def test_an_empty_folder_is_named(load, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match=r"dataset_name must be a folder that datasets can read; got '.*nothing'"):
+        load(dataset_name=str(tmp_path / "nothing"))
+
+
+def test_a_file_as_dataset_name_is_sent_to_train_file(load, write):
+    with pytest.raises(ValueError, match=r"got the file '.*a\.jsonl': give it as train_file"):
+        load(dataset_name=write("a.jsonl", '{"a": 1}'))
+
+
+def test_a_name_that_cannot_be_reached_says_what_else_there_is(load, monkeypatch):
+    import datasets
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError(f"Couldn't reach {args[0]!r} on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        ValueError,
+        match=r"Hub dataset that can be reached .* one of embedded:docstrings, embedded:modules, which need no "
+        r"network; got 'docstrings' \(Couldn't reach 'docstrings' on the Hub\)\. Did you mean 'embedded:docstrings'\?",
+    ):
+        load(dataset_name="docstrings")
+
+
+def test_hub_names_reach_datasets_unchanged(load, monkeypatch, tmp_path):
+    import datasets
+
+    calls = []
+
+    def record(*args, **kwargs):
+        calls.append((args, kwargs))
+        return DatasetDict()
+
+    monkeypatch.setattr(datasets, "load_dataset", record)
+    load(dataset_name="abisee/cnn_dailymail", dataset_config_name="3.0.0", token="secret")
+    assert calls == [(("abisee/cnn_dailymail", "3.0.0"), {"cache_dir": str(tmp_path / "cache"), "token": "secret"})]

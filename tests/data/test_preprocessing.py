@@ -1,0 +1,89 @@
+import pytest
+
+from hf_hybrid.data.preprocessing import lead_baseline, random_summaries, split_sentences, tokenize_summarization
+from hf_hybrid.data.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["some words to split"], 259)  # one token a byte, and </s>
+
+
+def tokenize(tokenizer, documents=("abcdef", "ab"), summaries=("xyz", "x"), **kwargs):
+    lengths = {"max_source_length": 5, "max_target_length": 4, **kwargs}
+    batch = {"text": list(documents), "short": list(summaries)}
+    return tokenize_summarization(batch, tokenizer, text_column="text", summary_column="short", **lengths)
+
+
+def test_documents_and_summaries_are_cut_and_end_with_the_end_token(tokenizer):
+    batch = tokenize(tokenizer)
+    assert [tokenizer.decode(ids) for ids in batch["input_ids"]] == ["abcd</s>", "ab</s>"]
+    assert [tokenizer.decode(ids) for ids in batch["labels"]] == ["xyz</s>", "x</s>"]
+    assert [sum(mask) for mask in batch["attention_mask"]] == [5, 3]
+
+
+def test_the_prefix_goes_before_every_document(tokenizer):
+    batch = tokenize(tokenizer, source_prefix="#", max_source_length=9)
+    assert [tokenizer.decode(ids) for ids in batch["input_ids"]] == ["#abcdef</s>", "#ab</s>"]
+    assert tokenize(tokenizer, source_prefix=None) == tokenize(tokenizer)
+
+
+def test_padding_is_ignored_by_the_loss_or_not(tokenizer):
+    batch = tokenize(tokenizer, pad_to_max_length=True)
+    assert [len(row) for row in batch["input_ids"]] == [5, 5]
+    assert batch["input_ids"][1][3:] == [0, 0]
+    assert batch["labels"][1][1:] == [1, -100, -100]
+    assert tokenize(tokenizer, pad_to_max_length=True, ignore_pad_token_for_loss=False)["labels"][1][1:] == [1, 0, 0]
+
+
+def test_an_end_token_that_also_pads_is_still_learnt():
+    tokenizer = train_tokenizer(["some words"], 259)
+    tokenizer.pad_token = tokenizer.eos_token
+    assert tokenize(tokenizer, pad_to_max_length=True)["labels"][1][1:] == [1, -100, -100]
+
+
+@pytest.mark.parametrize("flag", ["max_source_length", "max_target_length"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, None, True])
+def test_lengths_are_checked(tokenizer, flag, value):
+    with pytest.raises(ValueError, match=rf"{flag} must be a positive integer \(tokens\); got {value}"):
+        tokenize(tokenizer, **{flag: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("Hello there. How are you? Fine!", ["Hello there.", "How are you?", "Fine!"]),
+        ("See Dr. Smith, e.g. Figure 3.5 of it. Done", ["See Dr. Smith, e.g. Figure 3.5 of it.", "Done"]),
+        ("J. R. R. Tolkien wrote it. He did.", ["J. R. R. Tolkien wrote it.", "He did."]),
+        ('He said "No." She left.\nNew line', ['He said "No."', "She left.", "New line"]),
+        ("Use torch.nn.Module or a.b. It works", ["Use torch.nn.Module or a.b.", "It works"]),
+        ("今天很好。明天也好！", ["今天很好。", "明天也好！"]),
+        ("It was I. Then we left.", ["It was I.", "Then we left."]),
+        ("no end", ["no end"]),
+        (" \n\n ", []),
+        ("", []),
+    ],
+)
+def test_sentences(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+def test_lead_baseline():
+    assert lead_baseline(" one two\nthree four ", 3) == "one two three"
+    assert lead_baseline("one two", 5) == "one two"
+    assert lead_baseline("", 5) == ""
+    with pytest.raises(ValueError, match="num_words must be a positive integer; got 0"):
+        lead_baseline("one", 0)
+
+
+def test_random_summaries():
+    pool = [str(i) for i in range(20)]
+    drawn = random_summaries(pool, 20, seed=1)
+    assert drawn == random_summaries(pool, 20, seed=1) != random_summaries(pool, 20, seed=2)
+    assert sorted(drawn) == sorted(pool) != drawn
+    assert len(random_summaries(pool, 50, seed=1)) == 50
+    assert random_summaries([], 0, seed=1) == []
+    with pytest.raises(ValueError, match="pool must hold at least one summary; got none"):
+        random_summaries([], 1, seed=1)
+    with pytest.raises(ValueError, match="count must be zero or more; got -1"):
+        random_summaries(pool, -1, seed=1)

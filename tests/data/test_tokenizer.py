@@ -1,0 +1,93 @@
+import pytest
+from transformers import AutoTokenizer
+
+from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+
+TEXTS = [
+    f"The {a} of the {b} is read, written and closed again.\n" for a in ("file", "stream") for b in ("disk", "net")
+]
+HARD = [
+    "plain words",
+    "  two  spaces\n\n\tand a tab \n",
+    "spaces before . and 's , ?",
+    "日本語 émoji 😀 \x00 \u200b",
+    "a literal </s> and <pad><unk>",
+    "12345 and 0x7f",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 300)
+
+
+def test_special_ids_and_the_appended_end(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert len(tokenizer) == 300
+    for text in HARD:
+        ids = tokenizer(text)["input_ids"]
+        assert ids[-1] == 1
+        assert ids.count(1) == 1
+        assert not {0, 2} & set(ids)
+    assert tokenizer("the file", max_length=3, truncation=True)["input_ids"][-1] == 1
+    assert list(tokenizer("the")) == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_text_comes_back_exactly(tokenizer, text, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    for either in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert either.decode(either(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_a_folder_reads_back_as_the_same_tokenizer(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded(HARD)["input_ids"] == tokenizer(HARD)["input_ids"]
+
+
+def test_training_is_deterministic_and_merges_what_is_frequent(tokenizer):
+    again = train_tokenizer(iter(TEXTS), 300)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert len(tokenizer(" the")["input_ids"]) == 2
+
+
+def test_a_fingerprint_keeps_the_tokenizer(tmp_path, tokenizer):
+    def unread():
+        raise AssertionError("texts must not be read again")
+        yield ""
+
+    first = train_tokenizer(TEXTS, 300, cache_dir=str(tmp_path), fingerprint="one")
+    second = train_tokenizer(unread(), 300, cache_dir=str(tmp_path), fingerprint="one")
+    assert first.get_vocab() == second.get_vocab() == tokenizer.get_vocab()
+    assert second(HARD)["input_ids"] == tokenizer(HARD)["input_ids"]
+    with pytest.raises(AssertionError, match="must not be read"):
+        train_tokenizer(unread(), 300, cache_dir=str(tmp_path), fingerprint="two")
+    with pytest.raises(AssertionError, match="must not be read"):
+        train_tokenizer(unread(), 301, cache_dir=str(tmp_path), fingerprint="one")
+
+
+@pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE - 1, 0, -5, 300.0, True])
+def test_vocab_size_is_checked(vocab_size):
+    with pytest.raises(ValueError, match=rf"vocab_size must be an integer of at least {MIN_VOCAB_SIZE} .*; got"):
+        train_tokenizer(TEXTS, vocab_size)
+
+
+def test_the_smallest_vocabulary_spells_bytes():
+    tokenizer = train_tokenizer(TEXTS, MIN_VOCAB_SIZE)
+    assert len(tokenizer) == MIN_VOCAB_SIZE
+    assert len(tokenizer("é!")["input_ids"]) == 4
+
+
+def test_few_texts_do_not_fill_a_large_vocabulary(caplog):
+    tokenizer = train_tokenizer(["a b"], 1000)
+    assert len(tokenizer) < 1000
+    assert "vocab_size=1000 was not reached" in caplog.text
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_texts_are_needed(texts):
+    with pytest.raises(ValueError, match="texts must hold at least one text that is not empty; got none"):
+        train_tokenizer(texts, 300)

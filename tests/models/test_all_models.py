@@ -1,0 +1,375 @@
+"""What every registered model class must do, run over the table in `hf_hybrid.models.auto`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import hf_hybrid
+from hf_hybrid.models.auto import ARCHITECTURES, register
+
+from ..tolerances import assert_close
+from .golden import GOLDEN_FOLDER, golden_record
+from .tiny import (
+    DECODER_CASES,
+    DECODERS,
+    GENERATIVE,
+    MODEL_CLASSES,
+    TINY_CONFIGS,
+    main_output,
+    tiny_config,
+    tiny_inputs,
+    tiny_labels,
+    tiny_model,
+)
+
+every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
+every_generative = pytest.mark.parametrize(("model_type", "auto_class"), GENERATIVE)
+every_decoder = pytest.mark.parametrize(("model_type", "auto_class", "case"), DECODER_CASES)
+
+
+def decoder_overrides(model_type: str, case: str) -> dict:
+    return DECODERS.get(model_type, {"default": {}})[case]
+
+
+def test_every_architecture_has_a_tiny_config():
+    assert set(TINY_CONFIGS) == set(ARCHITECTURES)
+
+
+def test_registration_twice_changes_nothing():
+    register()
+    for model_type, (config_class, models) in ARCHITECTURES.items():
+        assert type(transformers.AutoConfig.for_model(model_type)) is config_class
+        for auto_class, model_class in models.items():
+            assert type(tiny_model(model_type, auto_class)) is model_class
+            assert getattr(hf_hybrid, model_class.__name__) is model_class
+
+
+@every_class
+def test_round_trip_through_a_folder_is_exact(model_type, auto_class, tmp_path):
+    model = tiny_model(model_type, auto_class)
+    model.save_pretrained(tmp_path)
+    loaded, info = getattr(transformers, auto_class).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert loaded.config.to_dict() == model.config.to_dict() | {"_name_or_path": str(tmp_path)}
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        assert_close(main_output(loaded.eval()(**inputs)), main_output(model(**inputs)), "exact")
+
+
+@every_class
+def test_a_loaded_model_trains_exactly_what_a_built_one_does(model_type, auto_class, tmp_path):
+    model = tiny_model(model_type, auto_class)
+    model.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto_class).from_pretrained(tmp_path)
+
+    def trained(module):
+        return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+    assert trained(loaded) == trained(model)
+
+
+@every_class
+def test_a_missing_weight_is_initialised_as_at_construction(model_type, auto_class, tmp_path):
+    """from_pretrained builds without memory first: whatever a checkpoint lacks must come from `_init_weights`."""
+    model = tiny_model(model_type, auto_class)
+    state = model.state_dict()
+    model.save_pretrained(tmp_path, state_dict={next(iter(state)): next(iter(state.values()))})
+    loaded = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        loaded.append(getattr(transformers, auto_class).from_pretrained(tmp_path))
+    for (name, first), (_, second) in zip(loaded[0].state_dict().items(), loaded[1].state_dict().items(), strict=True):
+        assert torch.isfinite(first).all(), name
+        assert torch.equal(first, second), name
+        built = state[name].float()
+        if first.numel() >= 64 and built.std() > 0:
+            assert 0.5 < (first.float().std() / built.std()).item() < 2, f"{name} starts at another scale"
+
+
+@every_class
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_changes_nothing(model_type, auto_class, side, attention):
+    model = tiny_model(model_type, auto_class, attn_implementation=attention)
+    inputs = tiny_inputs(model, batch=1)
+    length, pad = inputs["input_ids"].shape[1], 6
+    padding = torch.zeros(1, pad, dtype=torch.long)
+    ones = torch.ones(1, length, dtype=torch.long)
+    order = [padding, inputs["input_ids"]] if side == "left" else [inputs["input_ids"], padding]
+    mask = [padding, ones] if side == "left" else [ones, padding]
+    padded = {**inputs, "input_ids": torch.cat(order, 1), "attention_mask": torch.cat(mask, 1)}
+    with torch.no_grad():
+        expected, actual = main_output(model(**inputs)), main_output(model(**padded))
+    if "decoder_input_ids" not in inputs:
+        actual = actual[:, -length:] if side == "left" else actual[:, :length]
+    assert_close(actual, expected, "float32 model")
+
+
+@every_class
+def test_eager_and_default_attention_agree(model_type, auto_class):
+    outputs = []
+    for attention in ("sdpa", "eager"):
+        model = tiny_model(model_type, auto_class, attn_implementation=attention)
+        outputs.append(main_output(model(**tiny_inputs(model, length=23))))
+    assert_close(outputs[0], outputs[1], "float32 model")
+
+
+@every_class
+def test_hidden_states_and_attentions_are_recorded(model_type, auto_class):
+    model = tiny_model(model_type, auto_class, attn_implementation="eager")
+    outputs = model(**tiny_inputs(model), output_hidden_states=True, output_attentions=True)
+    layers = model.config.num_hidden_layers
+    encoder = model.config.is_encoder_decoder and "encoder_hidden_states" in outputs
+    hidden = outputs.encoder_hidden_states if encoder else outputs.hidden_states
+    attentions = outputs.encoder_attentions if encoder else outputs.attentions
+    assert len(hidden) == layers + 1
+    assert len(attentions) == layers
+    assert_close(attentions[0].sum(-1), torch.ones_like(attentions[0].sum(-1)), "float32")
+    last = outputs.encoder_last_hidden_state if encoder else outputs.last_hidden_state
+    assert_close(hidden[-1], last, "exact")
+    if encoder:
+        assert len(outputs.decoder_attentions) == len(outputs.cross_attentions) == model.config.num_decoder_layers
+    as_tuple = model(**tiny_inputs(model), return_dict=False)
+    assert isinstance(as_tuple, tuple)
+
+
+@every_decoder
+@pytest.mark.parametrize("split", [1, 3, 4, 5, 6, 7, 13])
+def test_cached_decoding_equals_the_full_forward(model_type, auto_class, case, split):
+    """A prompt of `split` tokens, a chunk of two more, then token by token, against one uncached pass."""
+    model = tiny_model(model_type, auto_class, **decoder_overrides(model_type, case)).double()
+    inputs = tiny_inputs(model, target_length=17)
+    key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    tokens = inputs.pop(key)
+    with torch.no_grad():
+        expected = model(**inputs, **{key: tokens}, use_cache=False).logits
+        if model.config.is_encoder_decoder:
+            inputs = {"encoder_outputs": model.get_encoder()(**inputs)}
+        pieces, cache, start = [], None, 0
+        for stop in [split, split + 2, *range(split + 3, tokens.shape[1] + 1)]:
+            step = model(**inputs, **{key: tokens[:, start:stop]}, past_key_values=cache, use_cache=True)
+            pieces.append(step.logits)
+            cache, start = step.past_key_values, stop
+    assert_close(torch.cat(pieces, 1), expected, "float64 decode")
+
+
+@every_decoder
+def test_generate_is_the_same_with_and_without_cache(model_type, auto_class, case):
+    model = tiny_model(model_type, auto_class, **decoder_overrides(model_type, case))
+    inputs = tiny_inputs(model)
+    inputs.pop("decoder_input_ids", None)
+    for strategy in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"num_beams": 2, "do_sample": True}):
+        sequences = []
+        for use_cache in (True, False):
+            torch.manual_seed(5)
+            sequences.append(
+                model.generate(**inputs, **strategy, max_new_tokens=12, min_new_tokens=12, use_cache=use_cache)
+            )
+        assert torch.equal(*sequences), f"{strategy} differs with a cache"
+
+
+@every_decoder
+def test_generate_with_padding_and_static_cache(model_type, auto_class, case):
+    model = tiny_model(model_type, auto_class, **decoder_overrides(model_type, case))
+    ids = tiny_inputs(model, batch=1)["input_ids"]
+    settings = {"max_new_tokens": 10, "min_new_tokens": 10}
+    expected = model.generate(input_ids=ids, **settings)
+    padding = torch.zeros(1, 5, dtype=torch.long)
+    left = {
+        "input_ids": torch.cat([padding, ids], 1),
+        "attention_mask": torch.cat([padding, torch.ones_like(ids)], 1),
+    }
+    start = 0 if model.config.is_encoder_decoder else padding.shape[1]
+    assert torch.equal(model.generate(**left, **settings)[:, start:], expected)
+    static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **settings)
+    assert torch.equal(static, expected)
+
+
+@every_decoder
+def test_assisted_decoding_is_right_or_refused(model_type, auto_class, case):
+    model = tiny_model(model_type, auto_class, **decoder_overrides(model_type, case))
+    inputs = tiny_inputs(model, batch=1)
+    inputs.pop("decoder_input_ids", None)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**inputs, **settings)
+    if model._is_stateful:
+        with pytest.raises(ValueError, match="stateful"):
+            model.generate(**inputs, prompt_lookup_num_tokens=2, **settings)
+        return
+    assistant = tiny_model(model_type, auto_class, seed=9, **decoder_overrides(model_type, case))
+    assert torch.equal(model.generate(**inputs, assistant_model=assistant, **settings), expected)
+
+
+@every_class
+def test_gradient_checkpointing_changes_no_gradient(model_type, auto_class):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(model_type, auto_class).train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(4)  # dropout must draw the same masks
+        main_output(model(**tiny_inputs(model))).square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, "float32 gradient")
+
+
+@every_class
+def test_every_trained_parameter_gets_a_gradient(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    main_output(model(**tiny_inputs(model))).square().mean().backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not without
+
+
+@every_generative
+def test_loss_is_the_mean_cross_entropy(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    labels = tiny_labels(model)
+    labels[0, -2:] = -100
+    inputs = tiny_inputs(model)
+    inputs.pop("decoder_input_ids", None)
+    outputs = model(**inputs, labels=labels)
+    expected = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+    assert_close(outputs.loss, expected, "float32")
+
+
+class _Samples(torch.utils.data.Dataset):
+    def __init__(self, model, count):
+        self.rows = []
+        for row in range(count):
+            length = 4 + row % 3  # unequal numbers of labels per batch, or a wrong mean of means would go unseen
+            labels = torch.cat(
+                [tiny_labels(model, batch=1, length=length, seed=row)[0], torch.full((7 - length,), -100)]
+            )
+            self.rows.append({"input_ids": tiny_inputs(model, batch=1, seed=row)["input_ids"][0], "labels": labels})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@every_generative
+def test_gradient_accumulation_is_one_large_batch(model_type, auto_class, tmp_path):
+    losses, weights = [], []
+    for batch, accumulate in ((8, 1), (2, 4)):
+        model = tiny_model(model_type, auto_class, dropout=0.0, attention_dropout=0.0)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulate,
+            max_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            optim="sgd",
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=_Samples(model, 8))
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), "float32 model")
+    assert_close(weights[1], weights[0], "float32 model")
+
+
+@every_generative
+def test_overfits_eight_samples(model_type, auto_class):
+    model = tiny_model(model_type, auto_class, dropout=0.0, attention_dropout=0.0, initializer_range=0.05).train()
+    samples = _Samples(model, 8)
+    batch = {key: torch.stack([row[key] for row in samples.rows]) for key in samples.rows[0]}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.05
+
+
+@every_class
+def test_lora_attaches_and_trains(model_type, auto_class):
+    model = get_peft_model(tiny_model(model_type, auto_class), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    main_output(model(**tiny_inputs(model))).square().mean().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@every_class
+def test_compiles(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    inputs = tiny_inputs(model)
+    expected = main_output(model(**inputs))
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_close(main_output(compiled(**inputs)), expected, "float32 model")
+
+
+@every_class
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(model_type, auto_class, dtype, tmp_path):
+    model = tiny_model(model_type, auto_class)
+    inputs = tiny_inputs(model)
+    expected = main_output(model(**inputs))
+    model.save_pretrained(tmp_path)
+    half = getattr(transformers, auto_class).from_pretrained(tmp_path, dtype=dtype).eval()
+    assert half.dtype == dtype
+    actual = main_output(half(**inputs))
+    assert actual.dtype == dtype
+    # a whole model deep, errors add up: half a percent of the weights' precision each, compared by direction
+    similarity = nn.functional.cosine_similarity(actual.float().flatten(), expected.flatten(), dim=0)
+    assert similarity > 0.995
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = main_output(model(**inputs))
+    assert nn.functional.cosine_similarity(cast.float().flatten(), expected.flatten(), dim=0) > 0.995
+
+
+@every_class
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_resize(model_type, auto_class, tied):
+    model = tiny_model(model_type, auto_class, tie_word_embeddings=tied)
+    inputs = tiny_inputs(model)
+    before = main_output(model(**inputs))
+    model.resize_token_embeddings(70)
+    after = main_output(model(**inputs))
+    assert model.config.vocab_size == 70
+    assert_close(after[..., : before.shape[-1]], before, "float32 model")
+    inputs = {name: torch.full_like(ids, 69) for name, ids in inputs.items()}
+    assert torch.isfinite(main_output(model(**inputs))).all()
+
+
+@every_class
+def test_any_length_from_one_token_on(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    for length in (1, 2, 5, 9, 10, 64, 300):
+        assert torch.isfinite(main_output(model(**tiny_inputs(model, length=length, target_length=1)))).all()
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_names_and_defaults_are_as_recorded(model_type):
+    """State-dict names, shapes and config fields are public; `python -m tests.models.golden` records a change."""
+    recorded = json.loads(Path(GOLDEN_FOLDER, f"{model_type}.json").read_text())
+    assert golden_record(model_type) == recorded
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_config_survives_json_and_refuses_wrong_types(model_type, tmp_path):
+    config = tiny_config(model_type)
+    config.save_pretrained(tmp_path)
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+    with pytest.raises(Exception, match="hidden_size"):
+        tiny_config(model_type, hidden_size="wide")

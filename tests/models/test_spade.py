@@ -1,0 +1,426 @@
+"""SPADE's own identities: the paper's equations, counts, and the models it contains as special cases."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+from hf_hybrid import SpadeConfig, SpadeEncoderModel, SpadeForConditionalGeneration, SpadeModel
+from hf_hybrid.layers.relative_position import relative_position_bucket
+from hf_hybrid.layers.s4 import S4
+
+from ..tolerances import assert_close
+from .tiny import tiny_config, tiny_inputs, tiny_model
+
+T5_AS_SPADE = {
+    "norm_type": "rms_norm",
+    "norm_position": "pre",
+    "feed_forward_bias": False,
+    "scale_attention": False,
+    "share_relative_bias": True,
+    "global_layers": "none",
+}
+
+
+def encoder(**overrides) -> SpadeEncoderModel:
+    return tiny_model("spade", "AutoModelForTextEncoding", **overrides)
+
+
+def first_mixer(model):
+    return model.get_encoder().layers[0].mixer if hasattr(model, "lm_head") else model.encoder.layers[0].mixer
+
+
+# T5 is a special case ---------------------------------------------------------------------------------------------
+
+
+def t5_weights_as_spade(t5: T5ForConditionalGeneration) -> dict[str, torch.Tensor]:
+    """A T5 checkpoint under SPADE's names."""
+    attention = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+    weights = {"lm_head.weight": t5.lm_head.weight}
+    for side, stack in (("encoder", t5.encoder), ("decoder", t5.decoder)):
+        root = f"model.{side}"
+        weights[f"{root}.embed_tokens.weight"] = stack.embed_tokens.weight
+        weights[f"{root}.final_norm.weight"] = stack.final_layer_norm.weight
+        bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        weights[f"{root}.relative_attention_bias.weight"] = bias
+        for index, block in enumerate(stack.block):
+            layer = f"{root}.layers.{index}"
+            sublayers = [("mixer.attention", "mixer_norm", block.layer[0].layer_norm, block.layer[0].SelfAttention)]
+            if side == "decoder":
+                cross = block.layer[1]
+                sublayers.append(("cross_attention", "cross_attention_norm", cross.layer_norm, cross.EncDecAttention))
+            for name, norm_name, norm, module in sublayers:
+                weights[f"{layer}.{norm_name}.weight"] = norm.weight
+                for theirs, ours in attention.items():
+                    weights[f"{layer}.{name}.{ours}.weight"] = getattr(module, theirs).weight
+            feed_forward = block.layer[-1].DenseReluDense
+            weights[f"{layer}.feed_forward_norm.weight"] = block.layer[-1].layer_norm.weight
+            weights[f"{layer}.feed_forward.down_proj.weight"] = feed_forward.wo.weight
+            if hasattr(feed_forward, "wi"):
+                weights[f"{layer}.feed_forward.up_proj.weight"] = feed_forward.wi.weight
+            else:
+                weights[f"{layer}.feed_forward.gate_proj.weight"] = feed_forward.wi_0.weight
+                weights[f"{layer}.feed_forward.up_proj.weight"] = feed_forward.wi_1.weight
+    return weights
+
+
+@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
+@pytest.mark.parametrize("attention_type", ["full", "window", "chunk"])
+def test_t5_is_a_special_case(feed_forward, attention_type):
+    """With T5's layer chosen and nothing out of reach, logits equal transformers' T5."""
+    torch.manual_seed(0)
+    t5 = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=64,
+            d_model=32,
+            d_kv=16,
+            d_ff=48,
+            num_layers=3,
+            num_heads=2,
+            feed_forward_proj=feed_forward,
+            decoder_start_token_id=0,
+        )
+    ).eval()
+    config = tiny_config(
+        "spade",
+        **T5_AS_SPADE,
+        num_hidden_layers=3,
+        gated_feed_forward=feed_forward.startswith("gated"),
+        hidden_act="gelu_new" if feed_forward.startswith("gated") else "relu",
+        attention_type=attention_type,
+        local_radius=39,
+        chunk_size=40,
+        scale_decoder_outputs=True,
+    )
+    spade = SpadeForConditionalGeneration(config).eval()
+    missing, unexpected = spade.load_state_dict(t5_weights_as_spade(t5), strict=False)
+    assert not missing
+    assert not unexpected
+    inputs = tiny_inputs(spade, length=40, target_length=30)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, -9:] = 0
+    assert_close(spade(**inputs).logits, t5(**inputs).logits, "float32 model")
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_are_t5s(bidirectional):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    offsets = torch.arange(-3000, 3001)
+    for num_buckets, max_distance in ((32, 128), (16, 20), (64, 1000)):
+        expected = T5Attention._relative_position_bucket(offsets, bidirectional, num_buckets, max_distance)
+        actual = relative_position_bucket(
+            offsets, bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance
+        )
+        assert torch.equal(actual, expected)
+
+
+# counts --------------------------------------------------------------------------------------------------------------
+
+
+def body_parameters(config: SpadeConfig) -> int:
+    """Numbers stored outside token and position tables and the language modelling head, frozen ones included."""
+    with torch.device("meta"):
+        model = SpadeModel(config)
+    tables = ("embed_tokens", "embed_positions")
+    return sum(t.numel() for name, t in model.state_dict().items() if not any(table in name for table in tables))
+
+
+def test_the_published_layout_has_the_published_size():
+    layout = {"decoder_position": "learned_absolute", "ssm_n_ssm": 768}
+    assert body_parameters(SpadeConfig.from_preset("base", **layout)) == 199_803_648
+    # the defaults: one shared copy of (A, B) while frozen, and one causal bias table instead of positions
+    saved = 767 * 3 * 2 * 32
+    assert body_parameters(SpadeConfig()) == 199_803_648 - saved + 384
+
+
+@pytest.mark.parametrize(("name", "layers", "width"), [("base", 12, 768), ("small", 6, 512), ("tiny", 4, 256)])
+def test_presets_share_one_shape(name, layers, width):
+    config = SpadeConfig.from_preset(name)
+    assert (config.num_hidden_layers, config.num_decoder_layers, config.hidden_size) == (layers, layers, width)
+    assert (config.head_dim, config.intermediate_size) == (64, 4 * width)
+    assert config.global_layers == [0]
+    d, f = width, 4 * width
+    norm, attention, feed_forward = 2 * d, 4 * d * d, 2 * d * f + f + d
+    s4 = 2 * 2 * d * 32 + 3 * 2 * 32 + 2 * d
+    table = 32 * config.num_attention_heads
+    encoder = layers * (attention + feed_forward + 2 * norm + table) + norm
+    decoder = layers * (2 * attention + feed_forward + 3 * norm) + norm + table
+    assert body_parameters(config) == encoder + decoder + 2 * d * d + d + 2 * norm + s4
+
+
+def test_preset_overrides_and_unknown_names():
+    assert SpadeConfig.from_preset("tiny", num_hidden_layers=2).num_decoder_layers == 2
+    with pytest.raises(
+        ValueError, match=r"preset must be one of base, small, tiny; got 'bsae'\. Did you mean 'base'\?"
+    ):
+        SpadeConfig.from_preset("bsae")
+
+
+# the global layer ----------------------------------------------------------------------------------------------------
+
+
+def test_global_layer_is_the_papers_equation():
+    """Y = FFN(LN(Xa)) + Xa with Xa = W [LN(Local(LN(X))), LN(SSM(LN(X)))] + X, written out (section 3.2)."""
+    model = encoder(norm_position="pre")
+    layer, x = model.encoder.layers[0], torch.randn(2, 13, 32)
+    mixer = layer.mixer
+    normed = layer.mixer_norm(x)
+    local = mixer.attention(normed, model.encoder.relative_attention_bias)[0]
+    pair = torch.cat([mixer.local_norm(local), mixer.global_norm(mixer.ssm(normed))], -1)
+    mixed = pair @ mixer.aggregate.weight.T + mixer.aggregate.bias + x
+    feed_forward = layer.feed_forward
+    hidden = torch.relu(feed_forward.up_proj(layer.feed_forward_norm(mixed)))
+    expected = feed_forward.down_proj(hidden) + mixed
+    assert_close(layer(x), expected, "float32 model")
+
+
+def test_post_norm_layer_normalises_the_sum():
+    layer, x = encoder().encoder.layers[1], torch.randn(2, 9, 32)
+    mixed = layer.mixer_norm(x + layer.mixer.attention(x)[0])
+    expected = layer.feed_forward_norm(mixed + layer.feed_forward(mixed))
+    assert_close(layer(x), expected, "float32 model")
+
+
+@pytest.mark.parametrize("half", ["local", "global"])
+def test_zeroing_half_of_the_aggregate_leaves_the_other_branch(half):
+    mixer, x = first_mixer(encoder()), torch.randn(2, 13, 32)
+    with torch.no_grad():
+        mixer.aggregate.weight[:, slice(32, None) if half == "local" else slice(0, 32)] = 0
+    local = mixer.local_norm(mixer.attention(x)[0])
+    alone = local if half == "local" else mixer.global_norm(mixer.ssm(x))
+    part = mixer.aggregate.weight[:, slice(0, 32) if half == "local" else slice(32, None)]
+    assert_close(mixer(x, None, None, None), alone @ part.T + mixer.aggregate.bias, "float32 model")
+
+
+def test_concat_order_permutes_columns():
+    ours, theirs = first_mixer(encoder()), first_mixer(encoder(concat_order="global_local"))
+    state = ours.state_dict()
+    state["aggregate.weight"] = state["aggregate.weight"].roll(32, dims=1)
+    theirs.load_state_dict(state)
+    x = torch.randn(2, 13, 32)
+    assert_close(theirs(x, None, None, None), ours(x, None, None, None), "float32 model")
+
+
+@pytest.mark.parametrize("alpha", [0, 0.25, 1])
+def test_add_weighs_the_branches(alpha):
+    mixer, x = first_mixer(encoder(combine_mode="add", combine_alpha=alpha)), torch.randn(2, 13, 32)
+    local, glob = mixer.local_norm(mixer.attention(x)[0]), mixer.global_norm(mixer.ssm(x))
+    assert_close(mixer(x, None, None, None), (1 - alpha) * local + alpha * glob, "float32")
+
+
+def test_stack_attends_to_the_state_space_model():
+    mixer, x = first_mixer(encoder(combine_mode="stack")), torch.randn(2, 13, 32)
+    assert_close(mixer(x, None, None, None), mixer.attention(mixer.ssm(x))[0], "exact")
+    assert not hasattr(mixer, "aggregate")
+
+
+@pytest.mark.parametrize(
+    ("choice", "layers"),
+    [("none", []), ("all", [0, 1, 2, 3]), ("bottom", [0]), ("bottom-2", [0, 1]), ("top", [3]), ("top-3", [1, 2, 3])],
+)
+def test_choice_of_global_layers(choice, layers):
+    model = encoder(num_hidden_layers=4, global_layers=choice)
+    assert model.config.global_layers == layers
+    assert [i for i, layer in enumerate(model.encoder.layers) if layer.mixer.ssm is not None] == layers
+
+
+def test_only_the_global_layer_sees_far():
+    """Without it, position t depends on nothing beyond layers * radius tokens away (oracle 5)."""
+    for choice, reaches in (("none", False), ("bottom", True)):
+        model = encoder(global_layers=choice)
+        ids = tiny_inputs(model, batch=1, length=40)["input_ids"]
+        changed = ids.clone()
+        changed[0, 0] = (ids[0, 0] + 1) % 60 + 2
+        difference = (model(ids).last_hidden_state - model(changed).last_hidden_state).abs().amax(-1)[0]
+        assert difference[: 2 * 4 + 1].max() > 1e-3
+        beyond = difference[2 * 4 + 1 :].max()
+        assert beyond > 1e-6 if reaches else beyond == 0
+
+
+@pytest.mark.parametrize("freeze", ["all", "ab_dt", "none"])
+def test_freezing(freeze):
+    model = encoder(ssm_freeze=freeze)
+    before = {name: tensor.clone() for name, tensor in first_mixer(model).ssm.state_dict().items()}
+    trained = {name for name, p in first_mixer(model).ssm.named_parameters() if p.requires_grad}
+    expected = {
+        "all": set(),
+        "ab_dt": {"C", "D"},
+        "none": {"C", "D", "B", "P", "log_A_real", "A_imag", "log_dt"},
+    }
+    assert trained == expected[freeze]
+    assert {id(p) for p in model.ssm_parameters()} <= {id(p) for p in first_mixer(model).ssm.parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model(**tiny_inputs(model)).last_hidden_state.square().mean().backward()
+    optimizer.step()
+    for name, tensor in first_mixer(model).ssm.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (name not in expected[freeze]), name
+
+
+def test_a_frozen_checkpoint_can_be_thawed(tmp_path):
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    model.save_pretrained(tmp_path)
+    thawed = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, ssm_freeze="none").eval()
+    assert list(thawed.ssm_parameters())
+    inputs = tiny_inputs(model)
+    assert_close(thawed(**inputs).logits, model(**inputs).logits, "float32 model")
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_gradient_through_the_global_branch(stop):
+    mixer = first_mixer(encoder(ssm_stop_gradient=stop))
+    with torch.no_grad():
+        mixer.aggregate.weight[:, :32] = 0
+    x = torch.randn(1, 9, 32, requires_grad=True)
+    mixer(x, None, None, None).square().sum().backward()
+    assert (x.grad.abs().max() == 0) == stop
+
+
+def test_state_space_model_keeps_its_precision():
+    model = encoder().to(torch.bfloat16)
+    assert {t.dtype for t in first_mixer(model).ssm.state_dict().values()} == {torch.float32}
+    assert first_mixer(model).aggregate.weight.dtype == torch.bfloat16
+
+
+# other options -------------------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {"norm_position": "pre"},
+    {"norm_position": "pre", "final_norm": False},
+    {"embedding_norm": False},
+    {"norm_type": "rms_norm"},
+    {"feed_forward_bias": False, "gated_feed_forward": True, "hidden_act": "gelu_new"},
+    {"scale_attention": False, "attention_bias": True},
+    {"attention_type": "chunk"},
+    {"attention_type": "full", "share_relative_bias": True},
+    {"decoder_attention_type": "window", "decoder_global_layers": "all", "decoder_position": "learned_absolute"},
+    {"ssm_postact": "gelu_glu", "ssm_use_D": False, "ssm_l_max": 5, "ssm_freeze": "none"},
+    {"head_dim": 10},
+    {"num_decoder_layers": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_trains_saves_and_loads(options, tmp_path):
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM", **options).train()
+    labels = torch.randint(2, 64, (2, 7))
+    model(input_ids=tiny_inputs(model)["input_ids"], labels=labels).loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    model.eval().save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    inputs = tiny_inputs(model)
+    assert_close(loaded(**inputs).logits, model(**inputs).logits, "exact")
+
+
+def test_encoder_loads_from_an_encoder_decoder_checkpoint(tmp_path):
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    model.save_pretrained(tmp_path)
+    loaded, info = SpadeEncoderModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids = tiny_inputs(model)["input_ids"]
+    expected = model.get_encoder()(ids).last_hidden_state
+    assert_close(loaded.eval()(ids).last_hidden_state, expected, "exact")
+
+
+def test_tied_embeddings_are_one_tensor():
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    table = model.model.encoder.embed_tokens.weight
+    assert model.lm_head.weight is table
+    assert model.model.decoder.embed_tokens.weight is table
+    untied = tiny_model("spade", "AutoModelForSeq2SeqLM", tie_word_embeddings=False)
+    assert untied.lm_head.weight is not untied.model.encoder.embed_tokens.weight
+
+
+def test_labels_are_shifted_behind_the_start_token():
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM", decoder_start_token_id=3)
+    shifted = model.prepare_decoder_input_ids_from_labels(torch.tensor([[5, 6, -100, -100]]))
+    assert shifted.tolist() == [[3, 5, 6, 0]]
+
+
+def test_four_dimensional_masks_are_accepted():
+    model = encoder(global_layers="none")
+    ids = tiny_inputs(model, length=9)["input_ids"]
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    pairs = mask.bool()[:, None, None, :].expand(2, 1, 9, 9)
+    expected, actual = model(ids, attention_mask=mask), model(ids, attention_mask=pairs)
+    assert_close(actual.last_hidden_state[0, :6], expected.last_hidden_state[0, :6], "float32 model")
+    with pytest.raises(ValueError, match="attention_mask must be of shape"):
+        encoder()(ids, attention_mask=pairs)
+
+
+def test_absolute_positions_end():
+    model = tiny_model("spade", "AutoModel", decoder_position="learned_absolute", max_decoder_positions=6)
+    model(**tiny_inputs(model, target_length=6))
+    with pytest.raises(ValueError, match="max_decoder_positions 6"):
+        model(**tiny_inputs(model, target_length=7))
+
+
+def test_encoder_beyond_any_length_it_was_trained_with():
+    """A model trained on short inputs reads long ones, and the beginning of an answer does not depend on the rest."""
+    model = encoder(global_layers="none", num_hidden_layers=1)
+    ids = tiny_inputs(model, batch=1, length=2000)["input_ids"]
+    assert_close(
+        model(ids).last_hidden_state[:, :100], model(ids[:, :200]).last_hidden_state[:, :100], "float32 model"
+    )
+    assert torch.isfinite(encoder()(ids).last_hidden_state).all()
+
+
+# bad configs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("hidden_size", 0, "hidden_size must be a positive integer; got 0"),
+        ("hidden_size", 33, "hidden_size must be a multiple of num_attention_heads"),
+        ("num_attention_heads", 0, "num_attention_heads must be a positive integer; got 0"),
+        ("num_hidden_layers", 0, "num_hidden_layers must be a positive integer; got 0"),
+        ("local_radius", -1, "local_radius must not be negative; got -1"),
+        ("chunk_size", 0, "chunk_size must be a positive integer; got 0"),
+        ("ssm_state_size", 7, "ssm_state_size must be even; got 7"),
+        ("ssm_n_ssm", 5, "ssm_n_ssm must divide hidden_size; got 5"),
+        ("ssm_dt_min", 1.0, "ssm_dt_max must be at least ssm_dt_min"),
+        ("ssm_dt_min", 0.0, "ssm_dt_min must be positive"),
+        ("dropout", 1.0, r"dropout must lie in \[0, 1\); got 1.0"),
+        ("combine_alpha", 1.5, r"combine_alpha must lie in \[0, 1\]; got 1.5"),
+        ("attention_type", "windows", "attention_type must be one of window, chunk, full; got 'windows'"),
+        ("norm_position", "mid", "norm_position must be one of post, pre; got 'mid'"),
+        ("ssm_type", "s7", "ssm_type must be one of s4; got 's7'"),
+        ("ssm_postact", "glu", "ssm_postact must be one of None, gelu_glu; got 'glu'"),
+        (
+            "hidden_act",
+            "rely",
+            r"hidden_act must name an activation of transformers; got 'rely'\. Did you mean 'relu'",
+        ),
+        ("global_layers", [0, 2], "global_layers must list distinct layers between 0 and 1"),
+        ("global_layers", [0, 0], "global_layers must list distinct layers"),
+        ("global_layers", "middle", "global_layers must be a list of layer indices or one of none"),
+        ("global_layers", "bottom-3", "global_layers must not ask for more than the 2 layers"),
+        ("decoder_global_layers", [-1], "decoder_global_layers must list distinct layers"),
+        ("relative_attention_num_buckets", 3, "relative_attention_num_buckets must be even and at least 4"),
+        ("relative_attention_max_distance", 16, "relative_attention_max_distance must exceed half"),
+        ("local_radius", "wide", "local_radius"),
+        ("dropout", "much", "dropout"),
+    ],
+)
+def test_bad_config_values_are_named(field, value, rule):
+    with pytest.raises(Exception, match=rule):
+        tiny_config("spade", **{field: value})
+
+
+def test_models_refuse_what_they_cannot_be():
+    with pytest.raises(ValueError, match="SpadeModel must have is_encoder_decoder=True"):
+        SpadeModel(tiny_config("spade", is_encoder_decoder=False))
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        encoder()()
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM", decoder_start_token_id=None)
+    with pytest.raises(ValueError, match="decoder_start_token_id must be set"):
+        model(input_ids=torch.tensor([[2, 3]]), labels=torch.tensor([[2, 3]]))
+
+
+def test_s4_is_where_the_config_says():
+    assert sum(isinstance(m, S4) for m in tiny_model("spade", "AutoModel").modules()) == 1
+    assert not any(isinstance(m, nn.LSTM) for m in tiny_model("spade", "AutoModel").modules())

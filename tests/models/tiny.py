@@ -1,0 +1,71 @@
+"""The smallest useful config of every model type, and inputs for every Auto class; all model tests build from here."""
+
+import torch
+import transformers
+
+from hf_hybrid.models.auto import ARCHITECTURES
+
+TINY_CONFIGS = {
+    "spade": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "local_radius": 4,
+        "chunk_size": 6,
+        "ssm_state_size": 8,
+        "initializer_range": 0.2,  # outputs of ordinary size, so that comparisons mean something
+    },
+}
+MODEL_CLASSES = [
+    (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)
+]
+GENERATIVE = [(model_type, name) for model_type, name in MODEL_CLASSES if name.endswith(("Seq2SeqLM", "CausalLM"))]
+# every way of decoding that differs in what a cache holds
+DECODERS = {
+    "spade": {
+        "full": {},
+        "window": {"decoder_attention_type": "window"},
+        "chunk": {"decoder_attention_type": "chunk"},
+        "state space": {"decoder_global_layers": [0]},
+        "state space and window": {"decoder_global_layers": "all", "decoder_attention_type": "window"},
+        "state space and chunk": {"decoder_global_layers": [1], "decoder_attention_type": "chunk"},
+        "absolute positions": {"decoder_position": "learned_absolute"},
+    },
+}
+DECODER_CASES = [
+    (model_type, name, case) for model_type, name in GENERATIVE for case in DECODERS.get(model_type, {"default": {}})
+]
+
+
+def tiny_config(model_type: str, **overrides):
+    return transformers.AutoConfig.for_model(model_type, **{**TINY_CONFIGS[model_type], **overrides})
+
+
+def tiny_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
+    """A tiny model in evaluation mode, the same one for the same seed."""
+    torch.manual_seed(seed)
+    return getattr(transformers, auto_class).from_config(tiny_config(model_type, **overrides)).eval()
+
+
+def tiny_inputs(model, *, batch: int = 2, length: int = 11, target_length: int = 7, seed: int = 1) -> dict:
+    """Random inputs for a model, without padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(width):
+        return torch.randint(2, model.config.vocab_size, (batch, width), generator=generator)
+
+    inputs = {"input_ids": tokens(length)}
+    if model.config.is_encoder_decoder and hasattr(model, "get_decoder") and "Encoder" not in type(model).__name__:
+        inputs["decoder_input_ids"] = tokens(target_length)
+    return inputs
+
+
+def tiny_labels(model, *, batch: int = 2, length: int = 7, seed: int = 2) -> torch.Tensor:
+    return torch.randint(2, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def main_output(outputs) -> torch.Tensor:
+    """The tensor that a model is used for: logits, or hidden states where it has no head."""
+    return outputs.logits if "logits" in outputs else outputs.last_hidden_state

@@ -34,7 +34,7 @@ install: $(INSTALLED) ## Make the environment (every other target does so where 
 # torch first and by itself, so that nothing else decides which build of it is taken
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "hf_hybrid needs Python >= 3.11, and '$(PYTHON)' is not: $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "hf_hybrid needs Python >= 3.11, and '$(PYTHON)' is not: $$($(PYTHON) --version 2>&1 | head -1)" >&2; \
 		echo "Name another one, such as: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -n "$(TORCH_INDEX)" || test "$$(uname -s)" != Linux || command -v nvidia-smi >/dev/null || \
 		echo "No NVIDIA driver found: see TORCH_INDEX in 'make help' if a CUDA build of torch is about to be downloaded."
@@ -56,13 +56,13 @@ lint: $(INSTALLED) ## Check formatting, style, types and the structure of the mo
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(VENV)/bin/mlinter --no-cache --no-progress hf_hybrid/models
+	$(VENV)/bin/python .ci/lint_models.py
 
 bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in under 45 minutes on two cores
 	$(PY) -m benchmarks.bench_models $(BENCH_ARGS)
 
 build: $(INSTALLED) ## Build the wheel and sdist, and import every module of the wheel in a clean environment
-	rm -rf dist build/wheel-check
+	rm -rf dist build
 	$(PY) -m build
 	$(PYTHON) -m venv build/wheel-check
 	build/wheel-check/bin/python $(PIP_INSTALL) $(TORCH)

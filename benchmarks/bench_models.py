@@ -332,8 +332,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for number in range(arguments.rounds):
         for precision in arguments.precisions:
-            sent = in_process(_measure_matmul_into, (precision, arguments.threads), arguments.time_limit)
-            rates[precision] = max(rates[precision], *(value for kind, value in sent if kind == "rate"))
+            sent = in_process(_measure_matmul_into, (precision, arguments.threads), limit_s=120.0)
+            rates[precision] = max([rates[precision], *(value for kind, value in sent if kind == "rate")])
+            if not rates[precision]:
+                raise RuntimeError(f"matrix multiplication in {precision} could not be measured: {sent[-1][1]}")
         for cell in cells:
             if any(outcome != "ok" for outcome in outcomes[cell]):
                 continue

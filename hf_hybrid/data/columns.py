@@ -4,7 +4,7 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

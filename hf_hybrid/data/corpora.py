@@ -16,7 +16,7 @@ from hf_hybrid.data.cache import cache_root, cached_folder, save_quietly
 from hf_hybrid.data.docstrings import DocumentationError, Pair, docstring_pair, module_pair, read_docstrings, words_of
 from hf_hybrid.data.near_copies import NearCopyFilter
 from hf_hybrid.data.sources import Package, find_packages, source_files
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -42,7 +42,8 @@ def embedded_corpus(
 
     Every module belongs to one split as a whole, and a document that repeats an earlier one (more than about half of
     its runs of four words), or its summary, is left out of all of them. The first build reads some hundred megabytes
-    of source and takes about half a minute; later calls, and processes that wait for the first, map its result.
+    of source, takes about half a minute and makes all corpora; later calls, and processes that wait for the first,
+    map its result.
 
     Args:
         name: A key of `EMBEDDED`.
@@ -65,10 +66,16 @@ def embedded_corpus(
         )
     found = find_packages(packages)
     fingerprint = _fingerprint(found)
-    folder = cache_root(cache_dir) / "embedded" / f"{name}-{fingerprint}"
-    cached_folder(folder, lambda unfinished: _build(name, found, fingerprint, unfinished))
-    corpus = load_from_disk(str(folder))
-    logger.info("embedded:%s, %s", name, corpus["train"].info.description)
+    folder = cache_root(cache_dir) / "embedded" / fingerprint
+    cached_folder(folder, lambda unfinished: _build(found, fingerprint, unfinished))
+    pairs = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["pairs"]
+    if not all(pairs.values()):
+        raise ValueError(
+            f"packages must hold enough documented modules for every split of embedded:{name}; got {pairs} pairs from "
+            f"{', '.join(package.label for package in found)}"
+        )
+    corpus = load_from_disk(str(folder / name))
+    logger.info("embedded:%s: %s", name, corpus["train"].info.description)
     return corpus
 
 
@@ -88,63 +95,63 @@ def _fingerprint(packages: Sequence[Package]) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
-def _build(name: str, packages: Sequence[Package], fingerprint: str, folder: Path) -> None:
-    """Read the packages and write the corpus."""
+def _build(packages: Sequence[Package], fingerprint: str, folder: Path) -> None:
+    """Read the packages and write every corpus, for parsing is what takes the time."""
+    pairs, files, unreadable = _read_pairs(packages)
+    for name in EMBEDDED:
+        kept = _without_copies(pairs[name])
+        splits: dict[str, list[Pair]] = {split: [] for split in SPLITS}
+        for pair in kept:
+            splits[_split_of(pair.source)].append(pair)
+        report = {
+            "fingerprint": fingerprint,
+            "packages": {package.label: package.version for package in packages},
+            "pairs": {split: len(members) for split, members in splits.items()},
+            "files": files,
+            "unreadable_files": unreadable,
+            "near_copies": len(pairs[name]) - len(kept),
+        }
+        (folder / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
+        if all(splits.values()):
+            save_quietly(_to_dataset(splits, json.dumps(report)), folder / name)
+
+
+def _to_dataset(splits: dict[str, list[Pair]], description: str) -> "DatasetDict":
     from datasets import Dataset, DatasetDict, DatasetInfo, Features, Value
 
-    pairs, files, unreadable = _read_pairs(name, packages)
-    kept = _without_copies(pairs)
-    rows: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-    for pair in kept:
-        rows[_split_of(pair.source)].append(pair)
-    if not all(rows.values()):
-        raise ValueError(
-            "packages must hold enough documented modules for the splits train, validation and test; "
-            f"got { ({split: len(members) for split, members in rows.items()}) } pairs "
-            f"from {', '.join(package.label for package in packages)}"
-        )
-    report = {
-        "fingerprint": fingerprint,
-        "packages": {package.label: package.version for package in packages},
-        "pairs": {split: len(members) for split, members in rows.items()},
-        "files": files,
-        "unreadable_files": unreadable,
-        "near_copies": len(pairs) - len(kept),
-    }
     columns = ("document", "summary", "source")
     features = Features({column: Value("string") for column in columns})
-    corpus = DatasetDict(
+    return DatasetDict(
         {
             split: Dataset.from_dict(
                 {column: [getattr(pair, column) for pair in members] for column in columns},
                 features=features,
-                info=DatasetInfo(description=json.dumps(report), features=features),
+                info=DatasetInfo(description=description, features=features),
             )
-            for split, members in rows.items()
+            for split, members in splits.items()
         }
     )
-    save_quietly(corpus, folder)
 
 
-def _read_pairs(name: str, packages: Sequence[Package]) -> tuple[list[Pair], int, int]:
-    """Return the pairs of all packages, the number of files read, and the number that could not be read."""
+def _read_pairs(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], int, int]:
+    """Return the pairs of each corpus, the number of files read, and the number that could not be read."""
     from tqdm.auto import tqdm
 
     files = [file for package in packages for file in source_files(package)]
-    pairs: list[Pair] = []
+    pairs: dict[str, list[Pair]] = {name: [] for name in EMBEDDED}
     unreadable = 0
-    for file in tqdm(files, desc=f"Building embedded:{name}", unit="file", disable=None):
+    for file in tqdm(files, desc="Reading docstrings", unit="file", disable=None):
         try:
             docstrings = read_docstrings(file.path.read_bytes(), file.module)
         except (DocumentationError, OSError) as error:
             logger.debug("skipped %s: %s", file.path, error)
             unreadable += 1
             continue
-        if name == "modules":
-            found = [module_pair(docstrings, file.module)]
-        else:
-            found = [docstring_pair(docstring, file.module) for docstring in docstrings]
-        pairs.extend(pair for pair in found if pair is not None)
+        found = [docstring_pair(docstring, file.module) for docstring in docstrings]
+        pairs["docstrings"].extend(pair for pair in found if pair is not None)
+        page = module_pair(docstrings, file.module)
+        if page is not None:
+            pairs["modules"].append(page)
     return pairs, len(files) - unreadable, unreadable
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hf_hybrid.data.cache import cache_root, cached_folder, save_quietly
 from hf_hybrid.data.corpora import EMBEDDED, embedded_corpus
 from hf_hybrid.data.files import check_file, read_table
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

@@ -3,13 +3,14 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 __all__ = ["DEFAULT_PACKAGES", "STANDARD_LIBRARY", "Package", "SourceFile", "find_packages", "source_files"]
 
@@ -46,6 +47,9 @@ _LEFT_OUT_FOLDERS = {
     "site-packages", "test", "testing", "tests", "third_party", "vendor",
 }  # fmt: skip
 _LEFT_OUT_FILES = {"conftest", "setup"}
+_LEFT_OUT_MODULES = (
+    "transformers.models.",
+)  # a quarter of all source; most of its documentation copies the rest of it
 _MAX_FILE_BYTES = 1_000_000  # longer files are generated tables; reading them costs more than they hold
 
 
@@ -151,14 +155,13 @@ def source_files(package: Package) -> Iterator[SourceFile]:
         yield SourceFile(package.name, package.root)
         return
     files = []
-    for path in package.root.rglob("*.py"):
-        parts = path.relative_to(package.root).with_suffix("").parts
-        if _LEFT_OUT_FOLDERS.intersection(parts[:-1]) or parts[-1] in _LEFT_OUT_FILES:
-            continue
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            continue
-        dotted = [part for part in (package.name, *parts) if part]
-        if dotted[-1] == "__init__":
-            dotted.pop()
-        files.append(SourceFile(".".join(dotted) or package.label, path))
+    for folder, inner, names in os.walk(package.root):
+        inner[:] = [name for name in inner if name not in _LEFT_OUT_FOLDERS]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            parts = path.relative_to(package.root).with_suffix("").parts
+            module = ".".join(filter(None, (package.name, *parts))).removesuffix(".__init__")
+            if parts[-1] in _LEFT_OUT_FILES or module.startswith(_LEFT_OUT_MODULES):
+                continue
+            if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+                files.append(SourceFile(module, path))
     yield from sorted(files, key=lambda file: (file.module, file.path.name))

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.ssm_kernel import S4Cache, S4System, S4Tensors, dplr_legs, frozen_s4_advance, frozen_s4_conv
+from ..kernels.ssm_kernel import (
+    S4Cache,
+    S4System,
+    S4Tensors,
+    dplr_legs,
+    frozen_s4_advance,
+    frozen_s4_conv,
+    full_precision,
+)
 
 FREEZES = ("all", "ab_dt", "none")
 POSTACTS = (None, "gelu_glu")
@@ -217,7 +225,7 @@ class S4(nn.Module):
             ValueError: A shape does not fit, or a state is asked of a bidirectional layer.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state)
-        with torch.autocast(u.device.type, enabled=False):
+        with full_precision(u.device):
             if state is None and not return_state:
                 y, new_state = self._convolve(u), None
             else:

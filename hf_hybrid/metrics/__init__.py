@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import evaluate

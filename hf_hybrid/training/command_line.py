@@ -1,12 +1,11 @@
 """From a command line to dataclasses, and from an error to one line and an exit code."""
 
 import dataclasses
-import enum
 import json
 import logging
+import re
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 __all__ = ["parse_arguments", "run_command_line", "translate_removed_flags"]
 
@@ -50,7 +49,6 @@ def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None 
     for dataclass_type in dataclass_types:
         names = {field.name for field in dataclasses.fields(dataclass_type) if field.init}
         values = {name: value for name, value in vars(namespace).items() if name in names}
-        _check_enumerations(dataclass_type, values)
         try:
             parsed.append(dataclass_type(**values))
         except (TypeError, OSError, ImportError) as error:
@@ -64,7 +62,9 @@ class _Parser(HfArgumentParser):
     """HfArgumentParser that raises ValueError instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        raise ValueError(message + hint)
 
     @property
     def flags(self) -> set[str]:
@@ -97,19 +97,6 @@ def _read_arguments_file(path: Path) -> list[str]:
         elif value is not None:
             arguments.append(f"--{name}={value}")
     return arguments
-
-
-def _check_enumerations(dataclass_type: type, values: dict[str, Any]) -> None:
-    """Name the flag of a misspelt choice; transformers' own message names only the enumeration."""
-    for name, hint in typing.get_type_hints(dataclass_type).items():
-        for arm in (hint, *typing.get_args(hint)):
-            if isinstance(arm, type) and issubclass(arm, enum.Enum) and isinstance(values.get(name), str):
-                choices = [member.value for member in arm]
-                if values[name] not in choices:
-                    raise ValueError(
-                        f"--{name} must be one of {', '.join(map(str, choices))}; got {values[name]!r}."
-                        f"{did_you_mean(values[name], choices)}"
-                    )
 
 
 def _is_true(values: list[str]) -> bool:

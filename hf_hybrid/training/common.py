@@ -19,7 +19,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.data.tokenizer import train_tokenizer
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.config_overrides import parse_config_overrides
@@ -362,7 +362,7 @@ def publish(
     trainer: Trainer, model_args: ModelArguments, *, task: str, dataset: str | None, dataset_args: str | None
 ) -> None:
     """Push to the Hub if asked to; otherwise write the model card beside a trained model."""
-    kwargs: dict[str, Any] = {"tasks": task}
+    kwargs: dict[str, Any] = {"tasks": task, "tags": [task]}
     if model_args.model_name_or_path is not None and not Path(model_args.model_name_or_path).exists():
         kwargs["finetuned_from"] = model_args.model_name_or_path
     if dataset is not None:

@@ -1,9 +1,9 @@
 """``make demo``: train a small SPADE summarizer from scratch, offline, and show what it has learnt.
 
-``python -m hf_hybrid.training.demo [--long]`` trains on ``embedded:docstrings`` with `summarization.main`, then compares
-the model on the held-out test split with three things that need no training: the model before its first step, a training
-summary drawn at random, and the first words of the document. Everything is counted in steps, so that it is the same on
-every machine; the exit code is 1 if the model has not learnt to summarize.
+``python -m hf_hybrid.training.demo [--long]`` trains on ``embedded:docstrings`` with `summarization.main`, then
+compares the model on the held-out test split with three things that need no training: the model before its first step,
+a training summary drawn at random, and the first words of the document. Everything is counted in steps, so that it is
+the same on every machine; the exit code is 1 if the model has not learnt to summarize.
 """
 
 import argparse

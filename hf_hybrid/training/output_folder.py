@@ -23,6 +23,7 @@ WEIGHTS_FILES = (
     "adapter_model.bin",
 )
 """Any one of these makes a folder hold weights."""
+_SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states: FSDP, DeepSpeed
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
@@ -41,9 +42,11 @@ def missing_for_resume(checkpoint: Path) -> list[str]:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         missing.append("trainer_state.json")
-    sharded = any(path.is_dir() for path in checkpoint.glob("*")) if checkpoint.is_dir() else False  # FSDP, DeepSpeed
+    sharded = any(path.is_dir() for pattern in _SHARDED for path in checkpoint.glob(pattern))
     if not sharded and not any((checkpoint / name).is_file() for name in WEIGHTS_FILES):
         missing.append("model.safetensors")
+    if not sharded and not any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin")):
+        missing.append("optimizer.pt")
     return missing
 
 

@@ -179,6 +179,8 @@ def stop_gently(trainer: Trainer) -> Iterator[None]:
 def _how_to_continue(trainer: Trainer) -> str:
     if trainer.args.save_strategy == SaveStrategy.NO:
         return "There is no checkpoint to continue from: --save_strategy is no."
+    if trainer.args.save_only_model:
+        return "There is no checkpoint to continue from: --save_only_model leaves out the optimizer."
     return (
         f"To continue from the last checkpoint in {trainer.args.output_dir}, run the same command with "
         "--resume_from_checkpoint auto"

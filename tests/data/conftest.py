@@ -24,7 +24,7 @@ def write_package(root: Path, modules: int = 100) -> Path:
 
 def _function(verb: str, key: str, fruit: str, thing: str) -> str:
     steps = "\n".join(
-        f"    The {key} {verb} step {x}{key} moves one {thing} of {verb}{x} into the {fruit} by {key}{x}."
+        f"    The {verb}{x}{key} step of {key}{x} moves the {x}{verb}{key} of {thing}{verb}{key} into {verb}{x}{key}."
         for x in "abcdef"
     )
     return (

@@ -111,5 +111,7 @@ def test_an_unknown_name_gets_a_suggestion(tmp_path):
 
 
 def test_too_few_documents_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"packages must hold enough documented modules .* from textwrap"):
+    with pytest.raises(
+        ValueError, match=r"enough documented modules for every split of embedded:docstrings; .* textwrap"
+    ):
         embedded_corpus("docstrings", cache_dir=str(tmp_path), packages=["textwrap"])

@@ -1,8 +1,8 @@
-import subprocess
 import sys
 
 import pytest
 
+from hf_hybrid.data import sources
 from hf_hybrid.data.sources import DEFAULT_PACKAGES, find_packages, source_files
 
 
@@ -31,14 +31,23 @@ def test_modules_and_subpackages_can_be_named():
     assert "numpy.linalg._linalg" in [file.module for file in source_files(inner)]
 
 
-def test_finding_packages_imports_none_of_them():
-    code = (
-        "import sys; from hf_hybrid.data.sources import find_packages, source_files; before = set(sys.modules);"
-        "[list(source_files(package)) for package in find_packages()];"
-        "print({name.split('.')[0] for name in set(sys.modules) - before})"
+def test_packages_are_found_and_listed_without_running_them(tmp_path, monkeypatch):
+    for folder in ("never_run", "never_run/inner"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("raise SystemExit('must not run')")
+    (tmp_path / "never_run_module.py").write_text("raise SystemExit('must not run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    packages = find_packages(["never_run", "never_run.inner", "never_run_module"])
+    modules = [[file.module for file in source_files(package)] for package in packages]
+    assert modules == [["never_run", "never_run.inner"], ["never_run.inner"], ["never_run_module"]]
+
+
+def test_the_default_packages_that_are_installed_are_found(monkeypatch):
+    monkeypatch.setattr(
+        sources, "DEFAULT_PACKAGES", {"numpy": "numpy", "not_installed_anywhere": "x", "torch": "torch"}
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not set(DEFAULT_PACKAGES) & {name.strip("{}' \n") for name in output.split(",")}
+    assert [package.name for package in find_packages()] == ["numpy", "torch"]
+    assert {"stdlib", "numpy", "torch", "transformers"} <= set(DEFAULT_PACKAGES)
 
 
 def test_an_unknown_package_is_named_with_the_closest_known():

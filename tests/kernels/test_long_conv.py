@@ -55,7 +55,7 @@ def test_outputs_and_gradients_match_the_reference(length, dtype, bidirectional,
         y = function(leaves[0], leaves[1], reverse_kernel=leaves[2] if bidirectional else None, skip=leaves[3])
         assert y.dtype == dtype
         used = leaves if bidirectional else [leaves[0], leaves[1], leaves[3]]
-        results.append((y, torch.autograd.grad(y, used, weight)))
+        results.append((y, torch.autograd.grad(y, used, weight, materialize_grads=True)))
     (y, gradients), (expected, expected_gradients) = results
     assert_close(y, expected, name)
     for actual, wanted in zip(gradients, expected_gradients, strict=True):
@@ -108,7 +108,9 @@ def test_one_spectrum_serves_every_length_up_to_half(n_fft):
         expected = reference(u, kernel, reverse_kernel=reverse, skip=skip)
         assert_close(spectral_conv(u, spectrum, n_fft, skip), expected, "float64")
     longer = make(n_fft // 2 + 1, seed=3)[0]
-    assert not torch.allclose(spectral_conv(longer, spectrum, n_fft), reference(longer, kernel, reverse_kernel=reverse))
+    assert not torch.allclose(
+        spectral_conv(longer, spectrum, n_fft), reference(longer, kernel, reverse_kernel=reverse)
+    )
 
 
 def test_impulse_returns_the_filter():
@@ -140,7 +142,9 @@ def test_causality(dtype, row):
 
 def test_gradcheck():
     u, kernel, reverse, skip = (x.requires_grad_() for x in make(5, taps=4, width=2))
-    assert torch.autograd.gradcheck(lambda *x: long_conv(x[0], x[1], reverse_kernel=x[2], skip=x[3]), (u, kernel, reverse, skip))
+    assert torch.autograd.gradcheck(
+        lambda *x: long_conv(x[0], x[1], reverse_kernel=x[2], skip=x[3]), (u, kernel, reverse, skip)
+    )
     spectrum = kernel_spectrum(kernel, 10, reverse).detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda u, s, d: spectral_conv(u, s, 10, d), (u, spectrum, skip))
 
@@ -185,6 +189,13 @@ def test_16_bit_inputs_are_convolved_in_float32(dtype):
     assert_close(long_conv(u, kernel, reverse_kernel=reverse, skip=skip), wide.to(dtype), "exact")
 
 
+def test_float64_inputs_are_convolved_in_float64_whatever_the_taps():
+    u = make(200)[0]
+    kernel, reverse, skip = make(200, dtype=torch.float32)[1:]
+    actual = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)
+    assert_close(actual, reference(u, kernel, reverse_kernel=reverse, skip=skip), "float64")
+
+
 def test_autocast_changes_nothing():
     u, kernel, reverse, skip = make(64, dtype=torch.float32)
     expected = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)
@@ -217,7 +228,7 @@ def test_opcheck():
 def test_compiles_without_graph_breaks():
     torch._dynamo.reset()
     compiled = torch.compile(long_conv, fullgraph=True, backend="aot_eager")
-    for length in (16, 23, 40):
+    for length in (16, 23):
         leaves = [x.requires_grad_() for x in make(length)]
         u, kernel, reverse, skip = leaves
         expected = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)

@@ -11,6 +11,7 @@ from hf_hybrid.kernels.ssm_kernel import (
     diagonalize_legs,
     dplr_legs,
     hippo_legs,
+    reference,
     s4_block_constants,
     s4_final_state,
     s4_kernel,
@@ -19,7 +20,6 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4_step_constants,
     torch_impl,
 )
-from hf_hybrid.kernels.ssm_kernel import reference
 from tests.tolerances import assert_close
 
 STEPS = torch.tensor([1e-3, 1e-2, 1e-1], dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_legs_dtype():
 @pytest.mark.parametrize("size", [2, 8, 64, 256])
 def test_legs_diagonalises(size):
     w, V = diagonalize_legs(size)
-    A, B, P, S = hippo_legs(size)
+    A, B, _, S = hippo_legs(size)
     full, modes = torch.cat([V, V.conj()], dim=1), torch.cat([w, w.conj()])
     eye = torch.eye(size, dtype=torch.complex128)
     assert_close(full.mH @ full, eye, "float64")
@@ -84,8 +84,7 @@ def test_legs_diagonalises(size):
     low_rank = torch.cat([P_hat, P_hat.conj()])
     assert_close(full @ (torch.diag(modes) - torch.outer(low_rank, low_rank.conj())) @ full.mH, A + 0j, "float64")
     assert_close(2 * (V @ B_hat).real, B, "float64")
-    assert B_hat.real.min() > 0
-    assert_close(B_hat.imag, torch.zeros_like(B_hat.imag), "float64")
+    assert_close(B_hat, B_hat.abs() + 0j, "float64")  # the phase is fixed
 
 
 def test_legs_known_frequencies():
@@ -319,15 +318,3 @@ def test_autocast_changes_nothing():
         actual = run()
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other, "exact")
-
-
-def test_kernel_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    compiled = torch.compile(s4_kernel, fullgraph=True, backend="aot_eager")
-    leaves = [x.clone().requires_grad_() for x in random_system()]
-    for length in (20, 33):
-        actual, expected = compiled(*leaves, length), s4_kernel(*leaves, length)
-        assert_close(actual, expected, "float64")
-        gradients = [torch.autograd.grad(kernel.square().sum(), leaves) for kernel in (actual, expected)]
-        for one, other in zip(*gradients, strict=True):
-            assert_close(one, other, "float64 gradient")

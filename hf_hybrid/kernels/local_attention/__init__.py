@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from hf_hybrid.kernels.dispatch import choose_backend
-from hf_hybrid.kernels.local_attention import torch_impl
+from . import torch_impl
+
+__all__ = ["local_attention"]
 
 
 def local_attention(
@@ -58,9 +59,6 @@ def local_attention(
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, dropout)
-    tensors = [x for x in (query, key, value, bias, attention_mask) if x is not None]
-    chosen = choose_backend("local_attention", backend, tensors, _why_not_triton)
-    assert chosen == "torch"
     return torch_impl.local_attention(
         query,
         key,
@@ -72,11 +70,8 @@ def local_attention(
         attention_mask=attention_mask,
         scale=scale,
         dropout=dropout,
+        backend=backend,
     )
-
-
-def _why_not_triton() -> str | None:
-    return "local_attention has no Triton kernel yet"
 
 
 def _check(
@@ -90,39 +85,44 @@ def _check(
     attention_mask: Tensor | None,
     dropout: float,
 ) -> None:
-    def require(true: bool, message: str) -> None:
-        if not true:
-            raise ValueError(message)
-
-    require(query.dim() == 4, f"query must have shape (B, T, H, K); got {tuple(query.shape)}")
-    require(query.shape[1] > 0, f"query must hold at least one token (T >= 1); got shape {tuple(query.shape)}")
-    require(query.is_floating_point(), f"query must be of a floating dtype; got {query.dtype}")
-    require(key.shape == query.shape, f"key must have query's shape {tuple(query.shape)}; got {tuple(key.shape)}")
-    require(
-        value.dim() == 4 and value.shape[:3] == query.shape[:3],
-        f"value must have shape (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; "
-        f"got {tuple(value.shape)}",
-    )
+    # The messages are only put together where they are raised: torch.compile cannot format a symbolic number.
+    if query.dim() != 4:
+        raise ValueError(f"query must have shape (B, T, H, K); got {tuple(query.shape)}")
+    if query.shape[1] == 0:
+        raise ValueError(f"query must hold at least one token (T >= 1); got shape {tuple(query.shape)}")
+    if not query.is_floating_point():
+        raise ValueError(f"query must be of a floating dtype; got {query.dtype}")
+    if key.shape != query.shape:
+        raise ValueError(f"key must have query's shape {tuple(query.shape)}; got {tuple(key.shape)}")
+    if value.dim() != 4 or value.shape[:3] != query.shape[:3]:
+        raise ValueError(
+            f"value must have shape (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; "
+            f"got {tuple(value.shape)}"
+        )
     for name, tensor in (("key", key), ("value", value)):
-        require(tensor.dtype == query.dtype, f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
-    require(
-        (radius is None) != (chunk_size is None),
-        f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}",
-    )
-    require(radius is None or radius >= 0, f"radius must be at least 0; got {radius}")
-    require(chunk_size is None or chunk_size >= 1, f"chunk_size must be a positive integer; got {chunk_size}")
-    require(0 <= dropout < 1, f"dropout must be at least 0 and below 1; got {dropout}")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    if (radius is None) == (chunk_size is None):
+        raise ValueError(
+            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
+        )
+    if radius is not None and radius < 0:
+        raise ValueError(f"radius must be at least 0; got {radius}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
     if bias is not None:
         reach = radius if radius is not None else chunk_size - 1 if chunk_size is not None else 0
         columns, rule = (reach + 1, "reach + 1") if causal else (2 * reach + 1, "2 * reach + 1")
-        require(
-            tuple(bias.shape) == (query.shape[2], columns),
-            f"bias must have shape (H, {rule}) = {(query.shape[2], columns)} for reach {reach}; "
-            f"got {tuple(bias.shape)}",
-        )
-        require(bias.is_floating_point(), f"bias must be of a floating dtype; got {bias.dtype}")
-    if attention_mask is not None:
-        require(
-            attention_mask.shape == query.shape[:2],
-            f"attention_mask must have shape (B, T) = {tuple(query.shape[:2])}; got {tuple(attention_mask.shape)}",
+        if bias.dim() != 2 or bias.shape[0] != query.shape[2] or bias.shape[1] != columns:
+            raise ValueError(
+                f"bias must have shape (H, {rule}) = {(query.shape[2], columns)} for reach {reach}; "
+                f"got {tuple(bias.shape)}"
+            )
+        if not bias.is_floating_point():
+            raise ValueError(f"bias must be of a floating dtype; got {bias.dtype}")
+    if attention_mask is not None and attention_mask.shape != query.shape[:2]:
+        raise ValueError(
+            f"attention_mask must have shape (B, T) = {tuple(query.shape[:2])}; got {tuple(attention_mask.shape)}"
         )

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import choose_backend
+
 _LOG2E = 1.4426950408889634
 # Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.
 _HIDDEN = -1e30
 # Scores of a batch: small enough for the caches of a CPU, large enough to drown the cost of calling an operator.
-_BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**25}
+_BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 
 
 class _Blocks(NamedTuple):
@@ -92,6 +94,12 @@ def _spans(buffer: Tensor, start: int, step: int, count: int, width: int) -> Ten
     return buffer.as_strided(shape, strides, buffer.storage_offset() + start * along)
 
 
+def _matrices(view: Tensor) -> Tensor:
+    """Flatten `(strips, number, ...)` for a matrix product, which is slow on overlapping views below float32."""
+    flat = view.flatten(0, 1)
+    return flat if view.dtype in (torch.float32, torch.float64) else flat.contiguous()
+
+
 def _diagonals(buffer: Tensor, span: int) -> Tensor:
     """View `(H, rows, rows + span - 1)` so that the view's [h, i, j] is the buffer's [h, i, j - i + rows - 1]."""
     heads, rows, width = buffer.shape
@@ -143,9 +151,10 @@ class _Walk:
             self.dropped = min(round(dropout * 2**16), 2**16 - 1)
             self.keep_rate = 1 - self.dropped / 2**16
             self.generator = torch.Generator().manual_seed(int(seed))
-            lanes = max(self.budget, max(blocks.rows * blocks.span for blocks in self.blocks)) // 4 + 1
-            table = torch.empty(lanes, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
-            self.table = table.to(self.device)
+            one = max(blocks.rows * blocks.span for blocks in self.blocks)
+            most = max(one, min(self.budget, self.batch * self.heads * largest))
+            words = torch.empty(most // 4 + 1, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
+            self.table = words.view(torch.int32).to(self.device)
 
     def strips(self) -> Iterator[_Strips]:
         """Yield groups of strips: some heads of one batch row, or all heads of some batch rows."""
@@ -191,17 +200,17 @@ class _Walk:
             x[row, first:, strips.heads] = source[:, pad : pad + self.length - first].transpose(0, 1)
 
     def queries(self, buffer: Tensor, at: _Batch) -> Tensor:
-        """View a buffer by the queries of a batch of blocks: `(strips, count, rows, ...)`."""
+        """View a buffer by the queries of a batch of blocks: `(strips, number, rows, ...)`."""
         start = at.blocks.query + at.first * self.step
         return _spans(buffer, start, self.step, at.number, at.blocks.rows)
 
     def keys(self, buffer: Tensor, at: _Batch) -> Tensor:
-        """View a buffer by the keys of a batch of blocks: `(strips, count, span, ...)`."""
+        """View a buffer by the keys of a batch of blocks: `(strips, number, span, ...)`."""
         start = self.pad + at.blocks.key + at.first * self.step
         return _spans(buffer, start, self.step, at.number, at.blocks.span)
 
     def add_keys(self, total: Tensor, part: Tensor, at: _Batch) -> None:
-        """Add `(strips * count, span, K)` to the keys of a batch of blocks, whose spans may overlap."""
+        """Add `(strips * number, span, K)` to the keys of a batch of blocks, whose spans may overlap."""
         part = part.unflatten(0, (total.shape[0], at.number))
         start = self.pad + at.blocks.key + at.first * self.step
         for offset in range(0, at.blocks.span, self.step):
@@ -209,7 +218,7 @@ class _Walk:
             _spans(total, start + offset, self.step, at.number, width).add_(part[:, :, offset : offset + width])
 
     def add_offsets(self, total: Tensor, part: Tensor, at: _Batch, strips: _Strips) -> None:
-        """Add `(strips * count, rows, span)` to the offsets key - query of their entries, per head."""
+        """Add `(strips * number, rows, span)` to the offsets key - query of their entries, per head."""
         part = part.view(*strips.shape, at.number, *part.shape[1:]).sum((0, 2))
         columns = self._columns(at.blocks)
         skewed = torch.zeros(*part.shape[:2], columns.stop - columns.start, dtype=part.dtype, device=part.device)
@@ -221,13 +230,13 @@ class _Walk:
         return slice(low, low + blocks.rows + blocks.span - 1)
 
     def scores(self, query: Tensor, key: Tensor, at: _Batch, strips: _Strips) -> Tensor:
-        """Compute the scores of a batch of blocks, in units of log2: `(strips * count, rows, span)`."""
+        """Compute the scores of a batch of blocks, in units of log2: `(strips * number, rows, span)`."""
         offsets = self.offsets[strips.heads, None, self._columns(at.blocks)].expand(-1, at.blocks.rows, -1)
         bias = _diagonals(offsets.contiguous(), at.blocks.span)
         hidden = self.keys(self.hidden[strips.batch], at)
         scores = self.scratch("scores", (*strips.shape, at.number, *bias.shape[1:]), self.wide)
         torch.add(bias[None, :, None], hidden[:, None, :, None], out=scores)
-        queries, keys = self.queries(query, at).flatten(0, 1), self.keys(key, at).flatten(0, 1)
+        queries, keys = _matrices(self.queries(query, at)), _matrices(self.keys(key, at))
         return scores.flatten(0, 2).baddbmm_(queries, keys.mT, alpha=self.scale * _LOG2E)
 
     def lower(self, name: str, x: Tensor) -> Tensor:
@@ -242,22 +251,29 @@ class _Walk:
         """Draw the dropout mask of the next batch of blocks: 1 with probability keep_rate, else 0.
 
         Filling memory from torch's generator is serial and costs as much as a matrix product. So one table of random
-        64-bit words is filled per call, and each batch of blocks scrambles it with random constants of its own.
+        words is filled per call, and each batch of blocks scrambles it with random constants of its own; a word gives
+        two 16-bit numbers, of which the product's weaker low one gets the high one added.
         """
-        lanes = -(-like.numel() // 4)
-        flip, factor = torch.randint(-(2**63), 2**63 - 1, (2,), generator=self.generator).tolist()
-        words = torch.bitwise_xor(self.table[:lanes], flip, out=self.scratch("words", (lanes,), torch.int64))
+        count = -(-like.numel() // 2)
+        flip, factor = torch.randint(-(2**31), 2**31, (2,), generator=self.generator).tolist()
+        words = torch.bitwise_xor(self.table[:count], flip, out=self.scratch("words", (count,), torch.int32))
         words.mul_(factor | 1)
-        words.add_(torch.bitwise_right_shift(words, 32, out=self.scratch("high words", (lanes,), torch.int64)))
+        words.add_(torch.bitwise_right_shift(words, 16, out=self.scratch("high words", (count,), torch.int32)))
         keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - 2**15)
         return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
+
+
+def _why_not_triton() -> str | None:
+    return "local_attention has no Triton kernel yet"
 
 
 @torch.library.custom_op("hf_hybrid::local_attention", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # Chosen in here, where no tracer looks, because the choice reads the environment and logs.
+    choose_backend("local_attention", backend, [query, key, value], _why_not_triton)
     with torch.autocast(query.device.type, enabled=False):
         mask = _informative(mask)
         walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
@@ -276,7 +292,7 @@ def _forward(
                 total = weights.sum(-1, keepdim=True)
                 if seed is not None:
                     weights.mul_(walk.keep(weights))
-                found = walk.matmul("found", walk.lower("weights", weights), walk.keys(v, at).flatten(0, 1))
+                found = walk.matmul("found", walk.lower("weights", weights), _matrices(walk.keys(v, at)))
                 place = walk.queries(out, at)
                 torch.div(found.view_as(place), (total * walk.keep_rate).view(*place.shape[:3], 1), out=place)
                 place = walk.queries(norm, at)
@@ -291,7 +307,7 @@ def _forward(
 @_forward.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=wide)
@@ -324,8 +340,8 @@ def _backward(
             dk = walk.scratch("d_key", k.shape, walk.wide).zero_()
             dv = walk.scratch("d_value", v.shape, walk.wide).zero_()
             for at in walk.batches(strips):
-                queries, keys = walk.queries(q_low, at).flatten(0, 1), walk.keys(k_low, at).flatten(0, 1)
-                grads, values = walk.queries(g, at).flatten(0, 1), walk.keys(v, at).flatten(0, 1)
+                queries, keys = _matrices(walk.queries(q_low, at)), _matrices(walk.keys(k_low, at))
+                grads, values = _matrices(walk.queries(g, at)), _matrices(walk.keys(v, at))
                 weights = walk.scores(q, k, at, strips)
                 weights.sub_(walk.queries(norm, at).flatten(0, 1)).exp2_()
                 d_weights = walk.matmul("d_weights", grads, values.mT)
@@ -369,13 +385,13 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1], *inputs[:6])
-    ctx.settings = inputs[6:]
+    ctx.settings = inputs[6:-1]
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     log_sum, *tensors = ctx.saved_tensors
     *gradients, d_bias = _backward(grad, log_sum, *tensors, *ctx.settings)
-    return *gradients, d_bias if tensors[3] is not None else None, *[None] * 7
+    return *gradients, d_bias if tensors[3] is not None else None, *[None] * 8
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -384,12 +400,13 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 def local_attention(
     query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None, radius: int | None = None,
     chunk_size: int | None = None, causal: bool = False, attention_mask: Tensor | None = None,
-    scale: float | None = None, dropout: float = 0.0,
+    scale: float | None = None, dropout: float = 0.0, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Compute `hf_hybrid.kernels.local_attention` block by block; arguments as there, not checked again."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mask = None if attention_mask is None else attention_mask != 0
     # The only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask.
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
-    output, _ = _forward(query, key, value, bias, mask, seed, radius, chunk_size, causal, float(scale), float(dropout))
+    options = (radius, chunk_size, causal, float(scale), float(dropout), backend)
+    output, _ = _forward(query, key, value, bias, mask, seed, *options)
     return output

@@ -4,6 +4,7 @@ B batch · T length · T_k taps · D width
 """
 
 import torch
+from torch.nn import functional as F
 
 
 def long_conv(
@@ -13,7 +14,7 @@ def long_conv(
     reverse_kernel: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum every input that reaches every output, one pair of positions at a time.
+    """Sum the input's shifted copies, one lag at a time.
 
     y[t] = sum_{j>=0} kernel[:, j] u[t-j]  +  sum_{j>=0} reverse_kernel[:, j] u[t+1+j]  +  skip u[t]
 
@@ -28,13 +29,10 @@ def long_conv(
     """
     wide = torch.promote_types(u.dtype, torch.float32)
     x, length = u.to(wide), u.shape[1]
-    rows = []
-    for t in range(length):
-        row = torch.zeros_like(x[:, 0])
-        for s in range(length):
-            if 0 <= t - s < kernel.shape[1]:
-                row = row + kernel[:, t - s].to(wide) * x[:, s]
-            if reverse_kernel is not None and 0 <= s - t - 1 < reverse_kernel.shape[1]:
-                row = row + reverse_kernel[:, s - t - 1].to(wide) * x[:, s]
-        rows.append(row if skip is None else row + skip.to(wide) * x[:, t])
-    return torch.stack(rows, dim=1).to(u.dtype)
+    y = torch.zeros_like(x) if skip is None else skip.to(wide) * x
+    for lag in range(min(kernel.shape[1], length)):
+        y = y + F.pad(kernel[:, lag].to(wide) * x[:, : length - lag], (0, 0, lag, 0))
+    if reverse_kernel is not None:
+        for lag in range(1, min(reverse_kernel.shape[1] + 1, length)):
+            y = y + F.pad(reverse_kernel[:, lag - 1].to(wide) * x[:, lag:], (0, 0, 0, lag))
+    return y.to(u.dtype)

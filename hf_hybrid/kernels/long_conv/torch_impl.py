@@ -5,6 +5,8 @@ cache instead of travelling to memory three times (2.5 times faster than one tra
 tensor). And nothing but the inputs is kept for the backward: the gradient of u is the same convolution with the
 conjugate spectrum, and the input's spectrum is only recomputed where the kernel is trained.
 
+Conjugates are computed, never lazy: a tracer that runs the op may not resolve the lazy form, silently.
+
 B batch · T length · D width · F = n_fft / 2 + 1 frequencies
 """
 
@@ -73,7 +75,7 @@ def convolve(
     length = u.shape[1]
     row_step, channel_step = _blocks(u, n_fft)
     for channels in _ranges(u.shape[2], channel_step):
-        factor = spectrum[channels].conj() if adjoint else spectrum[channels]
+        factor = torch.conj_physical(spectrum[channels]) if adjoint else spectrum[channels]
         for rows in _ranges(u.shape[0], row_step):
             x = _rows(u, rows, channels, dtype)
             y = torch.fft.irfft(torch.fft.rfft(x, n=n_fft).mul_(factor), n=n_fft)[..., :length]
@@ -125,13 +127,13 @@ def spectrum_grad(u: torch.Tensor, grad: torch.Tensor, n_fft: int, adjoint: bool
     for channels in _ranges(u.shape[2], channel_step):
         for rows in _ranges(u.shape[0], row_step):
             inputs = torch.fft.rfft(_rows(u, rows, channels, real), n=n_fft)
-            product = torch.fft.rfft(_rows(grad, rows, channels, real), n=n_fft).mul_(inputs.conj())
+            product = torch.fft.rfft(_rows(grad, rows, channels, real), n=n_fft).mul_(inputs.conj_physical_())
             out[channels] += product.sum(0)
     weight = torch.full((n_fft // 2 + 1,), 2.0 / n_fft, dtype=real, device=u.device)
     weight[0] = 1.0 / n_fft
     weight[-1] = 1.0 / n_fft
     out *= weight
-    return (out.conj().resolve_conj() if adjoint else out).to(dtype)
+    return (out.conj_physical_() if adjoint else out).to(dtype)
 
 
 @spectrum_grad.register_fake

@@ -6,6 +6,7 @@ four vectors of N/2 complex numbers instead of an N x N matrix.
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · R block length
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from operator import index
 from typing import NamedTuple
 
@@ -36,6 +37,11 @@ class S4Blocks(NamedTuple):
     transition: torch.Tensor
     inputs: torch.Tensor
     outputs: torch.Tensor
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off on a device; on the meta device, which knows no autocast, do nothing."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def check_system(C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> None:
@@ -72,7 +78,7 @@ def s4_step_constants(B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: tor
     B, P, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, P, w))
     dt = dt.to(torch.float64)[:, None]
     G = (1 - 0.5 * dt * w).reciprocal()
-    row = P.conj() * G
+    row = P.conj_physical() * G
     scale = 0.5 * dt / (1 + dt * (row * P).real.sum(-1, keepdim=True))
     column = -2 * scale * G * P
     applied = G * B + 0.5 * column * _two_re(row * B)
@@ -160,21 +166,23 @@ def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch
         `(B, H, M)`, complex.
     """
     dtype = blocks.inputs.dtype
-    u = u.permute(2, 1, 0).to(dtype)
     # a loop over blocks cannot be traced for a symbolic length
-    length = index(u.shape[1])
-    head = length % BLOCK
+    batch, length = u.shape[0], index(u.shape[1])
+    channels, head = u.shape[2], length % BLOCK
+    u = u.permute(2, 1, 0).to(dtype)
     transition = blocks.transition.transpose(1, 2)
-    with torch.autocast(u.device.type, enabled=False):
+    with full_precision(u.device):
         # the odd tokens come first, so that every later block is whole
         x = (blocks.inputs[..., BLOCK - head :] @ u[:, :head]).transpose(1, 2)
         if state is not None:
             for _ in range(head):
                 state = step.decay * state + step.column * _two_re(step.row * state)
             x = x + to_real(state).transpose(0, 1).to(dtype)
-        for start in range(head, length, BLOCK):
-            added = (blocks.inputs @ u[:, start : start + BLOCK]).transpose(1, 2)
-            x = torch.baddbmm(added, x, transition)
+        # what every block adds, in one product per channel
+        whole = u[:, head:].reshape(channels, -1, BLOCK, batch).transpose(1, 2)
+        added = blocks.inputs @ whole.reshape(channels, BLOCK, -1)
+        for block in added.view(channels, added.shape[1], -1, batch).unbind(2):
+            x = torch.baddbmm(block.transpose(1, 2), x, transition)
     return to_complex(x.transpose(0, 1))
 
 
@@ -194,7 +202,7 @@ def s4_state_response(state: torch.Tensor, length: int, blocks: S4Blocks) -> tor
     transition = blocks.transition.transpose(1, 2)
     starts = [x]
     filters, channels = blocks.outputs.shape[:2]
-    with torch.autocast(x.device.type, enabled=False):
+    with full_precision(x.device):
         for _ in range(BLOCK, length, BLOCK):
             starts.append(starts[-1] @ transition)
         # (C, H, R, N) @ (H, N, blocks * B): one product per channel for every block of every sequence

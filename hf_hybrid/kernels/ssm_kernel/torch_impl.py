@@ -62,10 +62,10 @@ def cauchy_kernel(
     """
     power = torch.linalg.matrix_power(dense_transition(s4_step_constants(B, P, w, dt)), length)
     row = to_real_row(C).transpose(0, 1)
-    truncated = to_complex((row - row @ power) / 2).conj()
+    truncated = to_complex((row - row @ power) / 2).conj_physical()
     filters = C.shape[0]
-    numerators = torch.cat([truncated * B[:, None], truncated * P[:, None], (P.conj() * B)[:, None]], dim=1)
-    numerators = torch.cat([numerators, (P.conj() * P)[:, None]], dim=1).transpose(1, 2)
+    numerators = torch.cat([truncated * B[:, None], truncated * P[:, None], (P.conj_physical() * B)[:, None]], dim=1)
+    numerators = torch.cat([numerators, (P.conj_physical() * P)[:, None]], dim=1).transpose(1, 2)
     frequencies = length // 2 + 1
     tile = max(1, _TILE // (16 * w.numel()))
     sections = [
@@ -84,7 +84,7 @@ def _cauchy_section(
     dt = dt[:, None, None]
     pole = dt * w[:, None]
     sums = (2 * (1 - om) - pole * (1 + om)).reciprocal() @ numerators
-    sums = sums + (2 * (1 - om) - pole.conj() * (1 + om)).reciprocal() @ numerators.conj()
+    sums = sums + (2 * (1 - om) - pole.conj_physical() * (1 + om)).reciprocal() @ numerators.conj_physical()
     q_cb, q_cp, q_pb, q_pp = sums.split([filters, filters, 1, 1], dim=-1)
     weight = dt * (1 + om)
     return 2 * dt * (q_cb - q_cp * (weight * q_pb / (1 + weight * q_pp)))

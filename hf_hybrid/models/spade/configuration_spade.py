@@ -1,10 +1,12 @@
 """Configuration of SPADE models: the encoder-decoder, the encoder, and the decoder's view for caches."""
 
 import copy
-import difflib
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from hf_hybrid.suggestions import did_you_mean
 
 ATTENTION_TYPES = ("window", "chunk", "full")
 COMBINE_MODES = ("concat", "add", "stack")
@@ -115,7 +117,7 @@ class SpadeConfig(PreTrainedConfig):
     """
 
     model_type = "spade"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - the base class declares it a plain list
+    keys_to_ignore_at_inference = ["past_key_values"]
 
     vocab_size: int = 32128
     hidden_size: int = 768
@@ -184,9 +186,7 @@ class SpadeConfig(PreTrainedConfig):
             ValueError: No preset has this name.
         """
         if name not in PRESETS:
-            close = difflib.get_close_matches(name, PRESETS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{hint}")
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
         return cls(**{**PRESETS[name], **overrides})
 
     def __post_init__(self, **kwargs):
@@ -263,12 +263,11 @@ class SpadeConfig(PreTrainedConfig):
             if getattr(self, field) not in allowed:
                 names = ", ".join("None" if name is None else name for name in allowed)
                 raise ValueError(f"{field} must be one of {names}; got {getattr(self, field)!r}")
-        from transformers.activations import ACT2FN
-
         if self.hidden_act not in ACT2FN:
-            close = difflib.get_close_matches(self.hidden_act, ACT2FN, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"hidden_act must name an activation of transformers; got {self.hidden_act!r}.{hint}")
+            raise ValueError(
+                f"hidden_act must name an activation of transformers; got {self.hidden_act!r}."
+                f"{did_you_mean(self.hidden_act, ACT2FN)}"
+            )
 
     @property
     def layer_types(self) -> list[str] | None:

@@ -477,11 +477,11 @@ class SpadePreTrainedModel(PreTrainedModel):
     config: SpadeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["SpadeLayer"]  # noqa: RUF012 - transformers declares these as plain lists
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["ssm"]  # noqa: RUF012
+    _no_split_modules = ["SpadeLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["ssm"]
     _supports_sdpa = True
-    _can_record_outputs = {  # noqa: RUF012
+    _can_record_outputs = {
         "hidden_states": SpadeLayer,
         "attentions": OutputRecorder(SpadeSelfAttention, index=1),
         "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
@@ -617,7 +617,7 @@ class SpadeModel(SpadePreTrainedModel):
         config: The config; `get_text_config` gives each stack its view of it.
     """
 
-    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
@@ -683,7 +683,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         config: The config.
     """
 
-    _tied_weights_keys = {  # noqa: RUF012
+    _tied_weights_keys = {
         "model.decoder.embed_tokens.weight": "model.encoder.embed_tokens.weight",
         "lm_head.weight": "model.encoder.embed_tokens.weight",
     }
@@ -792,7 +792,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         config: The config.
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\."]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\."]
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)

@@ -1,4 +1,4 @@
-from hf_hybrid.data.suggestions import did_you_mean
+from hf_hybrid.suggestions import did_you_mean
 
 
 def test_names_the_closest_option():

@@ -1,0 +1,129 @@
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from hf_hybrid.training import demo
+from tests.training.conftest import MODELS
+
+
+@pytest.fixture(scope="module")
+def micro(data):
+    """A recipe of three steps on small files instead of the embedded corpus."""
+    flags = {
+        "train_file": data["train"],
+        "validation_file": data["validation"],
+        "test_file": data["test"],
+        "cache_dir": data["cache"],
+        "tokenizer_vocab_size": 300,
+        "max_source_length": 48,
+        "max_target_length": 8,
+        "max_predict_samples": 5,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    model = dict(pair.split("=") for pair in MODELS["spade"].split(","))
+    return demo.Recipe(
+        model_type="spade",
+        model={name: int(value) for name, value in model.items()},
+        flags=flags,
+        training={"max_steps": 3, "eval_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4},
+    )
+
+
+def test_the_demo_writes_its_report_and_fails_a_model_that_has_learnt_nothing(micro, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "SHORT", micro)
+    folder = tmp_path / "demo"
+    assert demo.main(["--output_dir", str(folder)]) == 1
+    results = json.loads((folder / "demo_results.json").read_text(encoding="utf-8"))
+    assert results["passed"] is False
+    assert list(results["table"]) == ["untrained model", "random training summary", "lead baseline", "trained model"]
+    for name, row in results["table"].items():
+        assert 0 <= row["rouge1"] <= 100
+        assert (row["validation_loss"] is None) == (name in ("random training summary", "lead baseline"))
+    for name in ("trained", "untrained"):
+        metrics = json.loads((folder / name / "all_results.json").read_text(encoding="utf-8"))
+        assert results["table"][f"{name} model"]["validation_loss"] == metrics["eval_loss"]
+        assert ("train_loss" in metrics) == (name == "trained")
+    assert results["test_documents"] == 5
+    assert len(results["samples"]) == 5
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    assert report in capsys.readouterr().out
+    assert f'AutoModelForSeq2SeqLM.from_pretrained("{(folder / "trained").as_posix()}")' in report
+    assert "THE MODEL HAS NOT LEARNT ENOUGH" in report
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert demo.main(["--output_dir", str(folder)]) == 1  # again, over its own folder
+    again = json.loads((folder / "demo_results.json").read_text(encoding="utf-8"))
+    assert again["table"] == results["table"]
+
+
+def test_the_demo_leaves_other_folders_alone(micro, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"thesis\.tex, which no demo wrote"):
+        demo.run_demo(micro, tmp_path)
+
+
+def test_the_long_recipe_is_chosen(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(
+        demo, "run_demo", lambda recipe, folder, resume: ran.append((recipe, resume)) or {"passed": True}
+    )
+    assert demo.main(["--long", "--resume", "--output_dir", str(tmp_path)]) == 0
+    assert demo.main(["--output_dir", str(tmp_path)]) == 0
+    assert ran == [(demo.LONG, True), (demo.SHORT, False)]
+
+
+@pytest.mark.parametrize("recipe", [demo.SHORT, demo.LONG], ids=["short", "long"])
+def test_recipes_are_command_lines_that_are_understood(recipe, tmp_path):
+    groups = (demo.ModelArguments, demo.SummarizationArguments, demo.SummarizationTrainingArguments)
+    recipe = dataclasses.replace(recipe, flags={**recipe.flags, "use_cpu": True})
+    model_args, data_args, training_args = demo.parse_arguments(groups, demo._argv(recipe, tmp_path, train=True))
+    assert data_args.dataset_name == "embedded:docstrings"
+    assert training_args.do_train
+    assert training_args.max_steps == recipe.training["max_steps"]
+    config = summarization_config(model_args)
+    for name, value in recipe.model.items():
+        assert getattr(config, name) == value
+
+
+def summarization_config(model_args):
+    from transformers import AutoModelForSeq2SeqLM
+
+    from hf_hybrid.training.common import load_config
+
+    return load_config(model_args, AutoModelForSeq2SeqLM)
+
+
+REFERENCES = ["sort the list", "open a file", "add two numbers", "close the window"]
+
+
+def _table(trained, untrained=1.0, chance=5.0):
+    def row(score):
+        return dict.fromkeys(demo.SCORES, score)
+
+    return {demo.TRAINED: row(trained), demo.UNTRAINED: row(untrained), demo.RANDOM: row(chance)}
+
+
+def test_a_model_that_summarizes_passes_the_checks():
+    assert all(demo.check_learning(_table(100.0), REFERENCES, REFERENCES).values())
+
+
+@pytest.mark.parametrize(
+    ("table", "predictions", "failing"),
+    [
+        (_table(50.0, chance=60.0), REFERENCES, [1]),
+        (_table(50.0, untrained=60.0), REFERENCES, [0]),
+        (_table(20.0), ["return the value"] * 4, [2]),
+        (_table(0.0, untrained=-1.0, chance=-1.0), ["x", "y", "z", "w"], [3]),
+    ],
+)
+def test_each_check_can_fail(table, predictions, failing):
+    checks = list(demo.check_learning(table, predictions, REFERENCES).values())
+    assert [index for index, holds in enumerate(checks) if not holds] == failing
+
+
+def test_no_matplotlib_is_said_and_survived(monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert demo.draw_curves(tmp_path / "trainer_state.json", tmp_path / "curves.png") is False
+    assert "pip install matplotlib" in caplog.text

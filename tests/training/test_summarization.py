@@ -1,0 +1,184 @@
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_hybrid.training import summarization
+from tests.training.conftest import MODELS, NO_DROPOUT
+
+
+def _read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def runs(arguments, tmp_path_factory):
+    """A function: model type to the folder and the metrics of one run of everything."""
+    done = {}
+
+    def run(model_type):
+        if model_type not in done:
+            folder = tmp_path_factory.mktemp("run") / "out"
+            argv = arguments(
+                model_type, folder, "--do_train", "--do_eval", "--do_predict", "--predict_with_generate",
+                "--max_steps", "2", "--max_train_samples", "20", "--max_eval_samples", "4",
+                "--max_predict_samples", "3",
+            )  # fmt: skip
+            done[model_type] = folder, summarization.main(argv)
+        return done[model_type]
+
+    return run
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_everything_runs_and_writes_the_files_of_the_example_script(runs, model_type):
+    folder, metrics = runs(model_type)
+    scores = [
+        f"{split}_{name}" for split in ("eval", "predict") for name in ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    ]
+    for name in ("train_loss", "eval_loss", "predict_loss", "eval_gen_len", "predict_gen_len", *scores):
+        assert math.isfinite(metrics[name]), name
+    assert (metrics["train_samples"], metrics["eval_samples"], metrics["predict_samples"]) == (20, 4, 3)
+    written = _read(folder / "all_results.json")
+    for split in ("train", "eval", "predict"):
+        part = _read(folder / f"{split}_results.json")
+        assert f"{split}_loss" in part
+        assert part.items() <= written.items()
+    assert written == {name: metrics[name] for name in written}
+    assert _read(folder / "trainer_state.json")["global_step"] == 2
+    assert "summarization" in (folder / "README.md").read_text(encoding="utf-8")
+    assert (folder / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_checkpoint_loads_and_generates_what_was_predicted(runs, data, model_type):
+    folder, _ = runs(model_type)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    start = {"bart": tokenizer.eos_token_id, "led": tokenizer.eos_token_id}.get(model_type, tokenizer.pad_token_id)
+    assert model.generation_config.decoder_start_token_id == start
+    rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()[:3]]
+    documents = [row["document"] for row in rows]
+    inputs = tokenizer(documents, return_tensors="pt", padding=True, truncation=True, max_length=48)
+    if model_type == "led":
+        inputs["global_attention_mask"] = torch.zeros_like(inputs["input_ids"])
+        inputs["global_attention_mask"][:, 0] = 1
+    generated = model.generate(**inputs)
+    assert generated.shape[1] <= 8  # --max_target_length, saved with the model
+    texts = [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
+    lines = (folder / "generated_predictions.txt").read_text(encoding="utf-8").split("\n")
+    assert len(lines) == 4
+    assert lines[3] == ""
+    assert lines[:3] == ["\\n".join(text.splitlines()) for text in texts]
+
+
+def test_a_checkpoint_is_trained_on_and_its_embedding_grows_with_the_tokenizer(runs, arguments, tmp_path, caplog):
+    folder, _ = runs("t5")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = len(tokenizer)
+    tokenizer.add_tokens(["<new1>", "<new2>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    argv = arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "1")[4:]
+    argv += ["--model_name_or_path", str(folder), "--tokenizer_name", str(tmp_path / "tokenizer")]
+    summarization.main(argv)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert model.get_input_embeddings().weight.shape[0] == before + 2
+    assert f"resized to {before + 2}" in caplog.text
+
+
+def test_only_predicting_uses_the_checkpoint_as_it_is(runs, arguments, tmp_path):
+    folder, metrics = runs("spade")
+    argv = arguments(
+        "spade", tmp_path / "out", "--do_predict", "--predict_with_generate", "--max_predict_samples", "3"
+    )
+    again = summarization.main([*argv[4:], "--model_name_or_path", str(folder)])
+    assert again["predict_loss"] == pytest.approx(metrics["predict_loss"], rel=1e-5)
+    assert again["predict_rouge1"] == metrics["predict_rouge1"]
+    assert "train_loss" not in again
+    expected = (folder / "generated_predictions.txt").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "generated_predictions.txt").read_text(encoding="utf-8") == expected
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_gradient_accumulation_equals_one_large_batch(arguments, tmp_path, model_type):
+    """Summaries differ in length, so that a mean over batches would not be a mean over tokens."""
+    logs = {}
+    for size, steps in ((8, 1), (2, 4)):
+        folder = tmp_path / f"{steps}"
+        argv = arguments(
+            model_type, folder, "--do_train", "--max_steps", "1", "--save_strategy", "no",
+            "--per_device_train_batch_size", str(size), "--gradient_accumulation_steps", str(steps),
+            overrides=NO_DROPOUT[model_type],
+        )  # fmt: skip
+        summarization.main(argv)
+        logs[steps] = _read(folder / "trainer_state.json")["log_history"][0]
+    assert logs[4]["loss"] == pytest.approx(logs[1]["loss"], rel=1e-5)
+    assert logs[4]["grad_norm"] == pytest.approx(logs[1]["grad_norm"], rel=1e-4)
+
+
+def test_label_smoothing_and_accumulation(arguments, tmp_path):
+    losses = []
+    for size, steps in ((8, 1), (2, 4)):
+        argv = arguments(
+            "t5", tmp_path / f"{steps}", "--do_train", "--max_steps", "1", "--save_strategy", "no",
+            "--label_smoothing_factor", "0.1", "--per_device_train_batch_size", str(size),
+            "--gradient_accumulation_steps", str(steps), overrides=NO_DROPOUT["t5"],
+        )  # fmt: skip
+        losses.append(summarization.main(argv)["train_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_padding_to_full_length_and_source_prefix(arguments, tmp_path, monkeypatch):
+    seen = {}
+    train = summarization.train
+
+    def spy(trainer, resume_from):
+        seen["row"] = trainer.train_dataset[0]
+        seen["batch"] = trainer.data_collator(list(trainer.train_dataset))
+        seen["tokenizer"] = trainer.processing_class
+        return train(trainer, resume_from)
+
+    monkeypatch.setattr(summarization, "train", spy)
+    argv = arguments("bart", tmp_path / "out", "--do_train", "--max_steps", "1", "--save_strategy", "no")
+    summarization.main([*argv, "--pad_to_max_length", "--source_prefix", "summarize: "])
+    assert len(seen["row"]["input_ids"]) == 48
+    assert len(seen["row"]["labels"]) == 8
+    assert seen["tokenizer"].decode(seen["row"]["input_ids"]).startswith("summarize: The ")
+    labels = seen["batch"]["labels"]
+    assert labels.shape == (32, 8)
+    assert (labels == -100).any()
+    assert not (labels == seen["tokenizer"].pad_token_id).any()
+
+
+def test_positions_of_a_new_model_follow_the_lengths(arguments, tmp_path, caplog):
+    argv = arguments("bart", tmp_path / "out", "--do_eval", "--max_source_length", "80")
+    summarization.main(argv)
+    assert "max_position_embeddings is raised from 64 to 80" in caplog.text
+
+
+def test_rouge_is_the_mean_in_percent():
+    scores = summarization.rouge_scores(["the cat sat"] * 300 + ["dog"] * 300, ["the cat sat"] * 600)
+    assert scores == {"rouge1": 50.0, "rouge2": 50.0, "rougeL": 50.0, "rougeLsum": 50.0}
+
+
+def test_the_default_data_set_is_named_in_the_log(arguments, tmp_path, monkeypatch, caplog, data):
+    from hf_hybrid.data.loading import load_raw_datasets
+
+    asked = []
+
+    def load(*, dataset_name, **kwargs):
+        asked.append(dataset_name)
+        return load_raw_datasets(train_file=str(data["train"]), cache_dir=str(data["cache"]))
+
+    monkeypatch.setattr(summarization, "load_raw_datasets", load)
+    argv = arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "1", "--save_strategy", "no")
+    position = argv.index("--train_file")
+    with caplog.at_level("INFO"):
+        summarization.main(argv[:position] + argv[position + 6 :])
+    assert asked == ["embedded:docstrings"]
+    assert "embedded:docstrings" in caplog.text

@@ -1,0 +1,94 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+import hf_hybrid
+from hf_hybrid.training import summarization
+from hf_hybrid.training.trainer import SummarizationTrainer, separate_ssm_parameters
+
+
+class _Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.log_dt = nn.Parameter(torch.zeros(3))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def ssm_parameters(self):
+        yield self.log_dt
+        yield self.frozen
+
+
+def _optimizer(model):
+    decayed, plain = [model.linear.weight, model.log_dt], [model.linear.bias]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(None, 1e-2), (1e-3, 1e-3), (0.0, 0.0)])
+def test_state_space_parameters_get_their_own_group(rate, expected):
+    model = _Model()
+    optimizer = _optimizer(model)
+    assert separate_ssm_parameters(optimizer, model, rate) == 1
+    assert separate_ssm_parameters(optimizer, model, rate) == 1  # nothing more happens
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
+    group = optimizer.param_groups[-1]
+    assert group["params"][0] is model.log_dt
+    assert (group["weight_decay"], group["lr"]) == (0.0, expected)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_model_without_state_spaces_keeps_its_groups():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    assert separate_ssm_parameters(optimizer, model) == 0
+    assert len(optimizer.param_groups) == 1
+
+
+def _groups(arguments, folder, monkeypatch, *more, overrides=""):
+    """Train a SPADE for one step; the trainer's optimizer groups and scheduler, and its model."""
+    seen = {}
+    create = SummarizationTrainer.create_scheduler
+
+    def spy(self, *args, **kwargs):
+        seen["trainer"] = self
+        return create(self, *args, **kwargs)
+
+    monkeypatch.setattr(SummarizationTrainer, "create_scheduler", spy)
+    argv = arguments(
+        "spade", folder, "--do_train", "--max_steps", "2", "--save_strategy", "no", *more, overrides=overrides
+    )
+    summarization.main(argv)
+    return seen["trainer"]
+
+
+def test_spade_trains_its_state_spaces_without_decay_and_at_their_own_rate(arguments, tmp_path, monkeypatch):
+    trainer = _groups(
+        arguments, tmp_path / "out", monkeypatch, "--weight_decay", "0.1", "--learning_rate", "0.01",
+        "--ssm_learning_rate", "0.001", "--lr_scheduler_type", "constant", overrides="ssm_freeze=none",
+    )  # fmt: skip
+    groups = trainer.optimizer.param_groups
+    owned = {id(parameter) for parameter in trainer.model.ssm_parameters() if parameter.requires_grad}
+    assert owned
+    assert {id(parameter) for parameter in groups[-1]["params"]} == owned
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.01, 0.1), (0.01, 0.0), (0.001, 0.0)]
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    for parameter in groups[0]["params"]:
+        assert "bias" not in names[id(parameter)].rsplit(".", 1)[-1]
+        assert "norm" not in names[id(parameter)]
+    everything = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(everything) == sorted(id(p) for p in trainer.model.parameters() if p.requires_grad)
+
+
+def test_a_rate_without_trained_state_spaces_is_warned_about(arguments, tmp_path, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        _groups(arguments, tmp_path / "out", monkeypatch, "--ssm_learning_rate", "0.001", overrides="ssm_freeze=all")
+    assert "--ssm_learning_rate 0.001 has no effect" in caplog.text
+
+
+def test_importing_the_package_registers_spade():
+    assert "spade" in hf_hybrid.ARCHITECTURES
+    assert AutoModelForSeq2SeqLM._model_mapping[type(AutoConfig.for_model("spade"))].__name__.startswith("Spade")

@@ -17,7 +17,6 @@ from ..kernels.ssm_kernel import (
     dplr_legs,
     frozen_s4_advance,
     frozen_s4_conv,
-    full_precision,
 )
 
 FREEZES = ("all", "ab_dt", "none")
@@ -225,11 +224,10 @@ class S4(nn.Module):
             ValueError: A shape does not fit, or a state is asked of a bidirectional layer.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state)
-        with full_precision(u.device):
-            if state is None and not return_state:
-                y, new_state = self._convolve(u), None
-            else:
-                y, new_state = self._advance(u, state)
+        if state is None and not return_state:
+            y, new_state = self._convolve(u), None
+        else:
+            y, new_state = self._advance(u, state)
         if self.output_linear is not None:
             weight = self.output_linear.weight
             y = F.glu(self.output_linear(F.gelu(y).to(weight.dtype)), dim=-1).to(u.dtype)

@@ -371,6 +371,8 @@ def test_frozen_kernel_is_made_once(kernels_made):
     layer.clear_cache()
     layer(draw(2, 20, 6))
     assert kernels_made == [32, 48, 24]
+    layer.float()
+    assert layer._cache._entry is None  # the old tensors are let go at once
 
 
 def test_spectra_are_bounded():
@@ -574,6 +576,13 @@ def test_compiles_without_graph_breaks(options):
         assert_close(after, expected_after, "float64")
         layer.C.mul_(2)
         assert_close(compiled(u), layer(u), "float64")
+        for _ in range(2):
+            results = [function(u, state=state, return_state=True) for function in (compiled, layer)]
+            for one, other in zip(*results, strict=True):
+                assert_close(one, other, "float64")
+            gradients = [torch.autograd.grad(y.square().sum() + after.square().sum(), u) for y, after in results]
+            assert_close(gradients[0][0], gradients[1][0], "float64 gradient")
+            layer.C.mul_(2)
 
 
 def test_opcheck():

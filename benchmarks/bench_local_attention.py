@@ -36,7 +36,11 @@ from torch import Tensor, nn
 
 from hf_hybrid.kernels import local_attention
 
-COLUMNS = "op,T,dtype,dropout,neighbourhood,median_ms,least_ms,ratio,gflops,of_matmul,threads,torch,cpu".split(",")
+COLUMNS = [
+    *("op", "T", "dtype", "dropout", "neighbourhood"),
+    *("median_ms", "least_ms", "ratio", "gflops", "of_matmul"),
+    *("threads", "torch", "cpu"),
+]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Step = Callable[[], None]
 

@@ -14,6 +14,7 @@ again batch by batch from query, key and the saved log-sum-exp.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ _LOG2E = 1.4426950408889634
 # Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.
 _HIDDEN = -1e30
 # Scores of a batch: small enough for the caches of a CPU, large enough to drown the cost of calling an operator.
-_BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
+_BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**25}
 
 
 class _Blocks(NamedTuple):
@@ -58,7 +59,8 @@ def _layout(
 ) -> tuple[int, int, int, list[_Blocks]]:
     """Place the blocks; return (reach, step, keys needed on each side of the sequence, kinds of blocks)."""
     reach = min(chunk_size - 1 if chunk_size is not None else radius or 0, length - 1)
-    rows = 32 if reach <= 32 else 64 if reach <= 256 else 128
+    # Few rows waste few pairs outside a window, many rows multiply faster; a chunk has no outside.
+    rows = 128 if chunk_size is not None or reach > 512 else 64 if reach > 32 else 32
     ahead = 0 if causal else reach
     if chunk_size is None and reach + rows + ahead < length:
         blocks = [_Blocks(0, rows, -reach, reach + rows + ahead, -(-length // rows))]
@@ -164,6 +166,12 @@ class _Walk:
             for head in range(0, self.heads, heads):
                 yield _Strips(slice(batch, min(batch + rows, self.batch)), slice(head, min(head + heads, self.heads)))
 
+    def alike(self, strips: _Strips) -> Iterator[tuple[slice, int]]:
+        """Yield runs of batch rows that start at the same token, and that token."""
+        for first, run in groupby(range(self.batch)[strips.batch], self.first.__getitem__):
+            rows = list(run)
+            yield slice(rows[0], rows[-1] + 1), first
+
     def batches(self, strips: _Strips) -> Iterator[_Batch]:
         """Yield the batches of blocks of these strips."""
         batch, heads = strips.shape
@@ -186,18 +194,19 @@ class _Walk:
         """Copy strips of `(B, T, H, K)` into a padded buffer `(strips, pad + padded length + pad, K)`."""
         buffer = self.scratch(name, (*strips.shape, self.padded + 2 * pad, x.shape[3]), dtype)
         buffer[:, :, :pad] = fill
-        for target, row in zip(buffer, range(self.batch)[strips.batch], strict=True):
-            first = self.first[row]
+        for rows, first in self.alike(strips):
+            target = buffer[rows.start - strips.batch.start : rows.stop - strips.batch.start]
             end = pad + self.length - first
-            target[:, pad:end] = x[row, first:, strips.heads].transpose(0, 1)
-            target[:, end:] = fill
+            target[:, :, pad:end] = x[rows, first:, strips.heads].transpose(1, 2)
+            target[:, :, end:] = fill
         return buffer.flatten(0, 1)
 
     def store(self, buffer: Tensor, x: Tensor, strips: _Strips, pad: int = 0) -> None:
         """Copy strips back to where `load` found them."""
-        for source, row in zip(buffer.unflatten(0, strips.shape), range(self.batch)[strips.batch], strict=True):
-            first = self.first[row]
-            x[row, first:, strips.heads] = source[:, pad : pad + self.length - first].transpose(0, 1)
+        strips_of_rows = buffer.unflatten(0, strips.shape)
+        for rows, first in self.alike(strips):
+            source = strips_of_rows[rows.start - strips.batch.start : rows.stop - strips.batch.start]
+            x[rows, first:, strips.heads] = source[:, :, pad : pad + self.length - first].transpose(1, 2)
 
     def queries(self, buffer: Tensor, at: _Batch) -> Tensor:
         """View a buffer by the queries of a batch of blocks: `(strips, number, rows, ...)`."""

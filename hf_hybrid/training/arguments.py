@@ -10,8 +10,8 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments
 
 from hf_hybrid.data.corpora import EMBEDDED
-from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE
+from hf_hybrid.suggestions import did_you_mean
 
 __all__ = [
     "ModelArguments",

@@ -19,8 +19,8 @@ from transformers import (
     set_seed,
 )
 
-from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.data.tokenizer import train_tokenizer
+from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.output_folder import (

@@ -17,6 +17,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 __all__ = ["SummarizationTrainer", "TrainerMixin", "separate_ssm_parameters", "stop_gently"]
@@ -92,6 +93,19 @@ class TrainerMixin:
         if not self._loss_counts_items and self.args.n_gpu <= 1:  # type: ignore[attr-defined]
             loss = loss * (items / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler[int] | None:
+        """Visit evaluation examples in order: Trainer groups them by length too, and predictions lose their documents.
+
+        Note:
+            With ``--train_sampling_strategy group_by_length``, Trainer returns predictions in the grouped order, so
+            that line N of a predictions file is not about document N.
+        """
+        grouped = super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
+        if not isinstance(grouped, LengthGroupedSampler):
+            return grouped
+        single = self.args.world_size <= 1  # type: ignore[attr-defined]
+        return torch.utils.data.SequentialSampler(eval_dataset) if single else None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, with the state space parameters in a group of their own."""

@@ -92,3 +92,26 @@ def test_a_rate_without_trained_state_spaces_is_warned_about(arguments, tmp_path
 def test_importing_the_package_registers_spade():
     assert "spade" in hf_hybrid.ARCHITECTURES
     assert AutoModelForSeq2SeqLM._model_mapping[type(AutoConfig.for_model("spade"))].__name__.startswith("Spade")
+
+
+def test_predictions_keep_the_order_of_their_documents(arguments, tmp_path, monkeypatch):
+    """Grouping by length is for training; line N of the predictions must be about document N."""
+    kept = {}
+
+    class Spy(SummarizationTrainer):
+        def predict(self, test_dataset, **kwargs):
+            kept["expected"] = list(test_dataset["labels"])
+            kept["output"] = super().predict(test_dataset, **kwargs)
+            return kept["output"]
+
+    monkeypatch.setattr(summarization, "SummarizationTrainer", Spy)
+    summarization.main(
+        arguments(
+            "spade", tmp_path / "out", "--do_predict", "--predict_with_generate", "--do_train", "--max_steps", "1",
+            "--per_device_eval_batch_size", "1", "--train_sampling_strategy", "group_by_length",
+        )
+    )  # fmt: skip
+    assert len({len(labels) for labels in kept["expected"]}) > 1
+    for row, labels in zip(kept["output"].label_ids.tolist(), kept["expected"], strict=True):
+        assert row[: len(labels)] == labels
+        assert set(row[len(labels) :]) <= {-100, 0}

@@ -26,6 +26,14 @@ def _losses(folder):
     return torch.tensor([entry["loss"] for entry in history if "loss" in entry])
 
 
+@pytest.fixture(autouse=True)
+def plain_ctrl_c():
+    """Start from Python's own handler: a shell lets jobs in the background ignore Ctrl-C, and they inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _press_ctrl_c(monkeypatch, *, in_step, times=1):
     """Send SIGINT to this process while the given step (from 1) is computed."""
     step = SummarizationTrainer.training_step

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+
 from hf_hybrid.data.preprocessing import lead_baseline, random_summaries
 from hf_hybrid.training import summarization
 from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
@@ -215,6 +218,10 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
         flags |= {"save_total_limit": 1, **recipe.training}
         if resume:
             flags["resume_from_checkpoint"] = "auto"
+    if not torch.accelerator.is_available():
+        flags["use_cpu"] = True  # transformers refuses --bf16 on a machine without GPU unless it is told
+    elif not is_torch_bf16_gpu_available():
+        flags.pop("bf16", None)
     return [f"--{name}={value}" for name, value in flags.items()]
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import sys
 
@@ -77,7 +76,6 @@ def test_the_long_recipe_is_chosen(monkeypatch, tmp_path):
 @pytest.mark.parametrize("recipe", [demo.SHORT, demo.LONG], ids=["short", "long"])
 def test_recipes_are_command_lines_that_are_understood(recipe, tmp_path):
     groups = (demo.ModelArguments, demo.SummarizationArguments, demo.SummarizationTrainingArguments)
-    recipe = dataclasses.replace(recipe, flags={**recipe.flags, "use_cpu": True})
     model_args, data_args, training_args = demo.parse_arguments(groups, demo._argv(recipe, tmp_path, train=True))
     assert data_args.dataset_name == "embedded:docstrings"
     assert training_args.do_train

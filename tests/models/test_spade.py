@@ -37,10 +37,9 @@ def first_mixer(model):
 def t5_weights_as_spade(t5: T5ForConditionalGeneration) -> dict[str, torch.Tensor]:
     """A T5 checkpoint under SPADE's names."""
     attention = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
-    weights = {"lm_head.weight": t5.lm_head.weight}
+    weights = {"model.encoder.embed_tokens.weight": t5.shared.weight, "lm_head.weight": t5.lm_head.weight}
     for side, stack in (("encoder", t5.encoder), ("decoder", t5.decoder)):
         root = f"model.{side}"
-        weights[f"{root}.embed_tokens.weight"] = stack.embed_tokens.weight
         weights[f"{root}.final_norm.weight"] = stack.final_layer_norm.weight
         bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight
         weights[f"{root}.relative_attention_bias.weight"] = bias
@@ -68,8 +67,12 @@ def t5_weights_as_spade(t5: T5ForConditionalGeneration) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
 @pytest.mark.parametrize("attention_type", ["full", "window", "chunk"])
 def test_t5_is_a_special_case(feed_forward, attention_type):
-    """With T5's layer chosen and nothing out of reach, logits equal transformers' T5."""
+    """With T5's layer chosen and nothing out of reach, logits equal transformers' T5.
+
+    Gated as in T5 v1.1, which also has a head of its own and does not scale its input; otherwise as in the first T5.
+    """
     torch.manual_seed(0)
+    v1_1 = feed_forward == "gated-gelu"
     t5 = T5ForConditionalGeneration(
         T5Config(
             vocab_size=64,
@@ -79,19 +82,23 @@ def test_t5_is_a_special_case(feed_forward, attention_type):
             num_layers=3,
             num_heads=2,
             feed_forward_proj=feed_forward,
+            tie_word_embeddings=not v1_1,
             decoder_start_token_id=0,
         )
     ).eval()
+    if v1_1:  # transformers ties it until weights that differ are loaded
+        t5.lm_head.weight = nn.Parameter(torch.randn(64, 32))
     config = tiny_config(
         "spade",
         **T5_AS_SPADE,
         num_hidden_layers=3,
-        gated_feed_forward=feed_forward.startswith("gated"),
-        hidden_act="gelu_new" if feed_forward.startswith("gated") else "relu",
+        gated_feed_forward=v1_1,
+        hidden_act="gelu_new" if v1_1 else "relu",
+        tie_word_embeddings=not v1_1,
         attention_type=attention_type,
         local_radius=39,
         chunk_size=40,
-        scale_decoder_outputs=True,
+        scale_decoder_outputs=not v1_1,
     )
     spade = SpadeForConditionalGeneration(config).eval()
     missing, unexpected = spade.load_state_dict(t5_weights_as_spade(t5), strict=False)
@@ -324,13 +331,31 @@ def test_encoder_loads_from_an_encoder_decoder_checkpoint(tmp_path):
     assert_close(loaded.eval()(ids).last_hidden_state, expected, "exact")
 
 
-def test_tied_embeddings_are_one_tensor():
+def test_there_is_one_embedding_and_the_head_may_be_tied_to_it():
     model = tiny_model("spade", "AutoModelForSeq2SeqLM")
-    table = model.model.encoder.embed_tokens.weight
-    assert model.lm_head.weight is table
-    assert model.model.decoder.embed_tokens.weight is table
+    assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
     untied = tiny_model("spade", "AutoModelForSeq2SeqLM", tie_word_embeddings=False)
     assert untied.lm_head.weight is not untied.model.encoder.embed_tokens.weight
+    tables = [module for module in untied.modules() if isinstance(module, nn.Embedding) and module.num_embeddings == 64]
+    assert tables == [untied.get_input_embeddings()]
+
+
+def test_padding_and_start_have_a_trained_embedding():
+    """The decoder starts with the padding token: behind a norm, a row of zeros would have gradients of size 1/eps."""
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM").train()
+    table = model.get_input_embeddings().weight
+    assert table[model.config.pad_token_id].norm() > 0.5 * table.norm(dim=-1).mean()
+    model(**tiny_inputs(model), labels=torch.randint(2, 64, (2, 7))).loss.backward()
+    assert 0 < table.grad[model.config.pad_token_id].norm() < 10 * table.grad.norm(dim=-1).max()
+
+
+@pytest.mark.parametrize("given", [{}, {"decoder_input_ids": True, "decoder_inputs_embeds": True}])
+def test_the_decoder_needs_ids_or_embeddings(given):
+    model = tiny_model("spade", "AutoModel")
+    inputs = tiny_inputs(model)
+    values = {"decoder_input_ids": inputs["decoder_input_ids"], "decoder_inputs_embeds": torch.zeros(2, 7, 32)}
+    with pytest.raises(ValueError, match="exactly one of decoder_input_ids and decoder_inputs_embeds"):
+        model(input_ids=inputs["input_ids"], **{name: values[name] for name in given})
 
 
 def test_labels_are_shifted_behind_the_start_token():
@@ -404,11 +429,27 @@ def test_encoder_beyond_any_length_it_was_trained_with():
         ("relative_attention_max_distance", 16, "relative_attention_max_distance must exceed half"),
         ("local_radius", "wide", "local_radius"),
         ("dropout", "much", "dropout"),
+        ("initializer_range", float("inf"), "initializer_range must be positive and finite; got inf"),
+        ("ssm_dt_max", float("nan"), "ssm_dt_max must be positive and finite; got nan"),
+        ("pad_token_id", -1, "pad_token_id must lie in the vocabulary.*got -1 and vocab_size 64"),
+        ("eos_token_id", [1, 64], r"eos_token_id must lie in the vocabulary.*got \[1, 64\] and vocab_size 64"),
+        ("decoder_start_token_id", 64, "decoder_start_token_id must lie in the vocabulary"),
     ],
 )
 def test_bad_config_values_are_named(field, value, rule):
     with pytest.raises(Exception, match=rule):
         tiny_config("spade", **{field: value})
+
+
+def test_a_decoders_memory_cannot_be_cut():
+    with pytest.raises(Exception, match=r"ssm_l_max must be None where decoder_global_layers are given.*got 8 and"):
+        tiny_config("spade", ssm_l_max=8, decoder_global_layers=[0])
+    assert tiny_config("spade", ssm_l_max=8).ssm_l_max == 8
+
+
+def test_whole_numbers_serve_for_real_ones():
+    config = tiny_config("spade", initializer_range=1, ssm_dt_max=1, layer_norm_eps=1, dropout=0)
+    assert (config.initializer_range, config.ssm_dt_max) == (1, 1)
 
 
 def test_models_refuse_what_they_cannot_be():

@@ -27,7 +27,9 @@ DECODERS = {
     "spade": {
         "full": {},
         "window": {"decoder_attention_type": "window"},
+        "window of one": {"decoder_attention_type": "window", "local_radius": 0},
         "chunk": {"decoder_attention_type": "chunk"},
+        "chunk of one": {"decoder_attention_type": "chunk", "chunk_size": 1},
         "state space": {"decoder_global_layers": [0]},
         "state space and window": {"decoder_global_layers": "all", "decoder_attention_type": "window"},
         "state space and chunk": {"decoder_global_layers": [1], "decoder_attention_type": "chunk"},

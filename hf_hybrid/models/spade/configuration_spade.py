@@ -1,6 +1,7 @@
 """Configuration of SPADE models: the encoder-decoder, the encoder, and the decoder's view for caches."""
 
 import copy
+import math
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -98,10 +99,11 @@ class SpadeConfig(PreTrainedConfig):
         ssm_freeze: `"all"` (the paper), `"ab_dt"` (train C and D only) or `"none"` (train everything).
         ssm_stop_gradient: Whether the gradient through the global branch to its input is cut, as in the published
             code.
-        ssm_l_max: Longest memory of the state space model; unlimited when None.
+        ssm_l_max: Longest memory of the encoder's state space models; unlimited when None, as in a decoder always.
         ssm_use_D: Whether it has a skip connection D.
         ssm_postact: None (the paper) or `"gelu_glu"`, an activation and gated projection behind it.
-        tie_word_embeddings: Whether encoder, decoder and output share one embedding table.
+        tie_word_embeddings: Whether the language modelling head shares the embedding table, which is one for encoder
+            and decoder in any case (T5; without, T5 v1.1).
         scale_decoder_outputs: Whether the decoder's output is multiplied by ``hidden_size ** -0.5`` before the
             language modelling head (T5 with tied embeddings).
         use_cache: Whether decoding returns its key, value and state cache.
@@ -113,7 +115,9 @@ class SpadeConfig(PreTrainedConfig):
         decoder_start_token_id: First token the decoder reads.
 
     Raises:
-        ValueError: A value breaks one of the rules above; the message names the field, the value and the rule.
+        ValueError: The names of layers or the head width break one of the rules above.
+        huggingface_hub.errors.StrictDataclassError: Another value breaks its rule, or is of the wrong type. As with
+            every config of transformers, the error that names the field, the value and the rule is its cause.
     """
 
     model_type = "spade"
@@ -133,13 +137,13 @@ class SpadeConfig(PreTrainedConfig):
     scale_attention: bool = True
     norm_type: str = "layer_norm"
     norm_position: str = "post"
-    layer_norm_eps: float = 1e-6
+    layer_norm_eps: float | int = 1e-6
     embedding_norm: bool | None = None
     final_norm: bool | None = None
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.1
     activation_dropout: float | int = 0.0
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     attention_type: str = "window"
     local_radius: int = 128
     chunk_size: int = 128
@@ -156,8 +160,8 @@ class SpadeConfig(PreTrainedConfig):
     concat_order: str = "local_global"
     ssm_type: str = "s4"
     ssm_state_size: int = 64
-    ssm_dt_min: float = 1e-3
-    ssm_dt_max: float = 1e-1
+    ssm_dt_min: float | int = 1e-3
+    ssm_dt_max: float | int = 1e-1
     ssm_n_ssm: int | None = None
     ssm_freeze: str = "all"
     ssm_stop_gradient: bool = False
@@ -241,13 +245,27 @@ class SpadeConfig(PreTrainedConfig):
                 raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
         if not 0 <= self.combine_alpha <= 1:
             raise ValueError(f"combine_alpha must lie in [0, 1]; got {self.combine_alpha}")
-        for field in ("layer_norm_eps", "initializer_range", "ssm_dt_min"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be positive; got {getattr(self, field)}")
+        for field in ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt_max"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field} must be positive and finite; got {getattr(self, field)}")
         if self.ssm_dt_max < self.ssm_dt_min:
             raise ValueError(
                 f"ssm_dt_max must be at least ssm_dt_min; got {self.ssm_dt_max} and ssm_dt_min {self.ssm_dt_min}"
             )
+        if self.ssm_l_max is not None and self.decoder_global_layers:
+            raise ValueError(
+                f"ssm_l_max must be None where decoder_global_layers are given, since a state that is carried from "
+                f"step to step never forgets; got {self.ssm_l_max} and decoder_global_layers "
+                f"{self.decoder_global_layers}"
+            )
+        for field in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+            value = getattr(self, field)
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is not None and not 0 <= token_id < self.vocab_size:
+                    raise ValueError(
+                        f"{field} must lie in the vocabulary, from 0 to vocab_size - 1; got {value} and vocab_size "
+                        f"{self.vocab_size}"
+                    )
         for field, allowed in {
             "attention_type": ATTENTION_TYPES,
             "combine_mode": COMBINE_MODES,
@@ -281,10 +299,11 @@ class SpadeConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Keys one decoding step reads, its own included; None without local decoder attention."""
+        """Keys one decoding step gets to see, its own included; None without local decoder attention."""
         if not self.is_decoder or self.attention_type == "full":
             return None
-        return self.local_radius + 1 if self.attention_type == "window" else self.chunk_size
+        keys = self.local_radius + 1 if self.attention_type == "window" else self.chunk_size
+        return max(keys, 2)  # transformers' sliding cache keeps one less, and cannot keep none
 
     def get_text_config(self, decoder=None, encoder=None) -> "SpadeConfig":
         """Return the view of one stack of an encoder-decoder, with that stack's depth, attention and global layers.

@@ -496,23 +496,13 @@ class SpadePreTrainedModel(PreTrainedModel):
             # unscaled scores start at the size scaled ones would have
             init.normal_(module.q_proj.weight, std=self.config.initializer_range * self.config.head_dim**-0.5)
 
-    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
-        embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        decoder = self.get_decoder()
-        if isinstance(decoder, SpadeStack) and decoder.config.is_decoder and not self.config.tie_word_embeddings:
-            # transformers resizes the input table and the head; an untied decoder has a table of its own
-            decoder.embed_tokens = self._get_resized_embeddings(
-                decoder.embed_tokens, embeddings.num_embeddings, mean_resizing=mean_resizing
-            )
-        return embeddings
-
     def ssm_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the trained tensors A, B, Δ of state space models: no weight decay, a learning rate of their own."""
         return ssm_parameters(self)
 
 
 class SpadeStack(SpadePreTrainedModel):
-    """Embedding, layers and final norm of an encoder, or of a decoder with cross-attention.
+    """Embedding, layers and final norm of an encoder; or of a decoder with cross-attention, which is given embeddings.
 
     Args:
         config: The stack's view of the config (`SpadeConfig.get_text_config`).
@@ -520,7 +510,8 @@ class SpadeStack(SpadePreTrainedModel):
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        reads_embeddings = config.is_decoder and config.is_encoder_decoder  # of the encoder's table
+        self.embed_tokens = None if reads_embeddings else nn.Embedding(config.vocab_size, config.hidden_size)
         absolute = config.is_decoder and config.decoder_position == "learned_absolute"
         self.embed_positions = nn.Embedding(config.max_decoder_positions, config.hidden_size) if absolute else None
         self.embedding_norm = None
@@ -533,7 +524,7 @@ class SpadeStack(SpadePreTrainedModel):
                 config,
                 layer_idx,
                 has_bias_table=not shared and not absolute,
-                has_cross_attention=config.is_decoder and config.is_encoder_decoder,
+                has_cross_attention=reads_embeddings,
             )
             for layer_idx in range(config.num_hidden_layers)
         )
@@ -617,8 +608,6 @@ class SpadeModel(SpadePreTrainedModel):
         config: The config; `get_text_config` gives each stack its view of it.
     """
 
-    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
-
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         if not config.is_encoder_decoder:
@@ -654,8 +643,11 @@ class SpadeModel(SpadePreTrainedModel):
         elif isinstance(encoder_outputs, tuple | list):
             names = ("last_hidden_state", "hidden_states", "attentions")
             encoder_outputs = BaseModelOutput(**dict(zip(names, encoder_outputs, strict=False)))
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError("exactly one of decoder_input_ids and decoder_inputs_embeds must be given")
+        if decoder_inputs_embeds is None:
+            decoder_inputs_embeds = self.encoder.embed_tokens(decoder_input_ids)
         decoder_outputs = self.decoder(
-            input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
             encoder_hidden_states=encoder_outputs.last_hidden_state,
@@ -683,10 +675,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         config: The config.
     """
 
-    _tied_weights_keys = {
-        "model.decoder.embed_tokens.weight": "model.encoder.embed_tokens.weight",
-        "lm_head.weight": "model.encoder.embed_tokens.weight",
-    }
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Which columns of a dataset hold the text and the summary, and what to do with empty pairs."""
+"""Which columns of a dataset hold the text and the summary, and whether every row has both."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ from hf_hybrid.suggestions import did_you_mean
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-__all__ = ["drop_empty_pairs", "summarization_columns"]
+__all__ = ["check_pairs", "summarization_columns"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ _TEXT_NAMES = (
     "content",
 )
 _SUMMARY_NAMES = ("summary", "summaries", "highlights", "abstract", "tldr", "target", "output", "headline", "title")
+_NAMED_ROWS = 5  # as many rows without text are named in a message
 _LABEL = re.compile(r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE)  # never text to summarize
 
 
@@ -66,8 +67,8 @@ def summarization_columns(
     """Return the names of the text column and the summary column.
 
     A column that is named is taken. Otherwise: the columns of a well-known dataset, then columns whose names say what
-    they hold (``document`` and ``summary``, ``article`` and ``highlights``, ...), then the first two that are not
-    identifiers.
+    they hold (``document`` and ``summary``, ``article`` and ``highlights``, ...), then the first two in every split
+    that are not identifiers. Names are looked for in the first split; the splits may differ in the other columns.
 
     Args:
         dataset: The splits.
@@ -76,26 +77,29 @@ def summarization_columns(
         summary_column: The user's choice.
 
     Raises:
-        ValueError: A named column does not exist in a split, both names are the same, or there are fewer than two
-            columns to choose from.
+        ValueError: A named or recognised column does not exist in a split, both names are the same, or there are fewer
+            than two columns to choose from.
     """
     columns = list(next(iter(dataset.values())).column_names)
+    anywhere = list(dict.fromkeys(column for rows in dataset.values() for column in rows.column_names))
+    everywhere = [column for column in anywhere if all(column in rows.column_names for rows in dataset.values())]
     for flag, name in (("text_column", text_column), ("summary_column", summary_column)):
-        if name is not None and name not in columns:
+        if name is not None and name not in anywhere:
             raise ValueError(
-                f"{flag} must be one of the dataset's columns: {', '.join(columns)}; got {name!r}."
-                f"{did_you_mean(name, columns)}"
+                f"{flag} must be one of the dataset's columns: {', '.join(everywhere)}; got {name!r}."
+                f"{did_you_mean(name, everywhere)}"
             )
     known = _KNOWN_DATASETS.get((dataset_name or "").rsplit("/", 1)[-1].casefold(), ())
     text_names = (*known[:1], *_TEXT_NAMES) if known and known[0] in columns else _TEXT_NAMES
     summary_names = (*known[1:], *_SUMMARY_NAMES) if known and known[1] in columns else _SUMMARY_NAMES
     text = text_column or _telling(columns, text_names, taken=summary_column)
     summary = summary_column or _telling(columns, summary_names, taken=text)
-    text = text or _first_left(columns, taken=summary)
-    summary = summary or _first_left(columns, taken=text)
+    text = text or _first_left(everywhere, taken=summary)
+    summary = summary or _first_left(everywhere, taken=text)
     if text is None or summary is None:
         raise ValueError(
-            f"the dataset must have a column of texts and one of summaries; got the columns: {', '.join(columns)}"
+            "the dataset must have a column of texts and one of summaries in every split; "
+            + "; ".join(f"{split!r} has: {', '.join(rows.column_names)}" for split, rows in dataset.items())
         )
     if text == summary:
         raise ValueError(f"text_column and summary_column must differ; got {text!r} for both")
@@ -105,6 +109,9 @@ def summarization_columns(
                 raise ValueError(
                     f"{flag} {name!r} must be in every split; {split!r} has only: {', '.join(rows.column_names)}"
                 )
+    left_out = [column for column in anywhere if column not in everywhere]
+    if left_out:
+        logger.info("columns that are not in every split are left out: %s", ", ".join(left_out))
     return text, summary
 
 
@@ -118,44 +125,53 @@ def _first_left(columns: list[str], *, taken: str | None) -> str | None:
     return next((column for column in columns if column != taken and not _LABEL.fullmatch(column)), None)
 
 
-def drop_empty_pairs(split: "Dataset", text_column: str, summary_column: str, *, name: str) -> "Dataset":
-    """Drop rows whose text or summary is missing or blank, and log how many there were.
+def check_pairs(
+    split: "Dataset", text_column: str, summary_column: str, *, name: str, drop_empty: bool = False
+) -> "Dataset":
+    """Check that every row of a split has a text and a summary.
+
+    Rows are never dropped unasked: predictions would no longer be in step with the rows of the user's file.
 
     Args:
         split: Rows of one split.
         text_column: Column of the texts.
         summary_column: Column of the summaries.
         name: The split's name, for messages.
+        drop_empty: Drop rows whose text or summary is missing or blank, and log how many and which.
 
     Returns:
         ``split`` itself if nothing was dropped.
 
     Raises:
-        ValueError: A value is neither a string nor missing (the message tells the row, counted from 0), or no row is
-            left.
+        ValueError: A value is neither a string nor missing, a row has no text or no summary and ``drop_empty`` is not
+            set, or no row is left. The message tells the rows, counted from 1.
     """
-    keep = []
     number = 0
-    for batch in split.select_columns([text_column, summary_column]).iter(batch_size=1000):
-        for pair in zip(batch[text_column], batch[summary_column], strict=True):
-            for column, value in zip((text_column, summary_column), pair, strict=True):
-                if value is not None and not isinstance(value, str):
-                    raise ValueError(
-                        f"column {column!r} of split {name!r} must hold text; row {number} holds "
-                        f"{type(value).__name__}: {str(value)[:80]}"
-                    )
-            if all(value is not None and value.strip() for value in pair):
-                keep.append(number)
-            number += 1
-    if not keep:
+    empty: dict[int, str] = {}  # row -> the first of its columns that is missing or blank
+    batches = split.select_columns([text_column, summary_column]).iter(batch_size=1000)
+    pairs = (pair for batch in batches for pair in zip(batch[text_column], batch[summary_column], strict=True))
+    for number, pair in enumerate(pairs, start=1):
+        for column, value in zip((text_column, summary_column), pair, strict=True):
+            if value is not None and not isinstance(value, str):
+                raise ValueError(
+                    f"column {column!r} of split {name!r} must hold text; row {number} (the first row is 1) holds "
+                    f"{type(value).__name__}: {str(value)[:80]}"
+                )
+            if not value or value.isspace():
+                empty.setdefault(number, column)
+    named = ", ".join(f"{column!r} of row {row}" for row, column in list(empty.items())[:_NAMED_ROWS])
+    named += f"{', ...' if len(empty) > _NAMED_ROWS else ''} (the first row is 1)"
+    if empty and not drop_empty:
+        raise ValueError(
+            f"split {name!r} must hold text in every row; {len(empty)} of {number} rows do not: {named}. "
+            "drop_empty_rows leaves such rows out, and the predictions for them"
+        )
+    if len(empty) == number:
         raise ValueError(
             f"split {name!r} must hold at least one row with text in both {text_column!r} and {summary_column!r}; "
             f"got {number} rows, none of them complete"
         )
-    if len(keep) == number:
+    if not empty:
         return split
-    logger.warning(
-        "%s: dropped %d of %d rows whose %r or %r is empty",
-        name, number - len(keep), number, text_column, summary_column,
-    )  # fmt: skip
-    return split.select(keep)
+    logger.warning("%s: dropped %d of %d rows: %s", name, len(empty), number, named)
+    return split.select([row for row in range(number) if row + 1 not in empty])

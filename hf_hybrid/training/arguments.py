@@ -139,6 +139,13 @@ class SummarizationArguments:
     train_file: str | None = field(default=None, metadata={"help": "Training data: csv, json or jsonl."})
     validation_file: str | None = field(default=None, metadata={"help": "Validation data: csv, json or jsonl."})
     test_file: str | None = field(default=None, metadata={"help": "Test data: csv, json or jsonl."})
+    drop_empty_rows: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out rows without a document or a summary, which are refused otherwise. There are no "
+            "predictions for them."
+        },
+    )
     overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again instead of using the cache."})
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
     max_source_length: int = field(default=1024, metadata={"help": "Tokens of a document; the rest is cut off."})

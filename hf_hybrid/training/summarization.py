@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_hybrid.data.columns import drop_empty_pairs, summarization_columns
+from hf_hybrid.data.columns import check_pairs, summarization_columns
 from hf_hybrid.data.loading import load_raw_datasets
 from hf_hybrid.data.preprocessing import split_sentences, tokenize_summarization
 from hf_hybrid.metrics import load_metric
@@ -144,12 +144,12 @@ def _outputs_without_training(training_args: SummarizationTrainingArguments) -> 
 def load_splits(
     data_args: SummarizationArguments, training_args: SummarizationTrainingArguments, model_args: ModelArguments
 ) -> tuple[DatasetDict, str, str]:
-    """Load the splits that a run needs, without empty pairs, and the names of the two columns.
+    """Load the splits that a run needs, with a text and a summary in every row, and the names of the two columns.
 
     The training split is there even when only evaluating, if the dataset has one: a tokenizer may be trained on it.
 
     Raises:
-        ValueError: A split is missing that the run needs, or a column, or all pairs of a split are empty.
+        ValueError: A split is missing that the run needs, or a column, or a row has no text or no summary.
     """
     if data_args.dataset_name == DEFAULT_DATASET:
         logger.info("Data: %s, built from the documentation of the installed packages.", DEFAULT_DATASET)
@@ -176,11 +176,11 @@ def load_splits(
     used = [
         split for split, flag in flags.items() if split in raw and (split == "train" or getattr(training_args, flag))
     ]
-    return (
-        DatasetDict({split: drop_empty_pairs(raw[split], text_column, summary_column, name=split) for split in used}),
-        text_column,
-        summary_column,
-    )
+    checked = {
+        split: check_pairs(raw[split], text_column, summary_column, name=split, drop_empty=data_args.drop_empty_rows)
+        for split in used
+    }
+    return DatasetDict(checked), text_column, summary_column
 
 
 def _texts(split: Dataset, *columns: str) -> Iterator[str]:

@@ -3,7 +3,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict
 
-from hf_hybrid.data.columns import drop_empty_pairs, summarization_columns
+from hf_hybrid.data.columns import check_pairs, summarization_columns
 
 
 def choose(columns, dataset_name=None, **named):
@@ -48,52 +48,114 @@ def test_a_missing_column_is_named_with_the_ones_there_are():
         choose(["document", "summary"], summary_column="zzz")
 
 
+def splits_of(**columns):
+    """Splits of one row each, with the named columns."""
+    return DatasetDict(
+        {split: Dataset.from_dict({name: ["x"] for name in names.split()}) for split, names in columns.items()}
+    )
+
+
 def test_two_columns_are_needed_and_must_differ():
     with pytest.raises(
-        ValueError, match=r"must have a column of texts and one of summaries; got the columns: document"
+        ValueError, match=r"must have a column of texts and one of summaries in every split; 'train' has: document$"
     ):
         choose(["document"])
     with pytest.raises(ValueError, match="text_column and summary_column must differ; got 'a' for both"):
         choose(["a", "b"], text_column="a", summary_column="a")
 
 
-def test_the_columns_must_be_in_every_split():
-    splits = DatasetDict(
-        {"train": Dataset.from_dict({"text": ["a"], "summary": ["b"]}), "test": Dataset.from_dict({"text": ["a"]})}
-    )
-    with pytest.raises(ValueError, match=r"summary_column 'summary' must be in every split; 'test' has only: text"):
-        summarization_columns(splits, dataset_name=None)
+@pytest.mark.parametrize(
+    ("columns", "named", "message"),
+    [
+        (
+            {"train": "text summary title", "test": "text title"},  # the title is no stand-in for the summary
+            {},
+            "summary_column 'summary' must be in every split; 'test' has only: text, title",
+        ),
+        (
+            {"train": "text summary", "validation": "text summary best", "test": "text summary best"},
+            {"summary_column": "best"},
+            "summary_column 'best' must be in every split; 'train' has only: text, summary",
+        ),
+        (
+            {"train": "document", "test": "document summary"},
+            {},
+            "must have a column of texts and one of summaries in every split; 'train' has: document; "
+            "'test' has: document, summary",
+        ),
+    ],
+)
+def test_a_column_that_is_not_in_every_split_is_named_with_the_split_that_lacks_it(columns, named, message):
+    with pytest.raises(ValueError, match=message):
+        summarization_columns(splits_of(**columns), dataset_name=None, **named)
 
 
-def test_empty_pairs_are_dropped_and_counted(caplog):
-    split = Dataset.from_dict(
-        {"text": ["a", "", None, "d", "e"], "summary": ["A", "B", "C", " \n", "E"], "n": range(5)}
+def test_splits_may_differ_in_columns_that_are_not_needed(caplog):
+    splits = splits_of(train="id text summary", validation="text summary best")
+    with caplog.at_level(logging.INFO):
+        assert summarization_columns(splits, dataset_name=None) == ("text", "summary")
+    assert "columns that are not in every split are left out: id, best" in caplog.text
+    assert summarization_columns(splits_of(train="extra long short", test="long short"), dataset_name=None) == (
+        "long",
+        "short",
     )
+
+
+EMPTY = {"text": ["a", "", None, "d", "e"], "summary": ["A", "B", "C", " \n\u3000", "E"], "n": range(5)}
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "test"])
+def test_a_row_without_text_is_refused_with_split_column_and_row(name):
+    with pytest.raises(
+        ValueError,
+        match=rf"split '{name}' must hold text in every row; 3 of 5 rows do not: 'text' of row 2, 'text' of row 3, "
+        r"'summary' of row 4 \(the first row is 1\)\. drop_empty_rows leaves such rows out",
+    ):
+        check_pairs(Dataset.from_dict(EMPTY), "text", "summary", name=name)
+
+
+def test_rows_without_text_can_be_dropped_and_are_counted(caplog):
+    split = Dataset.from_dict(EMPTY)
     with caplog.at_level(logging.WARNING):
-        kept = drop_empty_pairs(split, "text", "summary", name="train")
+        kept, again = (check_pairs(split, "text", "summary", name="train", drop_empty=True) for _ in range(2))
     assert kept["n"][:] == [0, 4]
-    assert "train: dropped 3 of 5 rows whose 'text' or 'summary' is empty" in caplog.text
+    assert kept._fingerprint == again._fingerprint  # what is cached for these rows is found again
+    assert (
+        "train: dropped 3 of 5 rows: 'text' of row 2, 'text' of row 3, 'summary' of row 4 (the first row is 1)"
+        in caplog.text
+    )
 
 
-def test_a_complete_split_is_returned_as_it_is(caplog):
+def test_only_the_first_rows_without_text_are_named():
+    split = Dataset.from_dict({"text": ["a"] * 2000, "summary": ["A"] * 990 + [""] * 1010})
+    with pytest.raises(ValueError, match=r"1010 of 2000 rows do not: .* 'summary' of row 995, \.\.\. \(the first"):
+        check_pairs(split, "text", "summary", name="train")
+
+
+@pytest.mark.parametrize("drop_empty", [False, True])
+def test_a_complete_split_is_returned_as_it_is(caplog, drop_empty):
     split = Dataset.from_dict({"text": ["a"], "summary": ["A"]})
-    assert drop_empty_pairs(split, "text", "summary", name="train") is split
+    assert check_pairs(split, "text", "summary", name="train", drop_empty=drop_empty) is split
     assert not caplog.text
 
 
-@pytest.mark.parametrize("values", [["", None], [None, None], []])
-def test_a_split_that_becomes_empty_is_refused(values):
+@pytest.mark.parametrize(("values", "drop_empty"), [(["", None], True), ([None, None], True), ([], True), ([], False)])
+def test_a_split_without_any_text_is_refused(values, drop_empty):
     split = Dataset.from_dict({"text": ["a"] * len(values), "summary": values})
     with pytest.raises(
         ValueError, match=r"split 'validation' must hold at least one row with text in both .* none of"
     ):
-        drop_empty_pairs(split, "text", "summary", name="validation")
+        check_pairs(split, "text", "summary", name="validation", drop_empty=drop_empty)
 
 
 @pytest.mark.parametrize(
-    ("values", "found"), [([None, 7], "row 1 holds int: 7"), ([["a"], ["b"]], r"row 0 holds list: \['a'\]")]
+    ("values", "found"),
+    [
+        ([None, 7], r"row 2 \(the first row is 1\) holds int: 7"),
+        ([["a"], ["b"]], r"row 1 \(the first row is 1\) holds list: \['a'\]"),
+    ],
 )
 def test_a_value_that_is_no_text_is_named_with_its_row(values, found):
     split = Dataset.from_dict({"text": ["a", "b"], "summary": values})
     with pytest.raises(ValueError, match=rf"column 'summary' of split 'train' must hold text; {found}"):
-        drop_empty_pairs(split, "text", "summary", name="train")
+        check_pairs(split, "text", "summary", name="train")

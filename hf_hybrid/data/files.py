@@ -9,6 +9,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,8 +28,10 @@ _COMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
 _BATCH_ROWS = 1000
 _SCALARS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
+_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+
 _Row = tuple[int, dict[str, Any]]
-"""A line number, counted from 1, and what the line holds."""
+"""The line on which a row starts, counted from 1, and what the row holds."""
 
 
 def check_file(flag: str, path: str) -> str:
@@ -102,21 +105,52 @@ def _json_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
         if not line.strip():
             continue
         if line.lstrip().startswith("["):
-            yield from _json_array(place, number, [line, *(text for _, text in lines)])
+            yield from _json_array(place, number, "".join([line, *(text for _, text in lines)]))
             return
         yield number, _json_object(place, number, line)
 
 
-def _json_array(place: str, first_line: int, lines: list[str]) -> Iterator[_Row]:
+def _json_array(place: str, first_line: int, text: str) -> Iterator[_Row]:
+    number, counted = first_line, 0
     try:
-        rows = json.loads("".join(lines))
+        for count, (start, row) in enumerate(_array_items(text), start=1):
+            number += text.count("\n", counted, start)
+            counted = start
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{place}, line {number}, row {count}: must be a JSON object such as {{...}}; got {_kind(row)}"
+                )
+            yield number, row
     except json.JSONDecodeError as error:
         number = first_line + error.lineno - 1
         raise ValueError(f"{place}, line {number}: must be valid JSON; {error.msg} (column {error.colno})") from error
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}, item {index} of the array: must be a JSON object; got {_kind(row)}")
-        yield first_line, row
+
+
+def _array_items(text: str) -> Iterator[tuple[int, Any]]:
+    """Decode the items of a JSON array one at a time, each with its position in the text.
+
+    Raises:
+        json.JSONDecodeError: The text is not one JSON array.
+    """
+
+    def after_space(position: int) -> int:
+        space = _JSON_SPACE.match(text, position)
+        return space.end() if space else position
+
+    decoder = json.JSONDecoder()
+    start = end = after_space(text.index("[") + 1)
+    closed = text.startswith("]", end)
+    while not closed:
+        item, end = decoder.raw_decode(text, start)
+        yield start, item
+        end = after_space(end)
+        closed = text.startswith("]", end)
+        if not closed and not text.startswith(",", end):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+        start = after_space(end + 1)
+    rest = after_space(end + 1)
+    if rest < len(text):
+        raise json.JSONDecodeError("Extra data", text, rest)
 
 
 def _json_object(place: str, number: int, line: str) -> dict[str, Any]:
@@ -184,15 +218,15 @@ def _table(place: str, rows: Iterable[_Row]) -> "pa.Table":
             raise ValueError(f"{place}, {lines}: values cannot be stored as columns; {error}") from error
         batch.clear()
 
-    for number, row in rows:
+    for count, (number, row) in enumerate(rows, start=1):
         for name, value in row.items():
             kind = kinds.setdefault(name, "null" if value is None else _kind(value))
             if kind == "null" and value is not None:
                 kinds[name] = _kind(value)
             elif value is not None and _kind(value) != kind:
                 raise ValueError(
-                    f"{place}, line {number}: column {name!r} must hold the same kind of value in every row; "
-                    f"got {_kind(value)} after {kind}"
+                    f"{place}, line {number}, row {count}: column {name!r} must hold the same kind of value in every "
+                    f"row; got {_kind(value)} after {kind}"
                 )
         batch.append((number, row))
         if len(batch) == _BATCH_ROWS:

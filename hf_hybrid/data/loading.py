@@ -48,6 +48,7 @@ def load_raw_datasets(
 
     Returns:
         The splits: ``train``, ``validation`` and ``test``, as far as they were given, or as the dataset names them.
+        Splits from files have the columns of their files, which need not all be the same.
 
     Raises:
         ValueError: Neither a name nor a file was given, or both were, or what was given cannot be used; the message
@@ -106,18 +107,13 @@ def _load_files(files: dict[str, str], cache_dir: str | None) -> "DatasetDict":
 def _convert_files(files: dict[str, str], folder: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    splits: dict[str, Dataset] = {}
-    first: tuple[str, set[str]] | None = None
-    for flag, path in files.items():
-        table = read_table(flag, path)
-        columns = set(table.column_names)
-        first = first or (flag, columns)
-        if columns != first[1]:
-            raise ValueError(
-                f"all files must have the same columns; {first[0]} {files[first[0]]!r} has {sorted(first[1])}, "
-                f"{flag} {path!r} has {sorted(columns)}"
-            )
-        splits[flag.removesuffix("_file")] = Dataset(table)
+    tables = {flag: read_table(flag, path) for flag, path in files.items()}
+    if not set.intersection(*(set(table.column_names) for table in tables.values())):
+        raise ValueError(
+            "all files must have a column in common; "
+            + "; ".join(f"{flag} {files[flag]!r} has: {', '.join(tables[flag].column_names)}" for flag in files)
+        )
+    splits = {flag.removesuffix("_file"): Dataset(table) for flag, table in tables.items()}
     save_quietly(DatasetDict(splits), folder)
 
 

@@ -129,11 +129,28 @@ BAD_FILES = {
     ),
     "malformed array": ("a.json", '[\n{"a": 1},\n{"a" 2}]', r"line 3: must be valid JSON; Expecting ':' delimiter"),
     "not an object": ("a.jsonl", '{"a": 1}\n3\n', r"line 2: must be a JSON object such as \{\.\.\.\}; got a number"),
-    "list in an array": ("a.json", '[{"a": 1}, [2]]', r"item 1 of the array: must be a JSON object; got a list"),
+    "malformed on one line": ("a.json", '\n[{"a": 1}, {"a" 2}]', r"line 2: .*; Expecting ':' delimiter \(column 17\)"),
+    "no comma in an array": ("a.json", '[{"a": 1}\n {"a": 2}]', r"line 2: .*; Expecting ',' delimiter \(column 2\)"),
+    "comma too many": ("a.json", '[{"a": 1},\n]', r"line 2: must be valid JSON; Expecting value \(column 1\)"),
+    "open array": ("a.json", '[{"a": 1}\n', r"line 2: must be valid JSON; Expecting ',' delimiter \(column 1\)"),
+    "only a bracket": ("a.json", "[", r"line 1: must be valid JSON; Expecting value \(column 2\)"),
+    "two arrays": ("a.json", '[{"a": 1}]\n[]', r"line 2: must be valid JSON; Extra data \(column 1\)"),
+    "more after no rows": ("a.json", "[]\n{}", r"line 2: must be valid JSON; Extra data \(column 1\)"),
+    "list in an array": (
+        "a.json",
+        '\n[{"a":\n1},\n[\n2]]',
+        r"a\.json', line 4, row 2: must be a JSON object such as \{\.\.\.\}; got a list",
+    ),
+    "mixed types in an array": (
+        "a.json",
+        '[\n{"a": 1},\n\n{"b": "1\\n2",\n"a": 2}, {"a": "x"}]',
+        r"line 5, row 3: column 'a' must hold the same kind of value in every row; got text after a number",
+    ),
+    "lone surrogate in an array": ("a.json", '[\n{"a": "x"},\n{"a": "\\ud800"}\n]', r"lines 2 to 3: values cannot"),
     "mixed types": (
         "a.jsonl",
         '{"a": 1}\n{"a": "x"}\n',
-        r"line 2: column 'a' must hold the same kind .*; got text after",
+        r"line 2, row 2: column 'a' must hold the same kind .*; got text after",
     ),
     "lone surrogate": ("a.jsonl", '{"a": "\\ud800"}', r"lines 1 to 1: values cannot be stored as columns"),
     "huge number": ("a.jsonl", '{"a": 99999999999999999999999}', r"lines 1 to 1: values cannot be stored"),
@@ -156,6 +173,15 @@ BAD_FILES = {
     "cut xz": ("a.jsonl.xz", lzma.compress(b'{"a": 1}\n' * 99)[:-9], r"must be a whole \.xz file; it cannot be read"),
     "damaged gzip": ("a.json.gz", b"\x1f\x8b\x08" + b"\0" * 7 + b"\xff" * 9, r"must be a whole \.gz file"),
 }
+
+
+def test_an_array_may_be_laid_out_in_any_way(load, write):
+    text = ' [\r\n\t{"a": "]", "b": [1]} ,{"a":"},{"}\n,\n{}]\n \n'
+    assert load(train_file=write("a.json", text))["train"].to_list() == [
+        {"a": "]", "b": [1]},
+        {"a": "},{", "b": None},
+        {"a": None, "b": None},
+    ]
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
@@ -182,13 +208,22 @@ def test_a_missing_file_is_found_before_another_is_read(load, write, tmp_path):
         load(train_file=write("a.jsonl", "not json"), validation_file=str(tmp_path / "b.jsonl"))
 
 
-def test_files_must_have_the_same_columns(load, write):
+def test_files_may_differ_in_columns(load, write):
+    splits = load(
+        train_file=write("t.jsonl", '{"a": "1x", "b": "2x"}'),
+        validation_file=write("v.jsonl", '{"id": 3, "b": "4x", "a": "5x", "more": ["6x"]}'),
+    )
+    assert splits["train"].to_list() == [{"a": "1x", "b": "2x"}]
+    assert splits["validation"].to_list() == [{"id": 3, "b": "4x", "a": "5x", "more": ["6x"]}]
+
+
+def test_files_must_have_a_column_in_common(load, write):
     with pytest.raises(
         ValueError,
-        match=r"all files must have the same columns; train_file '.*' has \['a', 'b'\], "
-        r"test_file '.*' has \['a', 'c'\]",
+        match=r"all files must have a column in common; train_file '.*t\.csv' has: a, b; "
+        r"test_file '.*v\.csv' has: c, d",
     ):
-        load(train_file=write("a.csv", "a,b\nx,y\n"), test_file=write("b.csv", "a,c\nx,y\n"))
+        load(train_file=write("t.csv", "a,b\nx,y\n"), test_file=write("v.csv", "c,d\nx,y\n"))
 
 
 def test_something_must_be_named_but_not_two_things(load, write):

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["lead_baseline", "random_summaries", "split_sentences", "tokenize_summarization"]
+__all__ = ["IGNORED_LABEL", "lead_baseline", "random_summaries", "split_sentences", "tokenize_summarization"]
 
-IGNORED_LABEL = -100  # the label that PyTorch's and transformers' losses skip
+IGNORED_LABEL = -100
+"""The label that the losses of PyTorch and transformers skip."""
 
 # A sentence may end here: closing punctuation, perhaps a quote or bracket, then space and what can start a sentence.
 _BOUNDARY = re.compile(r"""(?:[.!?…]+["'”’)\]]*|[。！？]["”’）]*)(?:\s+(?=["'“‘(\[]*[^\Wa-z_])|(?<=[。！？])|$)""")

@@ -1,6 +1,14 @@
 import pytest
+import torch
 
-from hf_hybrid.data.preprocessing import lead_baseline, random_summaries, split_sentences, tokenize_summarization
+from hf_hybrid.data import preprocessing
+from hf_hybrid.data.preprocessing import (
+    IGNORED_LABEL,
+    lead_baseline,
+    random_summaries,
+    split_sentences,
+    tokenize_summarization,
+)
 from hf_hybrid.data.tokenizer import train_tokenizer
 
 
@@ -34,6 +42,11 @@ def test_padding_is_ignored_by_the_loss_or_not(tokenizer):
     assert batch["input_ids"][1][3:] == [0, 0]
     assert batch["labels"][1][1:] == [1, -100, -100]
     assert tokenize(tokenizer, pad_to_max_length=True, ignore_pad_token_for_loss=False)["labels"][1][1:] == [1, 0, 0]
+
+
+def test_the_ignored_label_is_public_and_the_one_that_losses_skip():
+    assert "IGNORED_LABEL" in preprocessing.__all__
+    assert torch.nn.CrossEntropyLoss().ignore_index == IGNORED_LABEL
 
 
 def test_an_end_token_that_also_pads_is_still_learnt():

@@ -61,7 +61,8 @@ class ModelArguments:
     config_overrides: str | None = field(
         default=None,
         metadata={
-            "help": "Fields of the from-scratch configuration, as 'hidden_size=64,layer_types=[a,b]' or a JSON object."
+            "help": "Fields of the from-scratch configuration, as 'hidden_size=64,layer_types=[a,b]' or a JSON "
+            "object; 'preset=tiny' takes a named size, where there are such, and other fields go on top of it."
         },
     )
     config_name: str | None = field(
@@ -219,8 +220,8 @@ class RunArguments:
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Permission to write into an --output_dir that holds another run. When training, its old "
-            "checkpoint-* folders are deleted. Without it, such a folder is refused."
+            "help": "Permission to write into an --output_dir that holds another run. When training starts, its old "
+            "checkpoint-* folders and results are deleted. Without it, such a folder is refused."
         },
     )
     resume_from_checkpoint: str | None = field(

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 
 from hf_hybrid.suggestions import did_you_mean
 
-__all__ = ["parse_arguments", "run_command_line", "translate_removed_flags"]
+__all__ = ["one_line", "parse_arguments", "run_command_line", "translate_removed_flags"]
 
 logger = logging.getLogger(__name__)
 
@@ -198,12 +199,19 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
     except ValueError as error:
         if not _raised_in_package(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def one_line(error: BaseException) -> str:
+    """Say what is wrong on one line: the broken rule itself, where huggingface_hub's strict dataclasses wrap it."""
+    while isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(line.strip() for line in str(error).splitlines())
 
 
 def _raised_in_package(error: BaseException) -> bool:

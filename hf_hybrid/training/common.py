@@ -1,5 +1,6 @@
 """The steps that every training script shares, as plain functions in the order in which a script calls them."""
 
+import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -22,12 +24,13 @@ from transformers import (
 from hf_hybrid.data.tokenizer import train_tokenizer
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.command_line import one_line
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.output_folder import (
     WEIGHTS_FILES,
+    check_output_folder,
     complete_checkpoints,
     find_resume_checkpoint,
-    guard_output_folder,
 )
 from hf_hybrid.training.trainer import stop_gently
 
@@ -42,10 +45,12 @@ __all__ = [
     "require_split",
     "save_and_log",
     "train",
+    "train_new_tokenizer",
 ]
 
 logger = logging.getLogger(__name__)
 
+NO_TOKENIZER = "no tokenizer is named and there is no training split to train one on: give --tokenizer_name"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -53,28 +58,29 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vo
 
 
 def prepare_run(
-    training_args: TrainingArguments, *, outputs: Sequence[str] = (), model_name_or_path: str | None = None
+    training_args: TrainingArguments, model_args: ModelArguments, *, outputs: Sequence[str] = ()
 ) -> str | None:
-    """Set up logging and the seed, and guard the output folder.
+    """Set up logging and the seed, and check the output folder.
 
     Args:
         training_args: The training arguments.
+        model_args: The model arguments.
         outputs: Names of the files that a run without training writes.
-        model_name_or_path: The checkpoint that the run starts from, if any.
 
     Returns:
         The checkpoint to resume from, or None to start anew.
 
     Raises:
-        ValueError: The output folder holds another run and there is no permission to write into it, or there is
-            nothing to resume from.
+        ValueError: The output folder holds another run and there is no permission to write into it, or what this
+            run is made from, or there is nothing to resume from.
     """
     _show_log(training_args)
     resume_from = None
     if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
         resume_from = find_resume_checkpoint(training_args)
     if training_args.process_index == 0:
-        guard_output_folder(training_args, resume_from, outputs, model_name_or_path)
+        sources = {name: getattr(model_args, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")}
+        check_output_folder(training_args, resume_from, outputs, sources | {"resume_from_checkpoint": resume_from})
     if resume_from is not None:
         logger.info("Resuming from %s.", resume_from)
     set_seed(training_args.seed)
@@ -109,12 +115,13 @@ def load_config(model_args: ModelArguments, auto_class: Any) -> PreTrainedConfig
             not a checkpoint.
     """
     if model_args.model_type is not None:
-        config_class = _config_class(model_args.model_type, auto_class)
+        config_class: Any = _config_class(model_args.model_type, auto_class)
         values = parse_config_overrides(model_args.config_overrides or "{}", config_class)
+        preset = values.pop("preset", None)
         try:
-            return config_class(**values)
-        except Exception as error:  # huggingface_hub's strict dataclasses raise classes of their own
-            raise ValueError(f"--config_overrides {model_args.config_overrides}: {error}") from error
+            return config_class(**values) if preset is None else config_class.from_preset(str(preset), **values)
+        except Exception as error:
+            raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
     if model_args.model_name_or_path is not None:
         _check_checkpoint_folder(
             "model_name_or_path", model_args.model_name_or_path, [("config.json",), WEIGHTS_FILES]
@@ -125,8 +132,8 @@ def load_config(model_args: ModelArguments, auto_class: Any) -> PreTrainedConfig
         _check_checkpoint_folder(flag, name, [("config.json",)])
     try:
         config = AutoConfig.from_pretrained(name, **_hub_arguments(model_args))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--{flag} {name}: no configuration could be loaded. {error}") from error
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"--{flag} {name}: no configuration could be loaded. {one_line(error)}") from error
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
         raise ValueError(
@@ -172,44 +179,67 @@ def _hub_arguments(model_args: ModelArguments) -> dict[str, Any]:
 
 
 def load_tokenizer(
-    model_args: ModelArguments, texts: Iterable[str] | None, *, fingerprint: str | None, resume_from: str | None = None
-) -> PreTrainedTokenizerBase:
-    """Load the named tokenizer, or the checkpoint's, or train one.
+    model_args: ModelArguments, config: PreTrainedConfig, resume_from: str | None
+) -> PreTrainedTokenizerBase | None:
+    """Load the named tokenizer, or the checkpoint's, and fit a new model's configuration to it.
 
     Args:
         model_args: The model arguments.
-        texts: Training texts, for when no tokenizer is named; None where there is no training split.
-        fingerprint: Names the texts, so that a tokenizer trained before is found again.
+        config: What `load_config` returned; changed in place.
         resume_from: The checkpoint of an interrupted run, whose tokenizer is used instead of training it again.
 
+    Returns:
+        The tokenizer, or None: then one must be trained once there are data.
+
     Raises:
-        ValueError: The tokenizer cannot be loaded, has no end-of-sequence token, or there is nothing to train it on.
+        ValueError: The tokenizer cannot be loaded, has no end-of-sequence token, or is larger than the vocabulary.
     """
-    flag = "tokenizer_name" if model_args.tokenizer_name is not None else "model_name_or_path"
-    name = getattr(model_args, flag)
-    if name is None and resume_from is not None:
-        flag, name = "resume_from_checkpoint", resume_from
+    names = {
+        "tokenizer_name": model_args.tokenizer_name,
+        "model_name_or_path": model_args.model_name_or_path,
+        "resume_from_checkpoint": resume_from,
+    }
+    flag, name = next(((flag, name) for flag, name in names.items() if name is not None), ("", None))
     if name is None:
-        if texts is None:
-            raise ValueError(
-                "no tokenizer is named and there is no training split to train one on: give --tokenizer_name"
-            )
-        logger.info(
-            "No tokenizer is named: one of up to %d entries is trained on the training split.",
-            model_args.tokenizer_vocab_size,
-        )
-        return train_tokenizer(
-            texts, model_args.tokenizer_vocab_size, cache_dir=model_args.cache_dir, fingerprint=fingerprint
-        )
+        return None
     _check_checkpoint_folder(flag, name, [_TOKENIZER_FILES])
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **_hub_arguments(model_args))
     except (OSError, ValueError) as error:
         raise ValueError(f"--{flag} {name}: no tokenizer could be loaded. {error}") from error
-    return _complete_special_tokens(tokenizer, f"--{flag} {name}")
+    _complete_special_tokens(tokenizer, f"--{flag} {name}")
+    _fit_new_config(model_args, config, tokenizer)
+    return tokenizer
 
 
-def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
+def train_new_tokenizer(
+    model_args: ModelArguments, config: PreTrainedConfig, texts: Iterable[str] | None, *, fingerprint: str | None
+) -> PreTrainedTokenizerBase:
+    """Train a tokenizer and fit a new model's configuration to it.
+
+    Args:
+        model_args: The model arguments.
+        config: What `load_config` returned; changed in place.
+        texts: Training texts; None where there is no training split.
+        fingerprint: Names the texts, so that a tokenizer trained before is found again.
+
+    Raises:
+        ValueError: There is nothing to train it on, or it is larger than the vocabulary.
+    """
+    if texts is None:
+        raise ValueError(NO_TOKENIZER)
+    logger.info(
+        "No tokenizer is named: one of up to %d entries is trained on the training split.",
+        model_args.tokenizer_vocab_size,
+    )
+    tokenizer = train_tokenizer(
+        texts, model_args.tokenizer_vocab_size, cache_dir=model_args.cache_dir, fingerprint=fingerprint
+    )
+    _fit_new_config(model_args, config, tokenizer)
+    return tokenizer
+
+
+def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     if tokenizer.eos_token is None:
         if tokenizer.sep_token is None:
             raise ValueError(f"{source}: the tokenizer has neither an end-of-sequence nor a separator token")
@@ -218,12 +248,17 @@ def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) ->
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         logger.warning("%s: the end of sequence %s also serves as padding.", source, tokenizer.pad_token)
-    return tokenizer
 
 
 def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id that a tokenizer can give; its length where ids have no gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def _fit_new_config(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    if model_args.model_name_or_path is None:
+        given = parse_config_overrides(model_args.config_overrides or "{}", type(config))
+        fit_config_to_tokenizer(config, tokenizer, vocab_size_is_given="vocab_size" in given)
 
 
 def fit_config_to_tokenizer(
@@ -274,20 +309,17 @@ def load_model(
     *,
     seed: int,
 ) -> PreTrainedModel:
-    """Build a new model with the tokenizer's vocabulary, or load the checkpoint and lengthen its embedding if needed.
+    """Build a new model, or load the checkpoint and lengthen its embedding if the tokenizer needs it.
 
     Args:
         model_args: The model arguments.
         auto_class: The Auto class of the task.
-        config: What `load_config` returned.
+        config: What `load_config` returned, fitted to the tokenizer.
         tokenizer: The tokenizer.
         seed: Seed of a new model's weights, so that they do not depend on what ran before.
     """
-    ids = number_of_ids(tokenizer)
     set_seed(seed)
     if model_args.model_name_or_path is None:
-        given = parse_config_overrides(model_args.config_overrides or "{}", type(config))
-        fit_config_to_tokenizer(config, tokenizer, vocab_size_is_given="vocab_size" in given)
         try:
             model = auto_class.from_config(config, trust_remote_code=model_args.trust_remote_code)
         except ValueError as error:
@@ -300,7 +332,7 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"--model_name_or_path {model_args.model_name_or_path}: {error}") from error
-    rows = model.get_input_embeddings().weight.shape[0]
+    ids, rows = number_of_ids(tokenizer), model.get_input_embeddings().weight.shape[0]
     if ids > rows:
         model.resize_token_embeddings(ids)
         logger.warning(
@@ -353,8 +385,13 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
 
 
 def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
-    """Print metrics and write them to ``SPLIT_results.json`` and ``all_results.json``."""
+    """Print metrics and write them to ``SPLIT_results.json`` and ``all_results.json``, in place of older ones."""
     trainer.log_metrics(split, metrics)
+    path = Path(str(trainer.args.output_dir), "all_results.json")
+    if trainer.is_world_process_zero() and path.is_file():  # Trainer would merge them
+        older = json.loads(path.read_text(encoding="utf-8"))
+        kept = {name: value for name, value in older.items() if not name.startswith(f"{split}_")}
+        path.write_text(json.dumps(kept), encoding="utf-8")
     trainer.save_metrics(split, metrics)
 
 

@@ -26,7 +26,7 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
         config_class: The configuration class; its names for a field (``hidden_size`` of T5) are accepted too.
 
     Returns:
-        The values by field name.
+        The values by field name; under ``preset``, where the class has a ``from_preset``, the name of a preset.
 
     Raises:
         ValueError: A pair is not ``name=value``, a field is unknown or given twice, or a value is not of its type.
@@ -36,6 +36,8 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
     else:
         pairs = [_split_pair(part) for part in _split_outside_brackets(text)]
     known = _field_types(config_class)
+    if hasattr(config_class, "from_preset"):
+        known["preset"] = str
     aliases: dict[str, str] = dict(config_class.attribute_map)
     values: dict[str, Any] = {}
     for name, raw in pairs:

@@ -5,12 +5,25 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainingArguments
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig, TrainingArguments
 
-__all__ = ["WEIGHTS_FILES", "complete_checkpoints", "find_resume_checkpoint", "guard_output_folder"]
+from hf_hybrid.training.command_line import one_line
+
+__all__ = [
+    "PREDICTIONS_FILE",
+    "RESULT_FILES",
+    "WEIGHTS_FILES",
+    "check_output_folder",
+    "check_resumed_model",
+    "clear_output_folder",
+    "complete_checkpoints",
+    "find_resume_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +36,18 @@ WEIGHTS_FILES = (
     "adapter_model.bin",
 )
 """Any one of these makes a folder hold weights."""
+PREDICTIONS_FILE = "generated_predictions.txt"
+RESULT_FILES = (
+    "all_results.json",
+    "train_results.json",
+    "eval_results.json",
+    "predict_results.json",
+    "trainer_state.json",
+    PREDICTIONS_FILE,
+)
+"""What scripts write beside the model. Not each run writes all of them, so old ones could pass for its own."""
+_NOT_COMPARED = {"architectures", "dtype", "transformers_version", "use_cache"}  # set by saving and by Trainer
+_RESIZED = {"max_position_embeddings", "vocab_size"}
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states: FSDP, DeepSpeed
 
 
@@ -79,19 +104,69 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
     return wanted
 
 
-def guard_output_folder(
-    training_args: TrainingArguments, resume_from: str | None, outputs: Sequence[str], model_name_or_path: str | None
+def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, new: bool) -> None:
+    """Refuse to go on training a model that is configured otherwise than the one in the checkpoint.
+
+    Trainer loads the tensors whose names fit: without this, a run ends in a traceback or, worse, does not.
+
+    Args:
+        config: The configuration of this run's model.
+        resume_from: The checkpoint, if any.
+        new: Whether the model began from scratch; then the configuration is already fitted to tokenizer and lengths,
+            while a loaded model may yet be resized.
+
+    Raises:
+        ValueError: A field differs, or the checkpoint's configuration cannot be read.
+    """
+    if resume_from is None or not (path := Path(resume_from, "config.json")).is_file():
+        return  # sharded checkpoints may hold the states alone
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["model_type"] == config.model_type:
+            saved = type(config).from_dict(saved).to_dict()
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        message = f"--resume_from_checkpoint {resume_from}: its config.json cannot be read. {one_line(error)}"
+        raise ValueError(message) from error
+    skipped = _NOT_COMPARED if new else _NOT_COMPARED | _RESIZED
+    before, now = (_settings(values, skipped) for values in (saved, config.to_dict()))
+    for name in ["model_type", *(name for name in now if name in before)]:
+        asked = now[name]
+        if isinstance(before[name], list) and not isinstance(asked, list):
+            asked = [asked] * len(before[name])  # LED writes a value for all layers out
+        if asked != before[name]:
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from}: {name} is {before[name]!r} there and {now[name]!r} in this "
+                "run; go on with the model that was begun, or start anew in another --output_dir"
+            )
+
+
+def _settings(config: dict[str, Any], skipped: Set[str]) -> dict[str, Any]:
+    """A configuration as it is read from JSON, without the fields that are no user's choice, at any depth."""
+
+    def choose(fields: dict[str, Any]) -> dict[str, Any]:
+        names = (name for name in fields if not (name in skipped or name[:1] == "_" or name.endswith("_token_id")))
+        return {name: fields[name] for name in names}
+
+    return json.loads(json.dumps(config, default=str), object_hook=choose)
+
+
+def check_output_folder(
+    training_args: TrainingArguments,
+    resume_from: str | None,
+    outputs: Sequence[str],
+    sources: Mapping[str, str | None],
 ) -> None:
-    """Refuse to write over another run; with permission, clear away its checkpoints.
+    """Refuse to write over another run without permission, or over what this run is made from; change nothing.
 
     Args:
         training_args: The training arguments.
         resume_from: The checkpoint that the run continues from, if any.
         outputs: Names of the files that a run without training writes.
-        model_name_or_path: The checkpoint that the run starts from, if any.
+        sources: The folders that the run reads, by flag.
 
     Raises:
-        ValueError: The folder holds another run and there is no permission, or it is a file.
+        ValueError: The folder holds another run and there is no permission, a source lies in a checkpoint that would
+            be deleted, or the folder is a file.
     """
     folder = Path(str(training_args.output_dir))
     if folder.exists() and not folder.is_dir():
@@ -105,39 +180,68 @@ def guard_output_folder(
                 "--overwrite_output_dir to replace them"
             )
         return
-    if not content:
-        return
-    if resume_from is not None and Path(resume_from).resolve().parent == folder.resolve():
-        step = _step(Path(resume_from).name)
-        later = [name for name in content if _step(name) > step]
-        if later and not permitted:
-            raise ValueError(
-                f"--resume_from_checkpoint {resume_from}: --output_dir also holds {', '.join(later)}, which the run "
-                "would overwrite; resume from the last one, or give --overwrite_output_dir"
-            )
-        return
-    if not permitted:
-        resume = (
-            "--resume_from_checkpoint auto to continue it, "
-            if complete_checkpoints(folder) and not resume_from
-            else ""
+    stale = _stale_checkpoints(folder, resume_from)
+    if not permitted and _is_resumed(folder, resume_from) and stale:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from}: --output_dir also holds "
+            f"{', '.join(path.name for path in stale)}, which the run would overwrite; resume from the last one, or "
+            "give --overwrite_output_dir"
         )
+    if not permitted and not _is_resumed(folder, resume_from) and content:
+        resume = "" if resume_from or not complete_checkpoints(folder) else "--resume_from_checkpoint auto to go on, "
         raise ValueError(
             f"--output_dir {folder} already holds a run ({', '.join(content[:3])}{', ...' if content[3:] else ''}); "
             f"give another folder, {resume}or --overwrite_output_dir to write over it"
         )
-    source = model_name_or_path and Path(model_name_or_path)
-    stale = [folder / name for name in content if _step(name) >= 0 and (folder / name).is_dir()]
-    if source and source.is_dir() and any(source.resolve().is_relative_to(path.resolve()) for path in stale):
-        raise ValueError(
-            f"--model_name_or_path {model_name_or_path} lies in --output_dir {folder}, whose old checkpoints "
-            "--overwrite_output_dir deletes; give another --output_dir"
-        )
-    logger.warning("--overwrite_output_dir: writing over the run in %s.", folder)
-    for path in stale:
-        if resume_from is None or path.resolve() != Path(resume_from).resolve():
-            logger.warning("--overwrite_output_dir: deleting %s.", path)
-            shutil.rmtree(path)
+    for flag, source in sources.items():
+        if source and any(Path(source).resolve().is_relative_to(path.resolve()) for path in stale):
+            raise ValueError(
+                f"--{flag} {source} lies in --output_dir {folder}, whose old checkpoints --overwrite_output_dir "
+                "deletes; give another --output_dir"
+            )
+
+
+def clear_output_folder(training_args: TrainingArguments, resume_from: str | None, outputs: Sequence[str]) -> None:
+    """With ``--overwrite_output_dir``, delete what the run that is written over left and this one may not replace.
+
+    Call it when nothing but the work itself is left to do: what was saved before must not be lost to a typing error.
+    The main process deletes while the others wait.
+
+    Args:
+        training_args: The training arguments.
+        resume_from: The checkpoint that the run continues from, if any; it stays, and so do the ones before it.
+        outputs: Names of the files that a run without training writes. A run with training replaces all results.
+    """
+    if not getattr(training_args, "overwrite_output_dir", False):
+        return
+    folder = Path(str(training_args.output_dir))
+    with training_args.main_process_first(local=False, desc="clear the output folder"):
+        if training_args.process_index != 0:
+            return
+        doomed = [folder / name for name in (RESULT_FILES if training_args.do_train else outputs)]
+        doomed = [path for path in doomed if path.is_file()]
+        if training_args.do_train:
+            doomed += _stale_checkpoints(folder, resume_from)
+        if doomed:
+            names = ", ".join(path.name for path in doomed)
+            logger.warning("--overwrite_output_dir: deleting %s in %s.", names, folder)
+        for path in doomed:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _is_resumed(folder: Path, resume_from: str | None) -> bool:
+    """Whether the checkpoint is one of the folder's own."""
+    return resume_from is not None and Path(os.path.abspath(resume_from)).parent.resolve() == folder.resolve()
+
+
+def _stale_checkpoints(folder: Path, resume_from: str | None) -> list[Path]:
+    """The checkpoints of the run that is written over; of one that is resumed, those after the one it goes on from."""
+    kept = _step(Path(os.path.abspath(resume_from)).name) if resume_from and _is_resumed(folder, resume_from) else -1
+    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted((path for path in found if _step(path.name) > kept), key=lambda path: _step(path.name))
 
 
 def _step(name: str) -> int:

@@ -29,7 +29,7 @@ from transformers import (
 
 from hf_hybrid.data.columns import check_pairs, summarization_columns
 from hf_hybrid.data.loading import load_raw_datasets
-from hf_hybrid.data.preprocessing import split_sentences, tokenize_summarization
+from hf_hybrid.data.preprocessing import IGNORED_LABEL, split_sentences, tokenize_summarization
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.training.arguments import (
     DEFAULT_DATASET,
@@ -40,6 +40,7 @@ from hf_hybrid.training.arguments import (
 )
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
+    NO_TOKENIZER,
     first_examples,
     load_config,
     load_model,
@@ -49,14 +50,21 @@ from hf_hybrid.training.common import (
     require_split,
     save_and_log,
     train,
+    train_new_tokenizer,
 )
-from hf_hybrid.training.trainer import IGNORED_LABEL, SummarizationTrainer
+from hf_hybrid.training.output_folder import PREDICTIONS_FILE, check_resumed_model, clear_output_folder
+from hf_hybrid.training.trainer import SummarizationTrainer
 
 __all__ = ["load_splits", "main", "rouge_scores"]
 
 logger = logging.getLogger(__name__)
 
-PREDICTIONS_FILE = "generated_predictions.txt"
+_POSITIONS = {
+    "max_position_embeddings": ("max_source_length", "max_target_length", "val_max_target_length"),
+    "max_encoder_position_embeddings": ("max_source_length",),
+    "max_decoder_position_embeddings": ("max_target_length", "val_max_target_length"),
+}
+"""Configuration fields that limit a length, and the flags that ask for one."""
 _ROUGE_CHUNK = 200
 
 
@@ -79,17 +87,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     check_split_sources(data_args, training_args)
     config = load_config(model_args, AutoModelForSeq2SeqLM)
     outputs = _outputs_without_training(training_args)
-    resume_from = prepare_run(training_args, outputs=outputs, model_name_or_path=model_args.model_name_or_path)
+    resume_from = prepare_run(training_args, model_args, outputs=outputs)
+    resized_positions = _fit_positions(config, data_args, new=model_args.model_name_or_path is None)
+    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
+    _check_tokens(tokenizer, data_args)
+    check_resumed_model(config, resume_from, new=model_args.model_name_or_path is None)
 
     splits, text_column, summary_column = load_splits(data_args, training_args, model_args)
-    tokenizer = load_tokenizer(
-        model_args,
-        _texts(splits["train"], text_column, summary_column) if "train" in splits else None,
-        fingerprint=splits["train"]._fingerprint if "train" in splits else None,
-        resume_from=resume_from,
-    )
-    _fit_positions(config, data_args, new=model_args.model_name_or_path is None)
+    if tokenizer is None:
+        train_split = splits.get("train")
+        tokenizer = train_new_tokenizer(
+            model_args,
+            config,
+            None if train_split is None else _texts(train_split, text_column, summary_column),
+            fingerprint=None if train_split is None else train_split._fingerprint,
+        )
     model = load_model(model_args, AutoModelForSeq2SeqLM, config, tokenizer, seed=training_args.seed)
+    if resized_positions is not None:
+        model.resize_position_embeddings(resized_positions)
     _prepare_generation(model, tokenizer, data_args, training_args)
 
     datasets = {
@@ -112,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         compute_metrics=partial(_compute_metrics, tokenizer) if training_args.predict_with_generate else None,
     )
 
+    clear_output_folder(training_args, resume_from, outputs)
     metrics: dict[str, float] = {}
     if training_args.do_train:
         metrics |= train(trainer, resume_from)
@@ -247,29 +263,72 @@ def _attend_globally_to_first_token(collate: DataCollatorForSeq2Seq, examples: l
 # ---- the model's limits and its generation ----
 
 
-def _fit_positions(config: PreTrainedConfig, data_args: SummarizationArguments, *, new: bool) -> None:
+def _fit_positions(config: PreTrainedConfig, data_args: SummarizationArguments, *, new: bool) -> int | None:
     """Lengthen a new model's position embeddings to the asked lengths; check those of a checkpoint.
+
+    Returns:
+        The length to which a checkpoint's position embeddings must be resized once it is loaded, if any.
 
     Raises:
         ValueError: A checkpoint's embeddings are shorter than the asked length and may or can not be lengthened.
     """
-    target_length = max(data_args.max_target_length, data_args.val_max_target_length or 0)
-    for name, needed in (
-        ("max_position_embeddings", max(data_args.max_source_length, target_length)),
-        ("max_encoder_position_embeddings", data_args.max_source_length),
-        ("max_decoder_position_embeddings", target_length),
-    ):
+    resized = None
+    for name, flags in _POSITIONS.items():
+        lengths: dict[str, int] = {flag: getattr(data_args, flag) for flag in flags}
+        flag, needed = max(lengths.items(), key=lambda item: item[1])
         limit = getattr(config, name, None)
         if not isinstance(limit, int) or limit >= needed:
             continue
-        if new and data_args.resize_position_embeddings is not False:
+        permitted = data_args.resize_position_embeddings is not False
+        if permitted and new:
             setattr(config, name, needed)
-            logger.warning("The model's %s is raised from %d to %d.", name, limit, needed)
-        elif name != "max_position_embeddings" or data_args.resize_position_embeddings is False:
-            flag = "max_target_length" if name == "max_decoder_position_embeddings" else "max_source_length"
+        elif permitted and name == "max_position_embeddings" and _can_lengthen_positions(config):
+            resized = needed
+        else:
             raise ValueError(
                 f"--{flag} must be at most the model's {limit} position embeddings ({name}); got {needed}"
             )
+        logger.warning("The model's %s is raised from %d to %d.", name, limit, needed)
+    return resized
+
+
+def _can_lengthen_positions(config: PreTrainedConfig) -> bool:
+    model_class: Any = AutoModelForSeq2SeqLM._model_mapping.get(type(config), PreTrainedModel)
+    return model_class.resize_position_embeddings is not PreTrainedModel.resize_position_embeddings
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, data_args: SummarizationArguments) -> None:
+    """Tell a multilingual tokenizer its language, and check the tokens that flags name.
+
+    Args:
+        tokenizer: The tokenizer; None where one is to be trained, which will know no such tokens.
+        data_args: The data arguments.
+
+    Raises:
+        ValueError: A token is unknown, a language is missing, or there will be nothing to train a tokenizer on.
+    """
+    lang, forced = data_args.lang, data_args.forced_bos_token
+    if tokenizer is None:
+        for flag, token in (("lang", lang), ("forced_bos_token", forced)):
+            if token is not None:
+                raise ValueError(f"--{flag} {token} needs a tokenizer that knows this token: give --tokenizer_name")
+        if data_args.dataset_name is None and data_args.train_file is None:
+            raise ValueError(NO_TOKENIZER)
+        return
+    if hasattr(tokenizer, "src_lang"):
+        if lang is None:
+            raise ValueError(f"--lang is required with {type(tokenizer).__name__}, which serves many languages")
+        if _token_id(tokenizer, lang) is None:
+            raise ValueError(f"--lang {lang} is no language of {type(tokenizer).__name__}")
+        tokenizer.src_lang = tokenizer.tgt_lang = lang  # type: ignore[attr-defined]
+    if forced is not None and _token_id(tokenizer, forced) is None:
+        raise ValueError(f"--forced_bos_token {forced!r} is not in the tokenizer's vocabulary")
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
+    """The id of a token; None if the tokenizer does not know it."""
+    token_id: Any = tokenizer.convert_tokens_to_ids(token)
+    return None if token_id == tokenizer.unk_token_id else token_id
 
 
 def _prepare_generation(
@@ -278,24 +337,12 @@ def _prepare_generation(
     data_args: SummarizationArguments,
     training_args: SummarizationTrainingArguments,
 ) -> None:
-    """Resize positions of a checkpoint, set languages and forced tokens, and the length and beams of generation."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and limit < data_args.max_source_length:
-        try:
-            model.resize_position_embeddings(data_args.max_source_length)
-        except NotImplementedError:
-            raise ValueError(
-                f"--max_source_length must be at most {limit}: {type(model).__name__} cannot lengthen its position "
-                f"embeddings; got {data_args.max_source_length}"
-            ) from None
-        logger.warning("Position embeddings resized from %d to %d.", limit, data_args.max_source_length)
-    if hasattr(tokenizer, "src_lang"):
-        _set_language(model, tokenizer, data_args.lang)
+    """Set the first token, the length and the beams of generation."""
+    if model.config.model_type == "mbart" and hasattr(tokenizer, "src_lang") and data_args.lang is not None:
+        model.config.decoder_start_token_id = _token_id(tokenizer, data_args.lang)
+        model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id
     if data_args.forced_bos_token is not None:
-        token_id = tokenizer.convert_tokens_to_ids(data_args.forced_bos_token)
-        if token_id is None or token_id == tokenizer.unk_token_id:
-            raise ValueError(f"--forced_bos_token {data_args.forced_bos_token!r} is not in the tokenizer's vocabulary")
-        model.generation_config.forced_bos_token_id = token_id
+        model.generation_config.forced_bos_token_id = _token_id(tokenizer, data_args.forced_bos_token)
     if model.generation_config.max_length is None and model.generation_config.max_new_tokens is None:
         model.generation_config.max_length = data_args.val_max_target_length
         model.generation_config._from_model_config = False  # from now on it says more than the configuration
@@ -303,19 +350,6 @@ def _prepare_generation(
         training_args.generation_max_length = data_args.val_max_target_length
     if training_args.generation_num_beams is None:
         training_args.generation_num_beams = data_args.num_beams
-
-
-def _set_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lang: str | None) -> None:
-    if lang is None:
-        raise ValueError(f"--lang is required with {type(tokenizer).__name__}, which serves many languages")
-    token_id = tokenizer.convert_tokens_to_ids(lang)
-    if token_id is None or token_id == tokenizer.unk_token_id:
-        raise ValueError(f"--lang {lang} is no language of {type(tokenizer).__name__}")
-    tokenizer.src_lang = lang  # type: ignore[attr-defined]
-    tokenizer.tgt_lang = lang  # type: ignore[attr-defined]
-    if model.config.model_type == "mbart":
-        model.config.decoder_start_token_id = token_id
-        model.generation_config.decoder_start_token_id = token_id
 
 
 # ---- scores and predictions ----

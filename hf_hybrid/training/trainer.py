@@ -20,11 +20,11 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
+from hf_hybrid.data.preprocessing import IGNORED_LABEL
+
 __all__ = ["SummarizationTrainer", "TrainerMixin", "separate_ssm_parameters", "stop_gently"]
 
 logger = logging.getLogger(__name__)
-
-IGNORED_LABEL = -100
 
 
 def separate_ssm_parameters(

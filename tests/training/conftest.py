@@ -56,7 +56,7 @@ def arguments(data):
     """A function: model type and output folder to a small command line, to which more flags are added."""
 
     def build(model_type, output_dir, *more, overrides=""):
-        config = MODELS[model_type] + ("," + overrides if overrides else "")
+        config = ",".join(filter(None, [MODELS.get(model_type), overrides]))
         return [
             "--model_type", model_type, "--config_overrides", config, "--tokenizer_vocab_size", "300",
             "--cache_dir", str(data["cache"]), "--train_file", str(data["train"]),

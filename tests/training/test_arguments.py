@@ -1,17 +1,19 @@
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import hf_hybrid
 from hf_hybrid.training import summarization
 from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
-from hf_hybrid.training.command_line import parse_arguments, translate_removed_flags
+from hf_hybrid.training.command_line import parse_arguments, run_command_line, translate_removed_flags
+from hf_hybrid.training.common import load_config
 from hf_hybrid.training.config_overrides import parse_config_overrides
 
 ROOT = Path(hf_hybrid.__file__).parent.parent
@@ -52,6 +54,27 @@ REFUSED = {
         ["--config_overrides", "feed_forward_proj=a-b"],
         ["--config_overrides", "feed_forward_proj"],
     ),
+    "rule between fields": (
+        ["--model_type", "spade", "--config_overrides", "hidden_size=7"],
+        ["--config_overrides hidden_size=7: hidden_size must be a multiple of num_attention_heads"],
+    ),
+    "rule of a field": (
+        ["--model_type", "spade", "--config_overrides", "ssm_state_size=3"],
+        ["--config_overrides ssm_state_size=3: ssm_state_size must be even; got 3"],
+    ),
+    "unknown preset": (
+        ["--model_type", "spade", "--config_overrides", "preset=tinny,dropout=0"],
+        ["preset must be one of base, small, tiny; got 'tinny'. Did you mean 'tiny'?"],
+    ),
+    "preset in JSON": (["--model_type", "spade", "--config_overrides", '{"preset": 1}'], ["preset must be", "'1'"]),
+    "preset without presets": (["--config_overrides", "preset=tiny"], ["T5Config has no field 'preset'"]),
+    "no such tokenizer": (["--tokenizer_name", "/no/such"], ["--tokenizer_name /no/such", "no such folder"]),
+    "forced token of no tokenizer": (
+        ["--forced_bos_token", "<en>"],
+        ["--forced_bos_token <en>", "--tokenizer_name"],
+    ),
+    "language of no tokenizer": (["--lang", "en_XX"], ["--lang en_XX", "--tokenizer_name"]),
+    "nothing to train a tokenizer on": ([], ["no training split", "--tokenizer_name"]),
     "no train file": (["--do_train"], ["--do_train", "train split", "--train_file"]),
     "no test file": (["--do_predict"], ["--do_predict", "test split", "--test_file"]),
     "embedded": (["--dataset_name", "embedded:docstring"], ["embedded:docstring", "Did you mean 'docstrings'?"]),
@@ -129,9 +152,44 @@ def test_a_tokenizer_folder_without_tokenizer(base, tmp_path):
         summarization.main([*base, "--tokenizer_name", str(tmp_path / "empty")])
 
 
-def test_nothing_to_train_a_tokenizer_on(base):
-    with pytest.raises(ValueError, match="give --tokenizer_name"):
-        summarization.main(base)
+def test_a_data_set_with_nothing_to_train_a_tokenizer_on(base, data, tmp_path):
+    (tmp_path / "set").mkdir()
+    shutil.copy(data["validation"], tmp_path / "set" / "validation.jsonl")
+    position = base.index("--validation_file")
+    with pytest.raises(ValueError, match="no training split to train one on: give --tokenizer_name"):
+        summarization.main(
+            [*base[:position], "--dataset_name", str(tmp_path / "set"), *base[position + 2 :]],
+        )
+
+
+def test_a_preset_is_a_start_for_other_fields(tmp_path):
+    argv = ["--model_type", "spade", "--config_overrides", "preset=tiny,hidden_size=128", "--do_eval"]
+    model_args, *_ = parse_arguments(GROUPS, [*argv, "--use_cpu", "--output_dir", str(tmp_path)])
+    config = load_config(model_args, AutoModelForSeq2SeqLM)
+    expected = CONFIG_MAPPING["spade"].from_preset("tiny", hidden_size=128)
+    assert config.to_dict() == expected.to_dict()
+    assert config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_type": "spade", "ssm_state_size": 3}', "ssm_state_size must be even; got 3"),
+        ('{"model_type": "t5", "num_layers": "two"}', "'num_layers' expected int, got str (value: 'two')"),
+        ("{", "JSON"),
+        ("[1]", "config"),
+    ],
+)
+def test_a_checkpoint_with_a_broken_configuration_gives_one_line(base, tmp_path, capsys, content, message):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit) as exit_:
+        run_command_line(lambda: summarization.main([*base[2:], "--config_name", str(tmp_path / "model")]))
+    assert exit_.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: --config_name {tmp_path / 'model'}: ")
+    assert message in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer(arguments, tmp_path):
@@ -275,12 +333,21 @@ def test_config_overrides_that_are_refused(text, message):
     assert message in str(raised.value)
 
 
-def test_the_command_prints_one_line_and_exits_with_2(base):
-    command = [sys.executable, str(ROOT / "run_summarization.py"), *base, "--num_beams", "0"]
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--num_beams", "0"], "--num_beams must be a positive integer; got 0"),
+        (
+            ["--model_type", "spade", "--config_overrides", "ssm_state_size=3"],
+            "--config_overrides ssm_state_size=3: ssm_state_size must be even; got 3",
+        ),
+    ],
+)
+def test_the_command_prints_one_line_and_exits_with_2(base, more, message):
+    command = [sys.executable, str(ROOT / "run_summarization.py"), *base, *more]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
     assert result.returncode == 2
-    assert result.stderr.strip().splitlines()[-1] == "error: --num_beams must be a positive integer; got 0"
-    assert "Traceback" not in result.stderr
+    assert result.stderr == f"error: {message}\n"
 
 
 def test_the_script_is_short():

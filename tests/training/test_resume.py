@@ -1,3 +1,5 @@
+import contextlib
+import copy
 import json
 import shutil
 import signal
@@ -5,24 +7,31 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM
 
 import hf_hybrid
 from hf_hybrid.training import summarization
-from hf_hybrid.training.output_folder import complete_checkpoints
+from hf_hybrid.training.config_overrides import parse_config_overrides
+from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder, complete_checkpoints
 from hf_hybrid.training.trainer import SummarizationTrainer
 from tests.tolerances import assert_close
+from tests.training.conftest import MODELS, T5
 
 ROOT = Path(hf_hybrid.__file__).parent.parent
 STEPS = ("--do_train", "--do_eval", "--max_steps", "6", "--save_steps", "2")
 
 
+def _read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    history = _read(folder / "trainer_state.json")["log_history"]
     return torch.tensor([entry["loss"] for entry in history if "loss" in entry])
 
 
@@ -164,12 +173,137 @@ def test_permission_starts_anew_and_clears_old_checkpoints(arguments, used, capl
     assert "checkpoint-6" in caplog.text
 
 
-def test_permission_does_not_delete_the_model_it_starts_from(arguments, used):
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--text_column", "documnt"],
+        ["--validation_file", "no-such.jsonl"],
+        ["--tokenizer_name", "/no/such"],
+        ["--config_overrides", "d_model=32,num_heads=4,vocab_size=9"],
+    ],
+)
+def test_nothing_is_lost_to_a_run_that_does_not_start(arguments, used, more):
     before = _content(used)
-    argv = arguments("t5", used, *STEPS, "--overwrite_output_dir")[4:]
-    with pytest.raises(ValueError, match=r"--model_name_or_path .* lies in --output_dir"):
-        summarization.main([*argv, "--model_name_or_path", str(used / "checkpoint-4")])
+    with pytest.raises(ValueError, match=rf"{more[0]}|{more[1]}"):
+        summarization.main([*arguments("t5", used, *STEPS, "--overwrite_output_dir"), *more])
     assert _content(used) == before
+
+
+@pytest.mark.parametrize(
+    "flag", ["--model_name_or_path", "--tokenizer_name", "--config_name", "--resume_from_checkpoint"]
+)
+def test_permission_does_not_delete_what_the_run_is_made_from(arguments, used, flag):
+    source = used / "checkpoint-4"
+    if flag == "--resume_from_checkpoint":
+        source = shutil.copytree(used / "checkpoint-2", used / "checkpoint-4" / "checkpoint-2")
+    before = _content(used)
+    argv = arguments("t5", used, *STEPS, "--overwrite_output_dir", flag, str(source))
+    if flag in ("--model_name_or_path", "--config_name"):
+        argv = argv[4:]
+    with pytest.raises(ValueError, match=rf"{flag} .* lies in --output_dir .*--overwrite_output_dir deletes"):
+        summarization.main(argv)
+    assert _content(used) == before
+
+
+def test_permission_to_resume_earlier_deletes_only_what_comes_after(arguments, used):
+    argv = arguments("t5", used, "--do_train", "--max_steps", "3", "--save_steps", "3", "--overwrite_output_dir")
+    summarization.main([*argv, "--resume_from_checkpoint", str(used / "checkpoint-2")])
+    assert [Path(path).name for path in complete_checkpoints(used)] == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_permission_leaves_no_result_of_the_old_run(arguments, used):
+    (used / "notes.txt").write_text("mine", encoding="utf-8")
+    argv = arguments("t5", used, "--do_train", "--max_steps", "1", "--overwrite_output_dir")
+    metrics = summarization.main(argv)
+    for name in ("eval_results.json", "predict_results.json", "generated_predictions.txt"):
+        assert not (used / name).exists(), name
+    assert _read(used / "all_results.json") == metrics == _read(used / "train_results.json")
+    assert _read(used / "trainer_state.json")["global_step"] == 1
+    assert (used / "notes.txt").is_file()
+
+
+def test_permission_without_training_replaces_what_the_run_writes(arguments, used):
+    train = _read(used / "train_results.json")
+    argv = arguments("t5", used, "--do_predict", "--overwrite_output_dir", "--model_name_or_path", str(used))[4:]
+    predicted = summarization.main(argv)  # without --predict_with_generate
+    assert not (used / "generated_predictions.txt").exists()
+    written = _read(used / "all_results.json")
+    assert {name for name in written if name.startswith("predict_")} == set(predicted)
+    assert train.items() <= written.items()
+    assert "eval_loss" in written
+    assert len(complete_checkpoints(used)) == 3
+
+
+@pytest.mark.parametrize("process_index", [0, 1])
+def test_the_main_process_deletes_while_the_others_wait(used, process_index):
+    order = []
+
+    @contextlib.contextmanager
+    def main_process_first(**kwargs):
+        order.append(len(complete_checkpoints(used)))
+        yield
+        order.append(len(complete_checkpoints(used)))
+
+    args = SimpleNamespace(
+        output_dir=str(used), overwrite_output_dir=True, do_train=True, process_index=process_index,
+        main_process_first=main_process_first,
+    )  # fmt: skip
+    clear_output_folder(args, None, [])
+    assert order == [3, 0 if process_index == 0 else 3]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--config_overrides", T5.replace("num_layers=1", "num_layers=2")],
+            "num_layers is 1 there and 2 in this run",
+        ),
+        (["--config_overrides", f"{T5},dropout_rate=0.5"], "dropout_rate is 0.1 there and 0.5 in this run"),
+        (["--config_overrides", f"{T5},vocab_size=999"], "vocab_size is 300 there and 999 in this run"),
+        (["--model_type", "longt5"], "model_type is 't5' there and 'longt5' in this run"),
+    ],
+)
+def test_a_run_of_another_model_is_not_resumed(arguments, used, monkeypatch, more, message):
+    def work(**kwargs):
+        raise AssertionError("data were loaded before the configurations were compared")
+
+    monkeypatch.setattr(summarization, "load_raw_datasets", work)
+    before = _content(used)
+    argv = [*arguments("t5", used, *STEPS), *more, "--resume_from_checkpoint", "auto", "--overwrite_output_dir"]
+    with pytest.raises(ValueError, match=rf"--resume_from_checkpoint .*checkpoint-6: {message}"):
+        summarization.main(argv)
+    assert _content(used) == before
+
+
+def test_a_run_from_another_checkpoint_is_not_resumed(arguments, used, tmp_path):
+    config = AutoConfig.from_pretrained(used)
+    config.d_ff = 48
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "other")
+    argv = arguments("t5", used, *STEPS, "--resume_from_checkpoint", "auto", "--tokenizer_name", str(used))[4:]
+    with pytest.raises(ValueError, match="d_ff is 32 there and 48 in this run"):
+        summarization.main([*argv, "--model_name_or_path", str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("model_type", [*MODELS, "led with one window for all layers"])
+def test_a_saved_configuration_equals_itself(tmp_path, model_type):
+    model_type, *one_window = model_type.split(" with ")
+    config_class = CONFIG_MAPPING[model_type]
+    overrides = MODELS[model_type].replace("[8]", "8" if one_window else "[8]")
+    config = config_class(**parse_config_overrides(overrides, config_class))
+    AutoModelForSeq2SeqLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
+    check_resumed_model(config, str(tmp_path), new=True)
+    config.vocab_size += 1
+    check_resumed_model(config, str(tmp_path), new=False)
+    with pytest.raises(ValueError, match="vocab_size"):
+        check_resumed_model(config, str(tmp_path), new=True)
+
+
+def test_a_checkpoint_whose_configuration_cannot_be_read(arguments, used):
+    (used / "checkpoint-6" / "config.json").write_text("[]", encoding="utf-8")
+    argv = arguments("t5", used, *STEPS, "--resume_from_checkpoint", "auto", "--tokenizer_name", str(used))
+    with pytest.raises(ValueError, match=r"checkpoint-6: its config.json cannot be read"):
+        summarization.main(argv)
 
 
 def test_evaluation_into_a_used_folder_needs_permission_only_for_files_it_replaces(arguments, used):

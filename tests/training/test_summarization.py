@@ -3,9 +3,10 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PegasusConfig
 
-from hf_hybrid.training import summarization
+from hf_hybrid.training import common, summarization
+from hf_hybrid.training.config_overrides import parse_config_overrides
 from tests.training.conftest import MODELS, NO_DROPOUT
 
 
@@ -159,6 +160,75 @@ def test_positions_of_a_new_model_follow_the_lengths(arguments, tmp_path, caplog
     argv = arguments("bart", tmp_path / "out", "--do_eval", "--max_source_length", "80")
     summarization.main(argv)
     assert "max_position_embeddings is raised from 64 to 80" in caplog.text
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """Loading data fails the test: what is wrong can be seen before."""
+
+    def work(**kwargs):
+        raise AssertionError("data were loaded before everything else was checked")
+
+    monkeypatch.setattr(summarization, "load_raw_datasets", work)
+
+
+@pytest.mark.parametrize("flag", ["max_source_length", "max_target_length", "val_max_target_length"])
+def test_positions_of_a_checkpoint_are_checked_before_the_data(runs, arguments, tmp_path, no_data, flag):
+    folder, _ = runs("bart")
+    argv = arguments("bart", tmp_path / "out", "--do_eval", f"--{flag}", "80")[4:]
+    with pytest.raises(ValueError, match=rf"--{flag} must be at most the model's 64 .*; got 80"):
+        summarization.main([*argv, "--model_name_or_path", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--forced_bos_token", "<en>"], "--forced_bos_token '<en>' is not in the tokenizer's vocabulary"),
+        (["--config_overrides", f"{MODELS['t5']},vocab_size=9"], r"vocab_size must be at least the .*; got 9"),
+    ],
+)
+def test_a_named_tokenizer_is_checked_before_the_data(runs, arguments, tmp_path, no_data, more, message):
+    folder, _ = runs("t5")
+    with pytest.raises(ValueError, match=message):
+        summarization.main([*arguments("t5", tmp_path / "out", "--do_eval", "--tokenizer_name", str(folder)), *more])
+
+
+def test_a_language_is_checked_before_the_data_and_reaches_tokenizer_and_model(
+    runs, arguments, tmp_path, monkeypatch, no_data
+):
+    folder, _ = runs("t5")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.src_lang = tokenizer.tgt_lang = None
+    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
+    argv = arguments("mbart", tmp_path / "out", "--do_eval", "--tokenizer_name", str(folder), overrides=MODELS["bart"])
+    with pytest.raises(ValueError, match="--lang is required"):
+        summarization.main(argv)
+    with pytest.raises(ValueError, match="--lang xx is no language"):
+        summarization.main([*argv, "--lang", "xx"])
+    monkeypatch.undo()
+    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
+    seen = []
+    monkeypatch.setattr(summarization.SummarizationTrainer, "evaluate", lambda self, **kwargs: seen.append(self) or {})
+    summarization.main([*argv, "--lang", "a", "--forced_bos_token", "b"])
+    model = seen[0].model
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("a", "a")
+    assert model.generation_config.decoder_start_token_id == tokenizer.convert_tokens_to_ids("a")
+    assert model.generation_config.forced_bos_token_id == tokenizer.convert_tokens_to_ids("b")
+
+
+def test_positions_of_a_checkpoint_are_lengthened_where_its_model_can_and_the_run_is_resumed(
+    runs, arguments, tmp_path, caplog
+):
+    folder, _ = runs("bart")
+    argv = arguments("pegasus", tmp_path / "out", "--do_train", "--save_steps", "1", "--max_source_length", "80")
+    values = parse_config_overrides(MODELS["bart"], PegasusConfig)
+    config = PegasusConfig(**values | {"vocab_size": len(AutoTokenizer.from_pretrained(folder))})
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "pegasus")
+    argv = [*argv[4:], "--model_name_or_path", str(tmp_path / "pegasus"), "--tokenizer_name", str(folder)]
+    summarization.main([*argv, "--max_steps", "1"])
+    assert "max_position_embeddings is raised from 64 to 80" in caplog.text
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config.max_position_embeddings == 80
+    summarization.main([*argv, "--max_steps", "2", "--resume_from_checkpoint", "auto"])
 
 
 def test_rouge_is_the_mean_in_percent():

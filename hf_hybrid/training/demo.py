@@ -24,6 +24,7 @@ from hf_hybrid.training import summarization
 from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments, run_command_line
 from hf_hybrid.training.common import first_examples
+from hf_hybrid.training.output_folder import PREDICTIONS_FILE
 
 __all__ = ["LONG", "SHORT", "Recipe", "main", "run_demo"]
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 SCORES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 TRAINED, UNTRAINED, RANDOM, LEAD = "trained model", "untrained model", "random training summary", "lead baseline"
+MARGIN = 1.3
+"""A score beats another one if it is at least this many times as large."""
 MIN_DISTINCT = 0.5
 """At least this share of the generated summaries must be unlike all others."""
 _OWN_FILES = {"trained", "untrained", "report.md", "demo_results.json", "curves.png"}
@@ -236,14 +239,14 @@ def _held_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _read_predictions(folder: Path) -> list[str]:
-    text = (folder / summarization.PREDICTIONS_FILE).read_text(encoding="utf-8")
+    text = (folder / PREDICTIONS_FILE).read_text(encoding="utf-8")
     return [line.replace("\\n", " ") for line in text.split("\n")[:-1]]
 
 
 def check_learning(
     table: dict[str, dict[str, Any]], predictions: Sequence[str], references: Sequence[str]
 ) -> dict[str, bool]:
-    """Ask whether the trained model beats what knows nothing, and whether its output depends on its input.
+    """Ask whether the trained model clearly beats what knows nothing, and whether its output depends on its input.
 
     Args:
         table: Scores by row, with the rows of the trained model, the untrained one and the random summaries.
@@ -257,16 +260,17 @@ def check_learning(
     random.Random(_SEED).shuffle(shuffled)
     of_others = summarization.rouge_scores(predictions, shuffled)
     distinct = len(set(predictions)) / len(predictions)
-    drops = ", ".join(f"{table[TRAINED][key]:.1f} > {of_others[key]:.1f}" for key in SCORES)
+    drops = ", ".join(f"{table[TRAINED][key]:.1f} to {of_others[key]:.1f}" for key in SCORES)
+
+    def beats(other: dict[str, Any]) -> bool:
+        pairs = [(table[TRAINED][key], other[key]) for key in SCORES]
+        return all(score > compared and score >= MARGIN * compared for score, compared in pairs)
+
     return {
-        "beats the untrained model on every score": all(table[TRAINED][key] > table[UNTRAINED][key] for key in SCORES),
-        "beats random training summaries on every score": all(
-            table[TRAINED][key] > table[RANDOM][key] for key in SCORES
-        ),
+        f"at least {MARGIN} times the untrained model on every score": beats(table[UNTRAINED]),
+        f"at least {MARGIN} times the random training summaries on every score": beats(table[RANDOM]),
         f"{distinct:.0%} of its summaries are distinct (at least {MIN_DISTINCT:.0%})": distinct >= MIN_DISTINCT,
-        f"scores fall when the references are shuffled ({drops})": all(
-            table[TRAINED][key] > of_others[key] for key in SCORES
-        ),
+        f"at least {MARGIN} times what shuffled references give ({drops})": beats(of_others),
     }
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import sys
 
@@ -112,13 +113,32 @@ def test_a_model_that_summarizes_passes_the_checks():
     [
         (_table(50.0, chance=60.0), REFERENCES, [1]),
         (_table(50.0, untrained=60.0), REFERENCES, [0]),
-        (_table(20.0), ["return the value"] * 4, [2]),
+        (_table(5.5, untrained=5.0, chance=1.0), ["x", "y", "z", "w"], [0]),  # more, but not clearly
+        (_table(5.5, untrained=1.0, chance=5.0), ["x", "y", "z", "w"], [1]),
+        (_table(0.0, untrained=0.0, chance=-1.0), ["x", "y", "z", "w"], [0, 3]),  # a multiple of nothing is no more
+        (_table(50.0), ["return the value"] * 4, [2]),
         (_table(0.0, untrained=-1.0, chance=-1.0), ["x", "y", "z", "w"], [3]),
     ],
 )
 def test_each_check_can_fail(table, predictions, failing):
     checks = list(demo.check_learning(table, predictions, REFERENCES).values())
     assert [index for index, holds in enumerate(checks) if not holds] == failing
+
+
+def test_shuffled_references_must_cost_more_than_the_margin(monkeypatch):
+    monkeypatch.setattr(demo.summarization, "rouge_scores", lambda *texts: dict.fromkeys(demo.SCORES, 5.0))
+    for score, expected in ((5.5, False), (demo.MARGIN * 5.0, True)):
+        checks = demo.check_learning(_table(score, chance=1.0), REFERENCES, REFERENCES)
+        assert list(checks.values()) == [True, True, True, expected]
+        assert sum(f"at least {demo.MARGIN} times" in sentence for sentence in checks) == 3
+
+
+def test_a_demo_of_another_size_is_not_resumed(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "SHORT", micro)
+    monkeypatch.setattr(demo, "LONG", dataclasses.replace(micro, model=micro.model | {"hidden_size": 64}))
+    demo.main(["--output_dir", str(tmp_path / "demo")])
+    with pytest.raises(ValueError, match="hidden_size is 32 there and 64 in this run"):
+        demo.main(["--resume", "--long", "--output_dir", str(tmp_path / "demo")])
 
 
 def test_no_matplotlib_is_said_and_survived(monkeypatch, tmp_path, caplog):

@@ -295,7 +295,8 @@ def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s:
 # --- a run
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """Name the processor and count its cores."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
         for line in info:
             if line.startswith("model name"):
@@ -317,7 +318,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
     stamp = {
         "date": datetime.now(UTC).date().isoformat(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "threads": str(arguments.threads),
         "python": platform.python_version(),
         "torch": torch.__version__,

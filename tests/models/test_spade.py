@@ -336,7 +336,7 @@ def test_there_is_one_embedding_and_the_head_may_be_tied_to_it():
     assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
     untied = tiny_model("spade", "AutoModelForSeq2SeqLM", tie_word_embeddings=False)
     assert untied.lm_head.weight is not untied.model.encoder.embed_tokens.weight
-    tables = [module for module in untied.modules() if isinstance(module, nn.Embedding) and module.num_embeddings == 64]
+    tables = [m for m in untied.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == 64]
     assert tables == [untied.get_input_embeddings()]
 
 

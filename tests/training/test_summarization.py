@@ -252,3 +252,13 @@ def test_the_default_data_set_is_named_in_the_log(arguments, tmp_path, monkeypat
         summarization.main(argv[:position] + argv[position + 6 :])
     assert asked == ["embedded:docstrings"]
     assert "embedded:docstrings" in caplog.text
+
+
+def test_a_row_without_text_stops_the_run_unless_it_may_be_dropped(arguments, tmp_path):
+    rows = [{"document": "one two three", "summary": "one"}, {"document": "", "summary": "nothing"}]
+    path = tmp_path / "test.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    argv = arguments("spade", tmp_path / "out", "--do_predict", "--predict_with_generate", "--test_file", str(path))
+    with pytest.raises(ValueError, match=r"split 'test' must hold text.*'document' of row 2.*drop_empty_rows"):
+        summarization.main(argv)
+    assert summarization.main([*argv, "--drop_empty_rows"])["predict_samples"] == 1

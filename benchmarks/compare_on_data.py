@@ -1,0 +1,193 @@
+"""Train several small models from scratch on one data set, with several seeds and otherwise equal flags.
+
+Run it from the repository root, with the folder of the data set (``train`` and ``validation`` files)::
+
+    python -m benchmarks.compare_on_data benchmarks/experiments/samsum.json --data path/to/samsum
+    python -m benchmarks.compare_on_data --report benchmarks/results/samsum.csv   # its table, as Markdown
+
+An experiment is a JSON file: ``flags`` of ``run_summarization.py`` that all models share, and ``models``, which have
+flags of their own. Every run is a process of its own with one thread, so that as many as there are cores can run side
+by side and the processor time of a run means the same for all. Beside the models stand two rows that need no
+training: the first words of each document (as many as the training summaries' median), and training summaries drawn
+at random.
+"""
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_models import cpu_name, markdown_table
+
+RESULTS = Path("benchmarks/results")
+SCORES = ("eval_loss", "rouge1", "rouge2", "rougeL", "gen_len")
+# fmt: off
+COLUMNS = (
+    "date", "cpu", "torch", "transformers", "hf_hybrid", "dataset", "model", "seed",
+    "parameters", "steps", "cpu_minutes", *SCORES,
+)
+# fmt: on
+LEAD, RANDOM = "lead baseline", "random training summary"
+
+Row = dict[str, str]
+
+
+def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int, folder: Path, out: Path) -> None:
+    """Train every model with every seed, rewriting the CSV after each run."""
+    from hf_hybrid.version import __version__
+
+    files = {split: _data_file(data, split) for split in ("train", "validation")}
+    stamp = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": cpu_name(),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "hf_hybrid": __version__,
+        "dataset": data.name,
+    }
+    rows = [{**stamp, "model": name, "seed": "", **_shown(scores)} for name, scores in _baselines(files).items()]
+    commands = {
+        (name, seed): _argv(experiment["flags"] | flags, files, seed, folder / f"{name.replace(', ', '-')}-{seed}")
+        for seed in seeds
+        for name, flags in experiment["models"].items()
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        for (name, seed), result in zip(commands, pool.map(_train, commands.values()), strict=True):
+            rows.append({**stamp, "model": name, "seed": str(seed), **_shown(result)})
+            _write(out, rows)
+
+
+def _data_file(data: Path, split: str) -> Path:
+    found = sorted(data.glob(f"{split}.*"))
+    if len(found) != 1:
+        raise ValueError(f"--data {data} must hold one file named {split}.*; got {[path.name for path in found]}")
+    return found[0]
+
+
+def _argv(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Path) -> list[str]:
+    flags = {
+        **flags,
+        **{f"{split}_file": path for split, path in files.items()},
+        "do_train": True,
+        "do_eval": True,
+        "predict_with_generate": True,
+        "use_cpu": True,
+        "seed": seed,
+        "disable_tqdm": True,
+        "output_dir": folder,
+    }
+    return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in flags.items()]
+
+
+def _train(argv: list[str]) -> dict[str, float]:
+    """Train in this process with one thread; its processor time includes start-up, evaluation and generation."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    from hf_hybrid.training import summarization
+
+    torch.set_num_threads(1)
+    metrics = summarization.main(argv)
+    flags = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
+    model = AutoModelForSeq2SeqLM.from_pretrained(flags["output_dir"])
+    return {
+        **{name.removeprefix("eval_") if "rouge" in name or "gen_len" in name else name: value
+           for name, value in metrics.items()},
+        "parameters": model.num_parameters(),
+        "steps": int(flags["max_steps"]),
+        "cpu_minutes": time.process_time() / 60,
+    }  # fmt: skip
+
+
+def _baselines(files: dict[str, Path]) -> dict[str, dict[str, float]]:
+    from hf_hybrid.data.columns import summarization_columns
+    from hf_hybrid.data.loading import load_raw_datasets
+    from hf_hybrid.data.preprocessing import lead_baseline, random_summaries
+    from hf_hybrid.training.summarization import rouge_scores
+
+    splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
+    text, summary = summarization_columns(splits, dataset_name=None)
+    pool, references = list(splits["train"][summary]), list(splits["validation"][summary])
+    length = round(statistics.median(len(text.split()) for text in pool))
+    texts = {
+        RANDOM: random_summaries(pool, len(references), seed=0),
+        LEAD: [lead_baseline(document, length) for document in splits["validation"][text]],
+    }
+    return {name: rouge_scores(predictions, references) for name, predictions in texts.items()}
+
+
+def _shown(values: dict[str, float]) -> Row:
+    digits = {"parameters": 0, "steps": 0, "cpu_minutes": 1, "eval_loss": 4}
+    return {name: f"{value:.{digits.get(name, 2)}f}" for name, value in values.items() if name in COLUMNS}
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def report(rows: list[Row]) -> str:
+    """Return the table of a run as Markdown: the mean over the seeds, and behind it each seed's value."""
+    first = rows[-1]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "transformers", "hf_hybrid"))
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        runs = [row for row in rows if row["model"] == model]
+        parameters = f"{int(runs[0]['parameters']):,}" if runs[0]["parameters"] else ""
+        lines.append([model, parameters, *(_mean(runs, name) for name in ("cpu_minutes", *SCORES))])
+    names = ("validation loss", "ROUGE-1", "ROUGE-2", "ROUGE-L", "length (tokens)")
+    seeds = ", ".join(dict.fromkeys(row["seed"] for row in rows if row["seed"]))
+    return (
+        f"{first['date']}, {first['cpu']}, one thread; {versions}. {first['dataset']}, {first['steps']} steps, seeds "
+        f"{seeds}: the mean, and each seed's value.\n\n"
+        + markdown_table(["model", "parameters", "CPU minutes", *names], lines)
+    )
+
+
+def _mean(runs: list[Row], name: str) -> str:
+    values = [row[name] for row in runs if row[name]]
+    if len(values) < 2:
+        return "".join(values)
+    digits = len(values[0].partition(".")[2])
+    return f"{statistics.fmean(map(float, values)):.{digits}f} ({', '.join(values)})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an experiment, or print the table of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", type=Path, nargs="?", help="JSON file with flags and models")
+    parser.add_argument("--data", type=Path, help="folder with a train and a validation file")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"), help="the models, a new folder")
+    parser.add_argument("--out", type=Path, metavar="CSV", help=f"default: {RESULTS}/EXPERIMENT.csv")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="train nothing, print the table of this file")
+    arguments = parser.parse_args(argv)
+    table = arguments.report
+    if table is None:
+        if arguments.experiment is None or arguments.data is None:
+            parser.error("give an experiment and --data, or --report")
+        experiment = json.loads(arguments.experiment.read_text(encoding="utf-8"))
+        table = arguments.out or RESULTS / f"{arguments.experiment.stem}.csv"
+        run(experiment, arguments.data, arguments.seeds, arguments.jobs, arguments.output_dir, table)
+    with open(table, newline="", encoding="utf-8") as file:
+        print(report(list(csv.DictReader(file))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

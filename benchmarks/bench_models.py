@@ -3,7 +3,8 @@
 Run it from the repository root::
 
     python -m benchmarks.bench_models                                  # everything, under 45 minutes on two cores
-    python -m benchmarks.bench_models --models spade led --lengths 1024 --rounds 1 --out runs/try.csv
+    python -m benchmarks.bench_models --models spade led --lengths 1024 --rounds 1
+    python -m benchmarks.bench_models --out benchmarks/results/models_cpu.csv      # the record that is kept
     python -m benchmarks.bench_models --report benchmarks/results/models_cpu.csv   # its tables, as Markdown
 
 A cell is one model at one source length and precision. Each measurement of a cell is a process of its own: it builds
@@ -47,7 +48,7 @@ MATMULS = ((4096, 256, 1024), (4096, 1024, 256))  # the feed-forward network's, 
 
 PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in ("longt5", "pegasus_x", "led", "t5")]
 
-DEFAULT_OUT = Path("benchmarks/results/models_cpu.csv")
+DEFAULT_OUT = Path("runs/bench/models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # fmt: off

@@ -2,7 +2,8 @@
 
 Run it from the repository root, with the folder of the data set (``train`` and ``validation`` files)::
 
-    python -m benchmarks.compare_on_data benchmarks/experiments/samsum.json --data path/to/samsum
+    python -m benchmarks.compare_on_data benchmarks/experiments/samsum.json --data path/to/samsum \
+        --out benchmarks/results/samsum.csv                                       # the record that is kept
     python -m benchmarks.compare_on_data --report benchmarks/results/samsum.csv   # its table, as Markdown
 
 An experiment is a JSON file: ``flags`` of ``run_summarization.py`` that all models share, and ``models``, which have
@@ -29,7 +30,6 @@ from typing import Any
 
 from benchmarks.bench_models import cpu_name, markdown_table
 
-RESULTS = Path("benchmarks/results")
 SCORES = ("eval_loss", "rouge1", "rouge2", "rougeL", "gen_len")
 # fmt: off
 COLUMNS = (
@@ -37,7 +37,6 @@ COLUMNS = (
     "parameters", "steps", "cpu_minutes", *SCORES,
 )
 # fmt: on
-LEAD, RANDOM = "lead baseline", "random training summary"
 
 Row = dict[str, str]
 
@@ -114,17 +113,13 @@ def _train(argv: list[str]) -> dict[str, float]:
 def _baselines(files: dict[str, Path]) -> dict[str, dict[str, float]]:
     from hf_hybrid.data.columns import summarization_columns
     from hf_hybrid.data.loading import load_raw_datasets
-    from hf_hybrid.data.preprocessing import lead_baseline, random_summaries
+    from hf_hybrid.data.preprocessing import plain_baselines
     from hf_hybrid.training.summarization import rouge_scores
 
     splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
     text, summary = summarization_columns(splits, dataset_name=None)
     pool, references = list(splits["train"][summary]), list(splits["validation"][summary])
-    length = round(statistics.median(len(text.split()) for text in pool))
-    texts = {
-        RANDOM: random_summaries(pool, len(references), seed=0),
-        LEAD: [lead_baseline(document, length) for document in splits["validation"][text]],
-    }
+    texts = plain_baselines(list(splits["validation"][text]), pool)
     return {name: rouge_scores(predictions, references) for name, predictions in texts.items()}
 
 
@@ -173,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder with a train and a validation file")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"), help="the models, a new folder")
-    parser.add_argument("--out", type=Path, metavar="CSV", help=f"default: {RESULTS}/EXPERIMENT.csv")
+    parser.add_argument("--output_dir", type=Path, help="the models, a new folder (runs/EXPERIMENT)")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="default: OUTPUT_DIR/results.csv")
     parser.add_argument("--report", type=Path, metavar="CSV", help="train nothing, print the table of this file")
     arguments = parser.parse_args(argv)
     table = arguments.report
@@ -182,8 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.experiment is None or arguments.data is None:
             parser.error("give an experiment and --data, or --report")
         experiment = json.loads(arguments.experiment.read_text(encoding="utf-8"))
-        table = arguments.out or RESULTS / f"{arguments.experiment.stem}.csv"
-        run(experiment, arguments.data, arguments.seeds, arguments.jobs, arguments.output_dir, table)
+        folder = arguments.output_dir or Path("runs", arguments.experiment.stem)
+        table = arguments.out or folder / "results.csv"
+        run(experiment, arguments.data, arguments.seeds, arguments.jobs, folder, table)
     with open(table, newline="", encoding="utf-8") as file:
         print(report(list(csv.DictReader(file))))
     return 0

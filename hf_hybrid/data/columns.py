@@ -146,11 +146,14 @@ def check_pairs(
         ValueError: A value is neither a string nor missing, a row has no text or no summary and ``drop_empty`` is not
             set, or no row is left. The message tells the rows, counted from 1.
     """
+    from tqdm.auto import tqdm
+
     number = 0
     empty: dict[int, str] = {}  # row -> the first of its columns that is missing or blank
     batches = split.select_columns([text_column, summary_column]).iter(batch_size=1000)
     pairs = (pair for batch in batches for pair in zip(batch[text_column], batch[summary_column], strict=True))
-    for number, pair in enumerate(pairs, start=1):
+    bar = tqdm(pairs, desc=f"Checking {name}", total=len(split), unit="row", delay=1.0, disable=None)
+    for number, pair in enumerate(bar, start=1):
         for column, value in zip((text_column, summary_column), pair, strict=True):
             if value is not None and not isinstance(value, str):
                 raise ValueError(

@@ -157,9 +157,11 @@ def _read_pairs(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], int
 
 def _without_copies(pairs: Sequence[Pair]) -> list[Pair]:
     """Leave out every pair whose document or summary repeats an earlier one."""
+    from tqdm.auto import tqdm
+
     copies = NearCopyFilter()
     kept = []
-    for pair in pairs:
+    for pair in tqdm(pairs, desc="Leaving out near copies", unit="pair", delay=1.0, disable=None):
         body = words_of(pair.document.partition("\n")[2])
         if not copies.is_copy(body, f"summary: {words_of(pair.summary)}"):
             kept.append(pair)

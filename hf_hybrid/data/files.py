@@ -204,6 +204,7 @@ def _checked_header(place: str, number: int, fields: list[str]) -> list[str]:
 def _table(place: str, rows: Iterable[_Row]) -> "pa.Table":
     """Collect rows in Arrow memory, a batch at a time."""
     import pyarrow as pa
+    from tqdm.auto import tqdm
 
     tables: list[pa.Table] = []
     kinds: dict[str, str] = {}
@@ -218,7 +219,8 @@ def _table(place: str, rows: Iterable[_Row]) -> "pa.Table":
             raise ValueError(f"{place}, {lines}: values cannot be stored as columns; {error}") from error
         batch.clear()
 
-    for count, (number, row) in enumerate(rows, start=1):
+    bar = tqdm(rows, desc=f"Reading {place}", unit="row", delay=1.0, disable=None)
+    for count, (number, row) in enumerate(bar, start=1):
         for name, value in row.items():
             kind = kinds.setdefault(name, "null" if value is None else _kind(value))
             if kind == "null" and value is not None:

@@ -15,7 +15,7 @@ from hf_hybrid.suggestions import did_you_mean
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-__all__ = ["load_raw_datasets"]
+__all__ = ["embedded_name", "load_raw_datasets"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,21 @@ def load_raw_datasets(
             f"dataset_config_name must be None for {dataset_name!r}, which has no configurations; "
             f"got {dataset_config_name!r}"
         )
-    if dataset_name.startswith(_EMBEDDED_PREFIX):
-        return _load_embedded(dataset_name, cache_dir)
+    if (corpus := embedded_name(dataset_name)) is not None:
+        return embedded_corpus(corpus, cache_dir=cache_dir)
     if not dataset_name.strip():
         raise ValueError(f"dataset_name must not be empty; got {dataset_name!r}")
     return _load_named(dataset_name, dataset_config_name, cache_dir, token)
 
 
-def _load_embedded(dataset_name: str, cache_dir: str | None) -> "DatasetDict":
+def embedded_name(dataset_name: str) -> str | None:
+    """Return the corpus that ``embedded:NAME`` means; None for other data sets.
+
+    Raises:
+        ValueError: There is no such corpus.
+    """
+    if not dataset_name.startswith(_EMBEDDED_PREFIX):
+        return None
     name = dataset_name.removeprefix(_EMBEDDED_PREFIX)
     if name not in EMBEDDED:
         known = [_EMBEDDED_PREFIX + option for option in EMBEDDED]
@@ -88,7 +95,7 @@ def _load_embedded(dataset_name: str, cache_dir: str | None) -> "DatasetDict":
             f"dataset_name must be one of {', '.join(known)}, a folder or a Hub dataset; got {dataset_name!r}."
             f"{did_you_mean(dataset_name, known)}"
         )
-    return embedded_corpus(name, cache_dir=cache_dir)
+    return name
 
 
 def _load_files(files: dict[str, str], cache_dir: str | None) -> "DatasetDict":
@@ -130,8 +137,8 @@ def _load_named(name: str, config: str | None, cache_dir: str | None, token: str
         loaded = datasets.load_dataset(
             str(folder) if folder.is_dir() else name, config, cache_dir=cache_dir, token=token
         )
-    except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetGenerationError) as error:
-        # `datasets` reports a name that it cannot find, or cannot look up offline, by the first two.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
+        # OSError: not found, or not reachable; ValueError: a configuration; RuntimeError: a dataset that is a script
         raise ValueError(_cannot_load(name, folder, error)) from error
     if not isinstance(loaded, datasets.DatasetDict):
         raise ValueError(f"dataset_name must be a dataset with splits; got {name!r}, a {type(loaded).__name__}")

@@ -2,13 +2,21 @@
 
 import random
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["IGNORED_LABEL", "lead_baseline", "random_summaries", "split_sentences", "tokenize_summarization"]
+__all__ = [
+    "IGNORED_LABEL",
+    "lead_baseline",
+    "plain_baselines",
+    "random_summaries",
+    "split_sentences",
+    "tokenize_summarization",
+]
 
 IGNORED_LABEL = -100
 """The label that the losses of PyTorch and transformers skip."""
@@ -103,6 +111,24 @@ def split_sentences(text: str) -> list[str]:
             start = boundary.end()
         sentences.append(line[start:].strip())
     return [sentence for sentence in sentences if sentence]
+
+
+def plain_baselines(documents: Sequence[str], pool: Sequence[str], *, seed: int = 0) -> dict[str, list[str]]:
+    """Summarize documents in the two ways that need no model.
+
+    Args:
+        documents: The documents.
+        pool: The training summaries; their median length in words is that of a lead.
+        seed: Of the random draw.
+
+    Returns:
+        For each way, by the name that tables show, a summary for each document.
+    """
+    length = round(statistics.median(len(summary.split()) for summary in pool))
+    return {
+        "random training summary": random_summaries(pool, len(documents), seed),
+        "lead baseline": [lead_baseline(document, length) for document in documents],
+    }
 
 
 def lead_baseline(document: str, num_words: int) -> str:

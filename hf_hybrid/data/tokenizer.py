@@ -84,7 +84,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=True,
     )
     read = _Counted(texts)
     tokenizer.train_from_iterator(iter(read), trainer=trainer)

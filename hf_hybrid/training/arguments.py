@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
-from hf_hybrid.data.corpora import EMBEDDED
+from hf_hybrid.data.loading import embedded_name
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE
 from hf_hybrid.suggestions import did_you_mean
 
@@ -185,13 +185,8 @@ class SummarizationArguments:
     def __post_init__(self) -> None:
         if self.dataset_name is None and not self.files:
             self.dataset_name = DEFAULT_DATASET
-        if self.dataset_name is not None and self.dataset_name.startswith("embedded:"):
-            name = self.dataset_name.removeprefix("embedded:")
-            if name not in EMBEDDED:
-                raise ValueError(
-                    f"--dataset_name {self.dataset_name} is not an embedded corpus; there are "
-                    f"{', '.join('embedded:' + known for known in EMBEDDED)}.{did_you_mean(name, EMBEDDED)}"
-                )
+        if self.dataset_name is not None:
+            embedded_name(self.dataset_name)
         if self.val_max_target_length is None:
             self.val_max_target_length = self.max_target_length
         check_positive(

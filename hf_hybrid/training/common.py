@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -308,6 +309,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
+    may_add_weights: bool,
 ) -> PreTrainedModel:
     """Build a new model, or load the checkpoint and lengthen its embedding if the tokenizer needs it.
 
@@ -317,6 +319,11 @@ def load_model(
         config: What `load_config` returned, fitted to the tokenizer.
         tokenizer: The tokenizer.
         seed: Seed of a new model's weights, so that they do not depend on what ran before.
+        may_add_weights: Whether weights that the checkpoint lacks, such as a head, may be drawn at random, because
+            the model is going to be trained.
+
+    Raises:
+        ValueError: The model cannot be built, or the checkpoint cannot be read, or lacks weights or holds others.
     """
     set_seed(seed)
     if model_args.model_name_or_path is None:
@@ -327,11 +334,20 @@ def load_model(
         logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
         return model
     try:
-        model = auto_class.from_pretrained(
-            model_args.model_name_or_path, config=config, dtype=model_args.dtype, **_hub_arguments(model_args)
+        model, report = auto_class.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            dtype=model_args.dtype,
+            output_loading_info=True,
+            **_hub_arguments(model_args),
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model_name_or_path {model_args.model_name_or_path}: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"--model_name_or_path {model_args.model_name_or_path}: {one_line(error)}") from error
+    if (missing := sorted(report["missing_keys"])) and not may_add_weights:
+        raise ValueError(
+            f"--model_name_or_path {model_args.model_name_or_path} lacks {len(missing)} of the weights of "
+            f"{type(model).__name__}, such as {missing[0]}; it must be trained (--do_train) before it is used"
+        )
     ids, rows = number_of_ids(tokenizer), model.get_input_embeddings().weight.shape[0]
     if ids > rows:
         model.resize_token_embeddings(ids)

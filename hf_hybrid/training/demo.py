@@ -10,33 +10,32 @@ import argparse
 import json
 import logging
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
-from hf_hybrid.data.preprocessing import lead_baseline, random_summaries
+from hf_hybrid.data.preprocessing import plain_baselines
 from hf_hybrid.training import summarization
 from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments, run_command_line
 from hf_hybrid.training.common import first_examples
-from hf_hybrid.training.output_folder import PREDICTIONS_FILE
+from hf_hybrid.training.output_folder import PREDICTIONS_FILE, complete_checkpoints
 
 __all__ = ["LONG", "SHORT", "Recipe", "main", "run_demo"]
 
 logger = logging.getLogger(__name__)
 
 SCORES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
-TRAINED, UNTRAINED, RANDOM, LEAD = "trained model", "untrained model", "random training summary", "lead baseline"
+TRAINED, UNTRAINED, RANDOM = "trained model", "untrained model", "random training summary"
 MARGIN = 1.3
 """A score beats another one if it is at least this many times as large."""
 MIN_DISTINCT = 0.5
 """At least this share of the generated summaries must be unlike all others."""
-_OWN_FILES = {"trained", "untrained", "report.md", "demo_results.json", "curves.png"}
+_TRAINED_FOLDER, _UNTRAINED_FOLDER = "trained", "untrained"
+_REPORT, _RESULTS, _CURVES = "report.md", "demo_results.json", "curves.png"
 _SAMPLES = 5
 _SEED = 0
 
@@ -122,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Args:
-        argv: ``--long``, ``--output_dir FOLDER`` (default ``runs/demo``) and ``--resume``.
+        argv: ``--long`` and ``--output_dir FOLDER`` (default ``runs/demo``, or ``runs/demo-long``).
 
     Returns:
         The exit code: 0 if the model has learnt to summarize, 1 if it has not.
@@ -132,39 +131,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m hf_hybrid.training.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--long", action="store_true", help="a larger model, longer documents, many more steps")
-    parser.add_argument("--output_dir", default="runs/demo", help="its earlier demo, if any, is replaced")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted demo of the same kind")
+    parser.add_argument(
+        "--output_dir", help="an interrupted demo in it is continued, a finished one replaced (runs/demo[-long])"
+    )
     arguments = parser.parse_args(argv)
-    results = run_demo(LONG if arguments.long else SHORT, Path(arguments.output_dir), resume=arguments.resume)
+    folder = Path(arguments.output_dir or ("runs/demo-long" if arguments.long else "runs/demo"))
+    results = run_demo(LONG if arguments.long else SHORT, folder)
     return 0 if results["passed"] else 1
 
 
-def run_demo(recipe: Recipe, folder: Path, *, resume: bool = False) -> dict[str, Any]:
+def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Train, compare, show and write ``report.md``, ``demo_results.json`` and ``curves.png``.
 
     Args:
         recipe: The numbers.
-        folder: Output folder; an earlier demo in it is replaced.
-        resume: Continue from the last checkpoint of an interrupted demo.
+        folder: Output folder. A finished demo in it is replaced, an interrupted one continued.
 
     Returns:
         What ``demo_results.json`` holds: ``table``, ``checks``, ``passed``, ``samples``, ``checkpoint``.
 
     Raises:
-        ValueError: The folder holds something that is not a demo's.
+        ValueError: The folder holds something that is not a demo's, or an interrupted demo of another recipe.
+        KeyboardInterrupt: Training was stopped with Ctrl-C, after saving a checkpoint.
     """
     _check_folder(folder)
-    trained, untrained = folder / "trained", folder / "untrained"
+    trained, untrained = folder / _TRAINED_FOLDER, folder / _UNTRAINED_FOLDER
+    resume = bool(complete_checkpoints(trained)) and not (folder / _RESULTS).exists()
+    for name in (_REPORT, _RESULTS, _CURVES):
+        (folder / name).unlink(missing_ok=True)
     trained_argv = _argv(recipe, trained, train=True, resume=resume)
-    trained_metrics = summarization.main(trained_argv)
+    try:
+        trained_metrics = summarization.main(trained_argv)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt("the demo goes on from its last checkpoint when it is started again") from interrupt
     untrained_metrics = summarization.main([*_argv(recipe, untrained, train=False), "--tokenizer_name", str(trained)])
 
     documents, references, pool = _held_out(trained_argv)
-    length = round(statistics.median(len(summary.split()) for summary in pool))
     texts = {
         UNTRAINED: _read_predictions(untrained),
-        RANDOM: random_summaries(pool, len(documents), _SEED),
-        LEAD: [lead_baseline(document, length) for document in documents],
+        **plain_baselines(documents, pool, seed=_SEED),
         TRAINED: _read_predictions(trained),
     }
     losses = {UNTRAINED: untrained_metrics["eval_loss"], TRAINED: trained_metrics["eval_loss"]}
@@ -187,11 +192,11 @@ def run_demo(recipe: Recipe, folder: Path, *, resume: bool = False) -> dict[str,
         f'model = AutoModelForSeq2SeqLM.from_pretrained("{trained.as_posix()}")',
     )
     _verify_loading(load_lines)
-    has_curves = draw_curves(trained / "trainer_state.json", folder / "curves.png")
-    report = _report(results, load_lines, curves="curves.png" if has_curves else None)
+    has_curves = draw_curves(trained / "trainer_state.json", folder / _CURVES)
+    report = _report(results, load_lines, curves=_CURVES if has_curves else None)
     print("\n" + report)
-    (folder / "report.md").write_text(report, encoding="utf-8")
-    (folder / "demo_results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    (folder / _REPORT).write_text(report, encoding="utf-8")
+    (folder / _RESULTS).write_text(json.dumps(results, indent=2), encoding="utf-8")
     print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}")
     return results
 
@@ -199,8 +204,9 @@ def run_demo(recipe: Recipe, folder: Path, *, resume: bool = False) -> dict[str,
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file; it must be a folder")
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _OWN_FILES) if folder.is_dir() else []
-    if foreign:
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    own = {_TRAINED_FOLDER, _UNTRAINED_FOLDER, _REPORT, _RESULTS, _CURVES}
+    if foreign := [name for name in names if name not in own and name[0] != "."]:
         raise ValueError(f"--output_dir {folder} holds {', '.join(foreign[:3])}, which no demo wrote; give another")
 
 
@@ -221,9 +227,14 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
         flags |= {"save_total_limit": 1, **recipe.training}
         if resume:
             flags["resume_from_checkpoint"] = "auto"
-    if not torch.accelerator.is_available():
-        flags["use_cpu"] = True  # transformers refuses --bf16 on a machine without GPU unless it is told
-    elif not is_torch_bf16_gpu_available():
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        flags["use_cpu"] = (
+            True  # other accelerators lack float64; and without it, transformers refuses --bf16 on a CPU
+        )
+        has_bf16 = torch.cpu._is_avx512_bf16_supported()
+    if not has_bf16:
         flags.pop("bf16", None)
     return [f"--{name}={value}" for name, value in flags.items()]
 
@@ -322,9 +333,10 @@ def draw_curves(trainer_state: Path, path: Path) -> bool:
     return True
 
 
-def _report(results: dict[str, Any], load_lines: Sequence[str], *, curves: str | None) -> str:
+def scores_and_checks(results: dict[str, Any]) -> str:
+    """Return the scores of ``demo_results.json`` as a Markdown table, and its checks as a list."""
     width = max(map(len, results["table"]))
-    lines = ["# Demo", "", f"Scores on {results['test_documents']} held-out test documents, in percent.", ""]
+    lines = [f"Scores on {results['test_documents']} held-out test documents, in percent.", ""]
     lines.append(f"| {'':{width}} | {' | '.join(SCORES.values())} | validation loss |")
     lines.append(f"| {'-' * width} | {' | '.join('------:' for _ in SCORES)} | --------------: |")
     for name, row in results["table"].items():
@@ -333,6 +345,11 @@ def _report(results: dict[str, Any], load_lines: Sequence[str], *, curves: str |
         lines.append(f"| {name:{width}} | {scores} | {loss:>15} |")
     lines.append("")
     lines += [f"- {'yes' if holds else 'NO '}: {check}" for check, holds in results["checks"].items()]
+    return "\n".join(lines)
+
+
+def _report(results: dict[str, Any], load_lines: Sequence[str], *, curves: str | None) -> str:
+    lines = ["# Demo", "", scores_and_checks(results)]
     lines += [
         "",
         "The model has learnt to summarize." if results["passed"] else "THE MODEL HAS NOT LEARNT ENOUGH.",

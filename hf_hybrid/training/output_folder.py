@@ -181,11 +181,11 @@ def check_output_folder(
             )
         return
     stale = _stale_checkpoints(folder, resume_from)
-    if not permitted and _is_resumed(folder, resume_from) and stale:
+    whole = [path.name for path in stale if not missing_for_resume(path)]
+    if not permitted and _is_resumed(folder, resume_from) and whole:
         raise ValueError(
-            f"--resume_from_checkpoint {resume_from}: --output_dir also holds "
-            f"{', '.join(path.name for path in stale)}, which the run would overwrite; resume from the last one, or "
-            "give --overwrite_output_dir"
+            f"--resume_from_checkpoint {resume_from}: --output_dir also holds {', '.join(whole)}, which the run would "
+            "overwrite; resume from the last one, or give --overwrite_output_dir"
         )
     if not permitted and not _is_resumed(folder, resume_from) and content:
         resume = "" if resume_from or not complete_checkpoints(folder) else "--resume_from_checkpoint auto to go on, "
@@ -201,30 +201,41 @@ def check_output_folder(
             )
 
 
-def clear_output_folder(training_args: TrainingArguments, resume_from: str | None, outputs: Sequence[str]) -> None:
-    """With ``--overwrite_output_dir``, delete what the run that is written over left and this one may not replace.
+def clear_output_folder(
+    training_args: TrainingArguments, resume_from: str | None, outputs: Sequence[str], model_name_or_path: str | None
+) -> None:
+    """Delete what an earlier run left and this one may not replace.
 
-    Call it when nothing but the work itself is left to do: what was saved before must not be lost to a typing error.
-    The main process deletes while the others wait.
+    With ``--overwrite_output_dir`` these are its checkpoints, results and weights, so that nobody takes them for the
+    new run's; in a run that is resumed, checkpoints whose saving was cut off. Call it when nothing but the work itself
+    is left to do: what was saved before must not be lost to a typing error. The main process deletes while the others
+    wait.
 
     Args:
         training_args: The training arguments.
         resume_from: The checkpoint that the run continues from, if any; it stays, and so do the ones before it.
         outputs: Names of the files that a run without training writes. A run with training replaces all results.
+        model_name_or_path: The checkpoint that the run starts from, if any; weights that it reads stay.
     """
-    if not getattr(training_args, "overwrite_output_dir", False):
-        return
     folder = Path(str(training_args.output_dir))
+    permitted = getattr(training_args, "overwrite_output_dir", False)
+    if not permitted and not _is_resumed(folder, resume_from):
+        return
     with training_args.main_process_first(local=False, desc="clear the output folder"):
         if training_args.process_index != 0:
             return
-        doomed = [folder / name for name in (RESULT_FILES if training_args.do_train else outputs)]
-        doomed = [path for path in doomed if path.is_file()]
+        doomed = []
+        if permitted:
+            starts_here = model_name_or_path is not None and Path(model_name_or_path).resolve() == folder.resolve()
+            files = (*RESULT_FILES, *(() if starts_here else WEIGHTS_FILES)) if training_args.do_train else outputs
+            doomed = [folder / name for name in files if (folder / name).is_file()]
         if training_args.do_train:
-            doomed += _stale_checkpoints(folder, resume_from)
+            stale = _stale_checkpoints(folder, resume_from)
+            doomed += stale if permitted else [path for path in stale if missing_for_resume(path)]
         if doomed:
             names = ", ".join(path.name for path in doomed)
-            logger.warning("--overwrite_output_dir: deleting %s in %s.", names, folder)
+            reason = "--overwrite_output_dir" if permitted else "saved in part only"
+            logger.warning("%s: deleting %s in %s.", reason, names, folder)
         for path in doomed:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_hybrid.data.columns import check_pairs, summarization_columns
-from hf_hybrid.data.loading import load_raw_datasets
+from hf_hybrid.data.loading import embedded_name, load_raw_datasets
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, split_sentences, tokenize_summarization
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.training.arguments import (
@@ -102,7 +102,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             None if train_split is None else _texts(train_split, text_column, summary_column),
             fingerprint=None if train_split is None else train_split._fingerprint,
         )
-    model = load_model(model_args, AutoModelForSeq2SeqLM, config, tokenizer, seed=training_args.seed)
+    model = load_model(
+        model_args,
+        AutoModelForSeq2SeqLM,
+        config,
+        tokenizer,
+        seed=training_args.seed,
+        may_add_weights=training_args.do_train,
+    )
     if resized_positions is not None:
         model.resize_position_embeddings(resized_positions)
     _prepare_generation(model, tokenizer, data_args, training_args)
@@ -127,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         compute_metrics=partial(_compute_metrics, tokenizer) if training_args.predict_with_generate else None,
     )
 
-    clear_output_folder(training_args, resume_from, outputs)
+    clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics: dict[str, float] = {}
     if training_args.do_train:
         metrics |= train(trainer, resume_from)
@@ -162,7 +169,7 @@ def load_splits(
 ) -> tuple[DatasetDict, str, str]:
     """Load the splits that a run needs, with a text and a summary in every row, and the names of the two columns.
 
-    The training split is there even when only evaluating, if the dataset has one: a tokenizer may be trained on it.
+    If a tokenizer is to be trained, the training split is there even when only evaluating, as far as there is one.
 
     Raises:
         ValueError: A split is missing that the run needs, or a column, or a row has no text or no summary.
@@ -177,7 +184,7 @@ def load_splits(
             cache_dir=model_args.cache_dir,
             token=model_args.token,
         )
-    if (data_args.dataset_name or "").startswith("embedded:"):
+    if data_args.dataset_name is not None and embedded_name(data_args.dataset_name) is not None:
         raw = raw.shuffle(seed=0)  # they come module by module: the first N would be those of one package
     flags = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
     for split, flag in flags.items():
@@ -189,12 +196,11 @@ def load_splits(
         text_column=data_args.text_column,
         summary_column=data_args.summary_column,
     )
-    used = [
-        split for split, flag in flags.items() if split in raw and (split == "train" or getattr(training_args, flag))
-    ]
+    trains_tokenizer = model_args.model_name_or_path is None and model_args.tokenizer_name is None
     checked = {
         split: check_pairs(raw[split], text_column, summary_column, name=split, drop_empty=data_args.drop_empty_rows)
-        for split in used
+        for split, flag in flags.items()
+        if split in raw and (getattr(training_args, flag) or (split == "train" and trains_tokenizer))
     }
     return DatasetDict(checked), text_column, summary_column
 

@@ -304,3 +304,17 @@ def test_hub_names_reach_datasets_unchanged(load, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset", record)
     load(dataset_name="abisee/cnn_dailymail", dataset_config_name="3.0.0", token="secret")
     assert calls == [(("abisee/cnn_dailymail", "3.0.0"), {"cache_dir": str(tmp_path / "cache"), "token": "secret"})]
+
+
+def test_a_configuration_that_a_folder_lacks_is_one_error(load, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "a", "summary": "b"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"dataset_name must be a folder that datasets can read.*nope"):
+        load(dataset_name=str(folder), dataset_config_name="nope")
+
+
+@pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder"])
+def test_a_path_that_does_not_exist_is_one_error(load, name):
+    with pytest.raises(ValueError, match=rf"an existing folder.*got {name!r}"):
+        load(dataset_name=name)

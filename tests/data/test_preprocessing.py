@@ -5,6 +5,7 @@ from hf_hybrid.data import preprocessing
 from hf_hybrid.data.preprocessing import (
     IGNORED_LABEL,
     lead_baseline,
+    plain_baselines,
     random_summaries,
     split_sentences,
     tokenize_summarization,
@@ -100,3 +101,11 @@ def test_random_summaries():
         random_summaries([], 1, seed=1)
     with pytest.raises(ValueError, match="count must be zero or more; got -1"):
         random_summaries(pool, -1, seed=1)
+
+
+def test_plain_baselines_are_as_long_as_the_median_training_summary():
+    pool = ["one", "one two three", "one two three four five"]
+    made = plain_baselines(["a b c d e", "f g"], pool)
+    assert made["lead baseline"] == ["a b c", "f g"]
+    assert set(made["random training summary"]) <= set(pool)
+    assert made == plain_baselines(["a b c d e", "f g"], pool)

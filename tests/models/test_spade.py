@@ -7,6 +7,7 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_hybrid import SpadeConfig, SpadeEncoderModel, SpadeForConditionalGeneration, SpadeModel
+from hf_hybrid.kernels.ssm_kernel.reference import s4_scan
 from hf_hybrid.layers.relative_position import relative_position_bucket
 from hf_hybrid.layers.s4 import S4
 
@@ -234,7 +235,7 @@ def test_choice_of_global_layers(choice, layers):
 
 
 def test_only_the_global_layer_sees_far():
-    """Without it, position t depends on nothing beyond layers * radius tokens away (oracle 5)."""
+    """Without it, position t depends on nothing that is more than layers * radius tokens away."""
     for choice, reaches in (("none", False), ("bottom", True)):
         model = encoder(global_layers=choice)
         ids = tiny_inputs(model, batch=1, length=40)["input_ids"]
@@ -305,6 +306,8 @@ OPTIONS = [
     {"ssm_postact": "gelu_glu", "ssm_use_D": False, "ssm_l_max": 5, "ssm_freeze": "none"},
     {"head_dim": 10},
     {"num_decoder_layers": 1},
+    {"combine_mode": "add", "decoder_global_layers": "all"},
+    {"combine_mode": "stack", "decoder_global_layers": "all"},
 ]
 
 
@@ -313,6 +316,9 @@ def test_every_option_trains_saves_and_loads(options, tmp_path):
     model = tiny_model("spade", "AutoModelForSeq2SeqLM", **options).train()
     labels = torch.randint(2, 64, (2, 7))
     model(input_ids=tiny_inputs(model)["input_ids"], labels=labels).loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tiny_inputs(model)["input_ids"], labels=labels).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     model.eval().save_pretrained(tmp_path)
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
@@ -376,6 +382,41 @@ def test_four_dimensional_masks_are_accepted():
         encoder()(ids, attention_mask=pairs)
 
 
+def test_four_dimensional_masks_of_an_encoder_decoder():
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM", global_layers="none")
+    inputs = tiny_inputs(model, length=9, target_length=5)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    expected = model(**inputs, attention_mask=mask).logits
+    kept = mask.bool()[:, None, None, :]
+    added = torch.zeros(kept.shape).masked_fill(~kept, torch.finfo(torch.float32).min)
+    for given in (kept, added):
+        assert_close(model(**inputs, attention_mask=given).logits, expected, "float32 model")
+    with pytest.raises(ValueError, match=r"attention_mask must be of shape .* with a decoder.*got \(2, 1, 9, 9\)"):
+        model(**inputs, attention_mask=kept.expand(2, 1, 9, 9))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("attention_type", "windwo", "attention_type must be one of window, chunk, full; got 'windwo'"),
+        ("norm_position", "per", "norm_position must be one of post, pre; got 'per'"),
+        ("num_hidden_layers", 1, "global_layers must list distinct layers between 0 and 0"),
+    ],
+)
+def test_fields_set_on_loading_are_checked(field, value, rule, tmp_path):
+    tiny_model("spade", "AutoModelForSeq2SeqLM", global_layers=[1]).save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=rule):
+        SpadeForConditionalGeneration.from_pretrained(tmp_path, **{field: value})
+
+
+def test_layers_may_be_named_on_loading(tmp_path):
+    tiny_model("spade", "AutoModelForSeq2SeqLM", global_layers="none").save_pretrained(tmp_path)
+    model = SpadeForConditionalGeneration.from_pretrained(tmp_path, global_layers="all")
+    assert model.config.global_layers == [0, 1]
+    assert all(layer.mixer.ssm is not None for layer in model.get_encoder().layers)
+
+
 def test_absolute_positions_end():
     model = tiny_model("spade", "AutoModel", decoder_position="learned_absolute", max_decoder_positions=6)
     model(**tiny_inputs(model, target_length=6))
@@ -383,14 +424,33 @@ def test_absolute_positions_end():
         model(**tiny_inputs(model, target_length=7))
 
 
-def test_encoder_beyond_any_length_it_was_trained_with():
-    """A model trained on short inputs reads long ones, and the beginning of an answer does not depend on the rest."""
+def test_local_layers_read_the_beginning_of_a_long_document_like_that_of_a_short_one():
     model = encoder(global_layers="none", num_hidden_layers=1)
     ids = tiny_inputs(model, batch=1, length=2000)["input_ids"]
     assert_close(
         model(ids).last_hidden_state[:, :100], model(ids[:, :200]).last_hidden_state[:, :100], "float32 model"
     )
-    assert torch.isfinite(encoder()(ids).last_hidden_state).all()
+
+
+def test_state_space_model_at_five_thousand_tokens_is_the_recurrence_from_both_ends():
+    ssm = first_mixer(encoder().double()).ssm
+    u = torch.randn(1, 5000, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    C, B, P = (torch.view_as_complex(x) for x in (ssm.C, ssm.B[0], ssm.P[0]))
+    w, dt = torch.complex(-ssm.log_A_real.exp(), ssm.A_imag), ssm.log_dt.exp()
+    forward = s4_scan(u, C[:1], B, P, w, dt)[0][:, 0]
+    backward = s4_scan(u.flip(1), C[1:], B, P, w, dt)[0][:, 0].flip(1)
+    expected = forward + nn.functional.pad(backward[:, 1:], (0, 0, 0, 1)) + ssm.D * u  # the future starts at t + 1
+    assert_close(ssm(u), expected, "float64")
+
+
+def test_a_short_document_beside_a_very_long_one_is_read_as_if_alone():
+    model = encoder()
+    ids = tiny_inputs(model, length=2500)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 700:] = 0
+    together = model(ids, attention_mask=mask).last_hidden_state
+    assert_close(together[:1, :700], model(ids[:1, :700]).last_hidden_state, "float32 model")
+    assert_close(together[1:], model(ids[1:]).last_hidden_state, "float32 model")
 
 
 # bad configs ---------------------------------------------------------------------------------------------------------
@@ -462,6 +522,15 @@ def test_models_refuse_what_they_cannot_be():
         model(input_ids=torch.tensor([[2, 3]]), labels=torch.tensor([[2, 3]]))
 
 
-def test_s4_is_where_the_config_says():
-    assert sum(isinstance(m, S4) for m in tiny_model("spade", "AutoModel").modules()) == 1
-    assert not any(isinstance(m, nn.LSTM) for m in tiny_model("spade", "AutoModel").modules())
+@pytest.mark.parametrize(
+    ("in_encoder", "in_decoder"),
+    [([0], []), ([], []), ([1, 2], []), ([], [0]), ([0, 2], [1]), ([2], [1]), ([0, 1, 2], [0, 1])],
+)
+def test_s4_is_exactly_where_the_config_says(in_encoder, in_decoder):
+    layers = {"num_hidden_layers": 3, "global_layers": in_encoder}
+    decoder_layers = {"num_decoder_layers": 2, "decoder_global_layers": in_decoder}
+    both_ways = {f"encoder.layers.{index}.mixer.ssm": True for index in in_encoder}
+    causal = {f"decoder.layers.{index}.mixer.ssm": False for index in in_decoder}
+    for auto_class, expected in (("AutoModel", both_ways | causal), ("AutoModelForTextEncoding", both_ways)):
+        model = tiny_model("spade", auto_class, **layers, **decoder_layers)
+        assert {name: m.bidirectional for name, m in model.named_modules() if isinstance(m, S4)} == expected

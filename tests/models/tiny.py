@@ -33,6 +33,8 @@ DECODERS = {
         "state space": {"decoder_global_layers": [0]},
         "state space and window": {"decoder_global_layers": "all", "decoder_attention_type": "window"},
         "state space and chunk": {"decoder_global_layers": [1], "decoder_attention_type": "chunk"},
+        "state space added": {"decoder_global_layers": [0], "combine_mode": "add"},
+        "state space below": {"decoder_global_layers": [0], "combine_mode": "stack"},
         "absolute positions": {"decoder_position": "learned_absolute"},
     },
 }

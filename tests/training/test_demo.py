@@ -67,11 +67,40 @@ def test_the_demo_leaves_other_folders_alone(micro, tmp_path):
 def test_the_long_recipe_is_chosen(monkeypatch, tmp_path):
     ran = []
     monkeypatch.setattr(
-        demo, "run_demo", lambda recipe, folder, resume: ran.append((recipe, resume)) or {"passed": True}
+        demo, "run_demo", lambda recipe, folder: ran.append((recipe, folder.as_posix())) or {"passed": True}
     )
-    assert demo.main(["--long", "--resume", "--output_dir", str(tmp_path)]) == 0
-    assert demo.main(["--output_dir", str(tmp_path)]) == 0
-    assert ran == [(demo.LONG, True), (demo.SHORT, False)]
+    assert demo.main(["--long"]) == 0
+    assert demo.main([]) == 0
+    assert demo.main(["--output_dir", "elsewhere"]) == 0
+    assert ran == [(demo.LONG, "runs/demo-long"), (demo.SHORT, "runs/demo"), (demo.SHORT, "elsewhere")]
+
+
+def test_an_interrupted_demo_goes_on_when_it_is_started_again(micro, tmp_path, monkeypatch):
+    trained = []
+
+    def interrupted(argv):
+        metrics = summarization_main([*argv, "--max_steps=2"])
+        trained.append(metrics)
+        raise KeyboardInterrupt
+
+    summarization_main = demo.summarization.main
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.summarization, "main", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="goes on from its last checkpoint when it is started again"):
+            demo.run_demo(micro, tmp_path)
+    (tmp_path / ".DS_Store").touch()
+    resumed = []
+    monkeypatch.setattr(
+        demo.summarization,
+        "main",
+        lambda argv: resumed.append("--resume_from_checkpoint=auto" in argv) or summarization_main(argv),
+    )
+    demo.run_demo(micro, tmp_path)
+    history = json.loads((tmp_path / "trained" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert resumed == [True, False]
+    assert history["global_step"] == 3
+    demo.run_demo(micro, tmp_path)  # a finished one is replaced
+    assert resumed[2:] == [False, False]
 
 
 @pytest.mark.parametrize("recipe", [demo.SHORT, demo.LONG], ids=["short", "long"])
@@ -137,8 +166,9 @@ def test_a_demo_of_another_size_is_not_resumed(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "SHORT", micro)
     monkeypatch.setattr(demo, "LONG", dataclasses.replace(micro, model=micro.model | {"hidden_size": 64}))
     demo.main(["--output_dir", str(tmp_path / "demo")])
+    (tmp_path / "demo" / "demo_results.json").unlink()  # as if it had been interrupted
     with pytest.raises(ValueError, match="hidden_size is 32 there and 64 in this run"):
-        demo.main(["--resume", "--long", "--output_dir", str(tmp_path / "demo")])
+        demo.main(["--long", "--output_dir", str(tmp_path / "demo")])
 
 
 def test_no_matplotlib_is_said_and_survived(monkeypatch, tmp_path, caplog):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM
 
 import hf_hybrid
@@ -248,7 +248,7 @@ def test_the_main_process_deletes_while_the_others_wait(used, process_index):
         output_dir=str(used), overwrite_output_dir=True, do_train=True, process_index=process_index,
         main_process_first=main_process_first,
     )  # fmt: skip
-    clear_output_folder(args, None, [])
+    clear_output_folder(args, None, [], None)
     assert order == [3, 0 if process_index == 0 else 3]
 
 
@@ -327,6 +327,49 @@ def test_half_written_checkpoints_are_passed_over(arguments, used):
     argv = arguments("t5", used, *STEPS, "--resume_from_checkpoint")
     with pytest.raises(ValueError, match=r"checkpoint-6 is not a complete checkpoint: trainer_state.json missing"):
         summarization.main([*argv, str(used / "checkpoint-6")])
+
+
+def test_auto_goes_on_from_before_a_save_that_was_cut_off(arguments, used, caplog):
+    (used / "checkpoint-6" / "trainer_state.json").unlink()
+    summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
+    assert "saved in part only: deleting checkpoint-6" in caplog.text
+    assert [Path(path).name for path in complete_checkpoints(used)][-1] == "checkpoint-6"
+
+
+def test_permission_leaves_no_weights_that_could_pass_for_the_new_runs(arguments, used, monkeypatch):
+    _press_ctrl_c(monkeypatch, in_step=1)
+    with pytest.raises(KeyboardInterrupt):
+        summarization.main(arguments("t5", used, *STEPS, "--overwrite_output_dir"))
+    assert not (used / "model.safetensors").exists()
+
+
+def test_permission_keeps_the_weights_that_a_run_starts_from(arguments, used, monkeypatch):
+    before = (used / "model.safetensors").read_bytes()
+    argv = arguments("t5", used, *STEPS, "--overwrite_output_dir", "--model_name_or_path", str(used))[4:]
+    _press_ctrl_c(monkeypatch, in_step=1)
+    with pytest.raises(KeyboardInterrupt):
+        summarization.main(argv)
+    assert (used / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tensor in sight", "cut"])
+def test_damaged_weights_are_refused(arguments, used, tmp_path, content):
+    path = used / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100] if content == "cut" else content)
+    argv = arguments("t5", tmp_path / "out", "--do_eval", "--model_name_or_path", str(used))[4:]
+    with pytest.raises(ValueError, match=rf"^--model_name_or_path {used}: .+"):
+        summarization.main(argv)
+
+
+def test_weights_that_are_missing_are_not_made_up(arguments, used, tmp_path):
+    path = used / "model.safetensors"
+    tensors = load_file(path)
+    lost = "decoder.final_layer_norm.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, path, metadata={"format": "pt"})
+    argv = arguments("t5", tmp_path / "out", "--model_name_or_path", str(used))[4:]
+    with pytest.raises(ValueError, match=rf"lacks 1 of the weights of T5ForCond.*such as {lost}; it must be trained"):
+        summarization.main([*argv, "--do_eval"])
+    summarization.main([*argv, "--do_train", "--max_steps", "1"])
 
 
 def test_resume_auto_and_true_in_an_empty_folder(arguments, tmp_path):

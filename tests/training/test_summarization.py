@@ -262,3 +262,11 @@ def test_a_row_without_text_stops_the_run_unless_it_may_be_dropped(arguments, tm
     with pytest.raises(ValueError, match=r"split 'test' must hold text.*'document' of row 2.*drop_empty_rows"):
         summarization.main(argv)
     assert summarization.main([*argv, "--drop_empty_rows"])["predict_samples"] == 1
+
+
+def test_rows_of_a_split_that_is_not_used_do_not_matter(runs, arguments, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"document": "", "summary": ""}), encoding="utf-8")
+    folder, _ = runs("spade")
+    argv = arguments("spade", tmp_path / "out", "--do_predict", "--train_file", str(path))[4:]
+    assert "predict_loss" in summarization.main([*argv, "--model_name_or_path", str(folder)])

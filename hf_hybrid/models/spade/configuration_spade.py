@@ -195,12 +195,9 @@ class SpadeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
-        self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_hidden_layers
-        self.decoder_global_layers = _layer_list(
-            "decoder_global_layers", self.decoder_global_layers, self.num_decoder_layers
-        )
+        self._spell_out_layers()
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -216,8 +213,15 @@ class SpadeConfig(PreTrainedConfig):
             self.ssm_n_ssm = self.hidden_size if self.ssm_freeze == "none" else 1
         super().__post_init__(**kwargs)
 
+    def _spell_out_layers(self):
+        self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)
+        self.decoder_global_layers = _layer_list(
+            "decoder_global_layers", self.decoder_global_layers, self.num_decoder_layers
+        )
+
     def validate_architecture(self):
         """Check every field against its rule; part of the strict dataclass validation."""
+        self._spell_out_layers()  # they may have been set anew
         for field in POSITIVE_FIELDS:
             value = getattr(self, field)
             if value is not None and value < 1:

@@ -102,8 +102,7 @@ def visible_keys(
         visible = near if visible is None else visible & near
     visible = None if visible is None else visible[None, None]
     if attention_mask is not None and attention_mask.dim() == 4:
-        kept = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        kept = kept[..., -query_length:, :key_length]
+        kept = kept_pairs(attention_mask)[..., -query_length:, :key_length]
         visible = kept if visible is None else visible & kept
         attention_mask = None
     if config.attention_type == "chunk":
@@ -120,6 +119,13 @@ def visible_keys(
         kept = attention_mask.to(torch.bool)[:, positions][:, None, None, :]
         visible = kept if visible is None else visible & kept
     return visible
+
+
+def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Spell out a padding mask `(B, S)` or `(B, 1, 1 or T, S)`, boolean or added to scores, as True where it keeps."""
+    if attention_mask.dim() == 4:
+        return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    return attention_mask.to(torch.bool)[:, None, None, :]
 
 
 def additive_mask(
@@ -371,7 +377,8 @@ class SpadeTokenMixer(nn.Module):
         local_states = self.local_norm(self.attention(hidden_states, **attend)[0])
         global_states = self.global_norm(global_states)
         if self.config.combine_mode == "add":
-            return torch.lerp(local_states, global_states, float(self.config.combine_alpha))
+            # not torch.lerp, which refuses the mixed precisions of autocast
+            return local_states + self.config.combine_alpha * (global_states - local_states)
         branches = (local_states, global_states)
         if self.config.concat_order == "global_local":
             branches = branches[::-1]
@@ -487,6 +494,10 @@ class SpadePreTrainedModel(PreTrainedModel):
         "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
     }
 
+    def __init__(self, config: SpadeConfig):
+        config.validate()  # fields that from_pretrained was told to set differently have not been checked yet
+        super().__init__(config)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -497,7 +508,7 @@ class SpadePreTrainedModel(PreTrainedModel):
             init.normal_(module.q_proj.weight, std=self.config.initializer_range * self.config.head_dim**-0.5)
 
     def ssm_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the trained tensors A, B, Δ of state space models: no weight decay, a learning rate of their own."""
+        """Yield the state space models' trained tensors: no weight decay, and a learning rate of their own."""
         return ssm_parameters(self)
 
 
@@ -566,8 +577,12 @@ class SpadeStack(SpadePreTrainedModel):
         hidden_states = self.dropout(hidden_states)
 
         if encoder_attention_mask is not None:
-            kept = encoder_attention_mask.to(torch.bool)
-            kept = kept if kept.dim() == 4 else kept[:, None, None, :]
+            kept = kept_pairs(encoder_attention_mask)
+            if kept.shape[2] not in (1, hidden_states.shape[1]):
+                raise ValueError(
+                    f"attention_mask must be of shape (batch, length) or (batch, 1, 1, length) for a model with a "
+                    f"decoder, which uses it in cross-attention too; got {tuple(encoder_attention_mask.shape)}"
+                )
             encoder_attention_mask = additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
         for layer in self.layers:
             hidden_states = layer(

@@ -1,0 +1,52 @@
+"""Write the measured tables into ``docs/results.md`` from the files in ``benchmarks/results``.
+
+Run it from the repository root, after a measurement was made anew::
+
+    python -m benchmarks.results_page
+
+A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``; what is between them is replaced. A ``.csv`` file
+is one of `bench_models` or `compare_on_data`, a ``.json`` file a copy of a demo's ``demo_results.json``.
+"""
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bench_models, compare_on_data
+from hf_hybrid.training.demo import scores_and_checks
+
+PAGE = Path("docs/results.md")
+RESULTS = Path("benchmarks/results")
+_TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+
+def tables(path: Path) -> str:
+    """Return the tables of one file of results as Markdown."""
+    if path.suffix == ".json":
+        return _demo_table(json.loads(path.read_text(encoding="utf-8")))
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return (compare_on_data if "seed" in rows[0] else bench_models).report(rows)
+
+
+def _demo_table(results: dict[str, Any]) -> str:
+    minutes = results["training_seconds"] / 60
+    return f"{scores_and_checks(results)}\n\nTraining took {minutes:.1f} minutes, its validation included."
+
+
+def renewed(page: str) -> str:
+    """Return the page with every table made anew."""
+    return _TABLE.sub(lambda match: f"{match['begin']}{tables(RESULTS / match['file'])}\n{match['end']}", page)
+
+
+def main() -> int:
+    """Rewrite the page."""
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from pathlib import Path
 
 from hf_hybrid.models.auto import ARCHITECTURES
@@ -11,6 +12,25 @@ from hf_hybrid.models.auto import ARCHITECTURES
 from .tiny import tiny_model
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
+# model type -> name -> options that add, drop or reshape weights of the tiny config's model
+VARIANTS = {
+    "spade": {
+        "gated, rms_norm, no biases": {
+            "gated_feed_forward": True,
+            "norm_type": "rms_norm",
+            "feed_forward_bias": False,
+        },
+        "pre-norm": {"norm_position": "pre"},
+        "attention biases": {"attention_bias": True},
+        "one bias table": {"share_relative_bias": True},
+        "absolute positions": {"decoder_position": "learned_absolute"},
+        "state space in the decoder": {"decoder_global_layers": [0]},
+        "added": {"combine_mode": "add"},
+        "stacked": {"combine_mode": "stack"},
+        "trained state space": {"ssm_freeze": "none", "ssm_postact": "gelu_glu"},
+        "no skip connection": {"ssm_use_D": False},
+    },
+}
 
 
 def golden_record(model_type: str) -> dict:
@@ -18,19 +38,39 @@ def golden_record(model_type: str) -> dict:
     config_class, models = ARCHITECTURES[model_type]
     inherited = set(config_class.__mro__[1]().to_dict())
     fields = {key: value for key, value in config_class().to_dict().items() if key not in inherited}
+    weights = {auto_class: weight_shapes(model_type, auto_class) for auto_class in sorted(models)}
+    largest = max(weights, key=lambda auto_class: len(weights[auto_class]))  # it holds what the others are made of
     return {
         "config": dict(sorted(fields.items())),
-        "state_dict": {
-            auto_class: {
-                name: list(tensor.shape)
-                for name, tensor in sorted(tiny_model(model_type, auto_class).state_dict().items())
+        "state_dict": weights,
+        "variants": {
+            name: {
+                "options": options,
+                largest: changes(weights[largest], weight_shapes(model_type, largest, **options)),
             }
-            for auto_class in sorted(models)
+            for name, options in VARIANTS.get(model_type, {}).items()
         },
     }
+
+
+def weight_shapes(model_type: str, auto_class: str, **options) -> dict[str, list[int]]:
+    """Names and shapes of the state dict of a tiny model."""
+    weights = tiny_model(model_type, auto_class, **options).state_dict()
+    return {name: list(tensor.shape) for name, tensor in sorted(weights.items())}
+
+
+def changes(before: dict[str, list[int]], after: dict[str, list[int]]) -> dict[str, list[int] | None]:
+    """Weights that are new or of a new shape, with it, and those that are gone, with None."""
+    return {name: after.get(name) for name in sorted(before | after) if before.get(name) != after.get(name)}
+
+
+def as_text(record: dict) -> str:
+    """JSON with each shape on one line."""
+    text = json.dumps(record, indent=1)
+    return re.sub(r"\[[\d,\s]+\]", lambda shape: json.dumps(json.loads(shape[0])), text) + "\n"
 
 
 if __name__ == "__main__":
     GOLDEN_FOLDER.mkdir(exist_ok=True)
     for name in ARCHITECTURES:
-        (GOLDEN_FOLDER / f"{name}.json").write_text(json.dumps(golden_record(name), indent=1) + "\n")
+        (GOLDEN_FOLDER / f"{name}.json").write_text(as_text(golden_record(name)))

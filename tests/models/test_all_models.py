@@ -1,6 +1,7 @@
 """What every registered model class must do, run over the table in `hf_hybrid.models.auto`."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_hybrid
 from hf_hybrid.models.auto import ARCHITECTURES, register
@@ -209,14 +211,22 @@ def test_assisted_decoding_is_right_or_refused(model_type, auto_class, case):
 
 @every_class
 def test_gradient_checkpointing_changes_no_gradient(model_type, auto_class):
-    gradients = []
+    gradients, calls = [], []
     for checkpointing in (False, True):
         model = tiny_model(model_type, auto_class).train()
         if checkpointing:
             model.activation_checkpointing_enable()
+        calls.append(Counter())
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+        for name, layer in layers.items():
+            # a layer's own hooks lie outside of what is checkpointed, those of its parts inside
+            part = next(layer.children())
+            part.register_forward_pre_hook(lambda *_, count=calls[-1], name=name: count.update([name]))
         torch.manual_seed(4)  # dropout must draw the same masks
         main_output(model(**tiny_inputs(model))).square().mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(calls[0]) >= model.config.num_hidden_layers
+    assert calls[1] == {name: 2 * count for name, count in calls[0].items()}, "each layer must be computed twice"
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert_close(gradients[1][name], gradient, "float32 gradient")
@@ -363,6 +373,8 @@ def test_names_and_defaults_are_as_recorded(model_type):
     """State-dict names, shapes and config fields are public; `python -m tests.models.golden` records a change."""
     recorded = json.loads(Path(GOLDEN_FOLDER, f"{model_type}.json").read_text())
     assert golden_record(model_type) == recorded
+    idle = [name for name, variant in recorded["variants"].items() if not all(variant.values())]
+    assert not idle, "these variants change no weight"
 
 
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))

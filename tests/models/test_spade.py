@@ -418,9 +418,9 @@ def test_layers_may_be_named_on_loading(tmp_path):
 
 
 def test_absolute_positions_end():
-    model = tiny_model("spade", "AutoModel", decoder_position="learned_absolute", max_decoder_positions=6)
+    model = tiny_model("spade", "AutoModel", decoder_position="learned_absolute", max_decoder_position_embeddings=6)
     model(**tiny_inputs(model, target_length=6))
-    with pytest.raises(ValueError, match="max_decoder_positions 6"):
+    with pytest.raises(ValueError, match="max_decoder_position_embeddings 6"):
         model(**tiny_inputs(model, target_length=7))
 
 

@@ -77,7 +77,10 @@ REFUSED = {
     "nothing to train a tokenizer on": ([], ["no training split", "--tokenizer_name"]),
     "no train file": (["--do_train"], ["--do_train", "train split", "--train_file"]),
     "no test file": (["--do_predict"], ["--do_predict", "test split", "--test_file"]),
-    "embedded": (["--dataset_name", "embedded:docstring"], ["embedded:docstring", "Did you mean 'embedded:docstrings'?"]),
+    "embedded": (
+        ["--dataset_name", "embedded:docstring"],
+        ["embedded:docstring", "Did you mean 'embedded:docstrings'?"],
+    ),
     "resume nothing": (["--resume_from_checkpoint", "true", "--do_train"], ["--do_train"]),
 }
 

@@ -270,3 +270,14 @@ def test_rows_of_a_split_that_is_not_used_do_not_matter(runs, arguments, tmp_pat
     folder, _ = runs("spade")
     argv = arguments("spade", tmp_path / "out", "--do_predict", "--train_file", str(path))[4:]
     assert "predict_loss" in summarization.main([*argv, "--model_name_or_path", str(folder)])
+
+
+def test_a_decoders_position_table_limits_the_summaries(runs, arguments, tmp_path):
+    absolute = "decoder_position=learned_absolute,max_decoder_position_embeddings=6"
+    argv = arguments("spade", tmp_path / "new", "--do_train", "--max_steps", "1", overrides=absolute)
+    summarization.main(argv)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "new")
+    assert model.config.max_decoder_position_embeddings == 8  # raised to --max_target_length
+    argv = arguments("spade", tmp_path / "out", "--do_eval", "--model_name_or_path", str(tmp_path / "new"))[4:]
+    with pytest.raises(ValueError, match=r"--max_target_length must be at most the model's 8 .*got 9"):
+        summarization.main([*argv, "--max_target_length", "9"])

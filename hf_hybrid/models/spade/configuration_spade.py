@@ -28,7 +28,7 @@ POSITIVE_FIELDS = (
     "intermediate_size",
     "chunk_size",
     "relative_attention_max_distance",
-    "max_decoder_positions",
+    "max_decoder_position_embeddings",
     "ssm_state_size",
     "ssm_n_ssm",
     "ssm_l_max",
@@ -81,7 +81,8 @@ class SpadeConfig(PreTrainedConfig):
         relative_attention_max_distance: Distance from which on all positions share a bucket.
         share_relative_bias: Whether all encoder layers use one bias table instead of one each.
         decoder_position: `"relative"` (one causal T5 table shared by all decoder layers) or `"learned_absolute"`.
-        max_decoder_positions: Rows of the absolute position table, if there is one.
+        max_decoder_position_embeddings: Rows of the absolute position table; 1024 when None, and None where there is
+            no such table.
         global_layers: Encoder layers that also read the state space model: a list of indices, or `"none"`,
             `"all"`, `"bottom"`, `"top"`, `"bottom-K"`, `"top-K"`; kept as the list it means.
         decoder_global_layers: The same for the decoder, where the state space model is causal.
@@ -152,7 +153,7 @@ class SpadeConfig(PreTrainedConfig):
     relative_attention_max_distance: int = 128
     share_relative_bias: bool = False
     decoder_position: str = "relative"
-    max_decoder_positions: int = 1024
+    max_decoder_position_embeddings: int | None = None
     global_layers: list[int] | str = "bottom"
     decoder_global_layers: list[int] | str = "none"
     combine_mode: str = "concat"
@@ -205,6 +206,8 @@ class SpadeConfig(PreTrainedConfig):
                     f"got {self.hidden_size} and {self.num_attention_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.max_decoder_position_embeddings is None and self.decoder_position == "learned_absolute":
+            self.max_decoder_position_embeddings = 1024
         if self.embedding_norm is None:
             self.embedding_norm = self.norm_position == "post"
         if self.final_norm is None:

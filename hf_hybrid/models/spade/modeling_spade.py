@@ -524,7 +524,9 @@ class SpadeStack(SpadePreTrainedModel):
         reads_embeddings = config.is_decoder and config.is_encoder_decoder  # of the encoder's table
         self.embed_tokens = None if reads_embeddings else nn.Embedding(config.vocab_size, config.hidden_size)
         absolute = config.is_decoder and config.decoder_position == "learned_absolute"
-        self.embed_positions = nn.Embedding(config.max_decoder_positions, config.hidden_size) if absolute else None
+        self.embed_positions = None
+        if absolute:
+            self.embed_positions = nn.Embedding(config.max_decoder_position_embeddings, config.hidden_size)
         self.embedding_norm = None
         if config.embedding_norm:
             self.embedding_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
@@ -604,10 +606,10 @@ class SpadeStack(SpadePreTrainedModel):
 
     def _positions(self, length: int, past: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
-        if past + length > self.config.max_decoder_positions:
+        if past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
-                f"the decoder reads {past + length} tokens, more than max_decoder_positions "
-                f"{self.config.max_decoder_positions}; use decoder_position='relative' for longer outputs"
+                f"the decoder reads {past + length} tokens, more than max_decoder_position_embeddings "
+                f"{self.config.max_decoder_position_embeddings}; use decoder_position='relative' for longer outputs"
             )
         if attention_mask is not None and attention_mask.dim() == 2:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]

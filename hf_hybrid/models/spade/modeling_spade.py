@@ -494,10 +494,6 @@ class SpadePreTrainedModel(PreTrainedModel):
         "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
     }
 
-    def __init__(self, config: SpadeConfig):
-        config.validate()  # fields that from_pretrained was told to set differently have not been checked yet
-        super().__init__(config)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -627,6 +623,7 @@ class SpadeModel(SpadePreTrainedModel):
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
+        config.validate()  # from_pretrained may have set fields without checking them
         if not config.is_encoder_decoder:
             raise ValueError(f"SpadeModel must have is_encoder_decoder=True; got {config.is_encoder_decoder}")
         self.encoder = SpadeStack(config.get_text_config(encoder=True))
@@ -802,6 +799,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
+        config.validate()  # from_pretrained may have set fields without checking them
         self.encoder = SpadeStack(config.get_text_config(encoder=True))
         self.post_init()
 

@@ -164,17 +164,18 @@ def test_positions_of_a_new_model_follow_the_lengths(arguments, tmp_path, caplog
 
 @pytest.fixture
 def no_data(monkeypatch):
-    """Loading data fails the test: what is wrong can be seen before."""
+    """A function: from its call on, loading data fails the test, for what is wrong can be seen before."""
 
     def work(**kwargs):
         raise AssertionError("data were loaded before everything else was checked")
 
-    monkeypatch.setattr(summarization, "load_raw_datasets", work)
+    return lambda: monkeypatch.setattr(summarization, "load_raw_datasets", work)
 
 
 @pytest.mark.parametrize("flag", ["max_source_length", "max_target_length", "val_max_target_length"])
 def test_positions_of_a_checkpoint_are_checked_before_the_data(runs, arguments, tmp_path, no_data, flag):
     folder, _ = runs("bart")
+    no_data()
     argv = arguments("bart", tmp_path / "out", "--do_eval", f"--{flag}", "80")[4:]
     with pytest.raises(ValueError, match=rf"--{flag} must be at most the model's 64 .*; got 80"):
         summarization.main([*argv, "--model_name_or_path", str(folder)])
@@ -189,6 +190,7 @@ def test_positions_of_a_checkpoint_are_checked_before_the_data(runs, arguments, 
 )
 def test_a_named_tokenizer_is_checked_before_the_data(runs, arguments, tmp_path, no_data, more, message):
     folder, _ = runs("t5")
+    no_data()
     with pytest.raises(ValueError, match=message):
         summarization.main([*arguments("t5", tmp_path / "out", "--do_eval", "--tokenizer_name", str(folder)), *more])
 
@@ -197,6 +199,7 @@ def test_a_language_is_checked_before_the_data_and_reaches_tokenizer_and_model(
     runs, arguments, tmp_path, monkeypatch, no_data
 ):
     folder, _ = runs("t5")
+    no_data()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.src_lang = tokenizer.tgt_lang = None
     monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)

@@ -296,8 +296,30 @@ def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s:
 # --- a run
 
 
-def cpu_name() -> str:
-    """Name the processor and count its cores."""
+def stamp() -> Row:
+    """Return what every row of a record says of when, where and with which versions it was made."""
+    from hf_hybrid.version import __version__
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _cpu(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "hf_hybrid": __version__,
+    }
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Write a record; what a row lacks stays empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cpu() -> str:
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
         for line in info:
             if line.startswith("model name"):
@@ -315,17 +337,7 @@ def _summary(outcomes: list[str]) -> str:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell, rewriting the CSV after each round, and return its rows."""
-    from hf_hybrid.version import __version__
-
-    stamp = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_name(),
-        "threads": str(arguments.threads),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "hf_hybrid": __version__,
-    }
+    common = stamp() | {"threads": str(arguments.threads)}
     cells: list[Cell] = [(m, p, s) for p in arguments.precisions for s in arguments.lengths for m in arguments.models]
     seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
     peaks: dict[Cell, list[float]] = {cell: [] for cell in cells}
@@ -349,14 +361,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             took = f"{statistics.median(seconds[cell]):8.3f} s" if seconds[cell] else " " * 10
             print(f"{number + 1}  {name:15} {precision} {length:6} {took}  {outcomes[cell][-1]}", flush=True)
         rows = [
-            stamp | describe(cell, seconds[cell], peaks[cell], _summary(outcomes[cell]), rates[cell[1]])
+            common | describe(cell, seconds[cell], peaks[cell], _summary(outcomes[cell]), rates[cell[1]])
             for cell in cells
         ]
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(arguments.out, COLUMNS, rows)
     return rows
 
 

@@ -15,57 +15,43 @@ at random.
 
 import argparse
 import csv
-import importlib.metadata
 import json
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_models import cpu_name, markdown_table
+from benchmarks.bench_models import Row, markdown_table, stamp, write_csv
 
 SCORES = ("eval_loss", "rouge1", "rouge2", "rougeL", "gen_len")
 # fmt: off
 COLUMNS = (
-    "date", "cpu", "torch", "transformers", "hf_hybrid", "dataset", "model", "seed",
+    "date", "cpu", "python", "torch", "transformers", "hf_hybrid", "dataset", "model", "seed",
     "parameters", "steps", "cpu_minutes", *SCORES,
 )
 # fmt: on
 
-Row = dict[str, str]
-
 
 def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int, folder: Path, out: Path) -> None:
     """Train every model with every seed, rewriting the CSV after each run."""
-    from hf_hybrid.version import __version__
-
     files = {split: _data_file(data, split) for split in ("train", "validation")}
-    stamp = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_name(),
-        "torch": importlib.metadata.version("torch"),
-        "transformers": importlib.metadata.version("transformers"),
-        "hf_hybrid": __version__,
-        "dataset": data.name,
-    }
-    rows = [{**stamp, "model": name, "seed": "", **_shown(scores)} for name, scores in _baselines(files).items()]
-    commands = {
-        (name, seed): _argv(experiment["flags"] | flags, files, seed, folder / f"{name.replace(', ', '-')}-{seed}")
+    common = stamp() | {"dataset": data.name}
+    rows = [{**common, "model": name, "seed": "", **_shown(scores)} for name, scores in _baselines(files).items()]
+    runs = {
+        (name, seed): _flags(experiment["flags"] | flags, files, seed, folder / f"{name.replace(', ', '-')}-{seed}")
         for seed in seeds
         for name, flags in experiment["models"].items()
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        for (name, seed), result in zip(commands, pool.map(_train, commands.values()), strict=True):
-            rows.append({**stamp, "model": name, "seed": str(seed), **_shown(result)})
-            _write(out, rows)
+        for (name, seed), result in zip(runs, pool.map(_train, runs.values()), strict=True):
+            rows.append({**common, "model": name, "seed": str(seed), **_shown(result)})
+            write_csv(out, COLUMNS, rows)
 
 
 def _data_file(data: Path, split: str) -> Path:
@@ -75,8 +61,8 @@ def _data_file(data: Path, split: str) -> Path:
     return found[0]
 
 
-def _argv(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Path) -> list[str]:
-    flags = {
+def _flags(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Path) -> dict[str, Any]:
+    return {
         **flags,
         **{f"{split}_file": path for split, path in files.items()},
         "do_train": True,
@@ -87,10 +73,9 @@ def _argv(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Path
         "disable_tqdm": True,
         "output_dir": folder,
     }
-    return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in flags.items()]
 
 
-def _train(argv: list[str]) -> dict[str, float]:
+def _train(flags: dict[str, Any]) -> dict[str, float]:
     """Train in this process with one thread; its processor time includes start-up, evaluation and generation."""
     import torch
     from transformers import AutoModelForSeq2SeqLM
@@ -98,14 +83,15 @@ def _train(argv: list[str]) -> dict[str, float]:
     from hf_hybrid.training import summarization
 
     torch.set_num_threads(1)
-    metrics = summarization.main(argv)
-    flags = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
+    metrics = summarization.main(
+        [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in flags.items()]
+    )
     model = AutoModelForSeq2SeqLM.from_pretrained(flags["output_dir"])
     return {
         **{name.removeprefix("eval_") if "rouge" in name or "gen_len" in name else name: value
            for name, value in metrics.items()},
         "parameters": model.num_parameters(),
-        "steps": int(flags["max_steps"]),
+        "steps": flags["max_steps"],
         "cpu_minutes": time.process_time() / 60,
     }  # fmt: skip
 
@@ -126,13 +112,6 @@ def _baselines(files: dict[str, Path]) -> dict[str, dict[str, float]]:
 def _shown(values: dict[str, float]) -> Row:
     digits = {"parameters": 0, "steps": 0, "cpu_minutes": 1, "eval_loss": 4}
     return {name: f"{value:.{digits.get(name, 2)}f}" for name, value in values.items() if name in COLUMNS}
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def report(rows: list[Row]) -> str:

@@ -68,12 +68,12 @@ def load_raw_datasets(
         )
     if dataset_name is None:
         return _load_files(given, cache_dir)
-    if dataset_config_name is not None and dataset_name.startswith(_EMBEDDED_PREFIX):
-        raise ValueError(
-            f"dataset_config_name must be None for {dataset_name!r}, which has no configurations; "
-            f"got {dataset_config_name!r}"
-        )
     if (corpus := embedded_name(dataset_name)) is not None:
+        if dataset_config_name is not None:
+            raise ValueError(
+                f"dataset_config_name must be None for {dataset_name!r}, which has no configurations; "
+                f"got {dataset_config_name!r}"
+            )
         return embedded_corpus(corpus, cache_dir=cache_dir)
     if not dataset_name.strip():
         raise ValueError(f"dataset_name must not be empty; got {dataset_name!r}")

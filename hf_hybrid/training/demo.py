@@ -230,9 +230,8 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        flags["use_cpu"] = (
-            True  # other accelerators lack float64; and without it, transformers refuses --bf16 on a CPU
-        )
+        # other accelerators lack float64, and transformers takes --bf16 on a CPU only with this flag
+        flags["use_cpu"] = True
         has_bf16 = torch.cpu._is_avx512_bf16_supported()
     if not has_bf16:
         flags.pop("bf16", None)

@@ -66,3 +66,15 @@ def arguments(data):
         ]  # fmt: skip
 
     return build
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """A function: from its call on, loading data fails the test, for what is wrong can be seen before."""
+
+    from hf_hybrid.training import summarization
+
+    def work(**kwargs):
+        raise AssertionError("data were loaded before everything else was checked")
+
+    return lambda: monkeypatch.setattr(summarization, "load_raw_datasets", work)

@@ -264,11 +264,8 @@ def test_the_main_process_deletes_while_the_others_wait(used, process_index):
         (["--model_type", "longt5"], "model_type is 't5' there and 'longt5' in this run"),
     ],
 )
-def test_a_run_of_another_model_is_not_resumed(arguments, used, monkeypatch, more, message):
-    def work(**kwargs):
-        raise AssertionError("data were loaded before the configurations were compared")
-
-    monkeypatch.setattr(summarization, "load_raw_datasets", work)
+def test_a_run_of_another_model_is_not_resumed(arguments, used, no_data, more, message):
+    no_data()
     before = _content(used)
     argv = [*arguments("t5", used, *STEPS), *more, "--resume_from_checkpoint", "auto", "--overwrite_output_dir"]
     with pytest.raises(ValueError, match=rf"--resume_from_checkpoint .*checkpoint-6: {message}"):

@@ -162,16 +162,6 @@ def test_positions_of_a_new_model_follow_the_lengths(arguments, tmp_path, caplog
     assert "max_position_embeddings is raised from 64 to 80" in caplog.text
 
 
-@pytest.fixture
-def no_data(monkeypatch):
-    """A function: from its call on, loading data fails the test, for what is wrong can be seen before."""
-
-    def work(**kwargs):
-        raise AssertionError("data were loaded before everything else was checked")
-
-    return lambda: monkeypatch.setattr(summarization, "load_raw_datasets", work)
-
-
 @pytest.mark.parametrize("flag", ["max_source_length", "max_target_length", "val_max_target_length"])
 def test_positions_of_a_checkpoint_are_checked_before_the_data(runs, arguments, tmp_path, no_data, flag):
     folder, _ = runs("bart")

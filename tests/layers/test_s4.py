@@ -10,7 +10,8 @@ from torch import nn
 
 from hf_hybrid.kernels.ssm_kernel import S4Cache, dplr_legs, frozen_s4_advance, frozen_s4_conv, reference
 from hf_hybrid.kernels.ssm_kernel import system as system_module
-from hf_hybrid.layers.s4 import S4, ssm_parameters
+from hf_hybrid.layers.s4 import S4
+from hf_hybrid.layers.state_space import ssm_parameters
 from tests.tolerances import assert_close
 
 NAMES = ["A_imag", "B", "C", "D", "P", "log_A_real", "log_dt"]
@@ -615,9 +616,9 @@ def test_ops_work_without_their_cache():
         ({"dt_min": 0.2}, "dt_min must be positive and at most dt_max; got 0.2 and 0.1"),
         ({"num_copies": 4}, "num_copies must be a positive divisor of hidden_size 6; got 4"),
         ({"num_copies": 0}, "num_copies must be a positive divisor of hidden_size 6; got 0"),
-        ({"max_length": 0}, "max_length must be None or a positive integer; got 0"),
+        ({"max_length": 0}, "max_length must be a positive integer; got 0"),
         ({"freeze": "some"}, "freeze must be one of all, ab_dt, none; got 'some'"),
-        ({"postact": "relu"}, "postact must be None or 'gelu_glu'; got 'relu'"),
+        ({"postact": "relu"}, "postact must be one of None, gelu_glu; got 'relu'"),
     ],
 )
 def test_bad_arguments(options, message):

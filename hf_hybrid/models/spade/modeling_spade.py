@@ -31,7 +31,8 @@ from ...kernels import local_attention
 from ...layers.feed_forward import FeedForward
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
-from ...layers.s4 import S4, ssm_parameters
+from ...layers.s4 import S4
+from ...layers.state_space import StateSpaceLayer, ssm_parameters
 from .configuration_spade import SpadeConfig
 
 
@@ -497,7 +498,7 @@ class SpadePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, S4):
+        if isinstance(module, StateSpaceLayer):
             module.reset_parameters()
         elif isinstance(module, SpadeSelfAttention | SpadeCrossAttention) and not self.config.scale_attention:
             # unscaled scores start at the size scaled ones would have

@@ -1,0 +1,178 @@
+"""What all state space layers share: which tensors are trained, their precision, masking, and the call itself.
+
+B batch · T length · H hidden size
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+POSTACTS = (None, "gelu_glu")
+
+
+def ssm_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the trained tensors of every state space layer inside a module, which want no weight decay.
+
+    Projections around the state space model are not among them.
+    """
+    for child in module.modules():
+        if isinstance(child, StateSpaceLayer):
+            yield from (tensor for _, tensor in child.own_tensors() if tensor.requires_grad)  # type: ignore[misc]
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless a value is one of those allowed."""
+    if value not in allowed:
+        names = ", ".join("None" if choice is None else str(choice) for choice in allowed)
+        raise ValueError(f"{name} must be one of {names}; got {value!r}")
+
+
+def check_positive(**values: int | None) -> None:
+    """Raise ValueError for the first value that is neither None nor positive."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be a positive integer; got {value}")
+
+
+class StateSpaceLayer(nn.Module):
+    """Base of the layers that mix a sequence by a state space model or a convolution as long as the sequence.
+
+    A subclass declares its tensors with `_declare`, initialises each in `_initialize` and computes in `_run`.
+
+    Frozen tensors are persistent buffers, since loading a checkpoint makes every parameter trainable; names and
+    shapes of the state dict do not depend on what is frozen. All declared tensors stay in float32 (or float64) when
+    the model is cast to 16 bits.
+
+    Args:
+        hidden_size: Channels H.
+        bidirectional: Whether the layer reads the future too.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer, as in S4's own.
+        freeze: A key of `TRAINED`.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+    """
+
+    TRAINED: ClassVar[Mapping[str, tuple[str, ...]]]
+    """For each way to freeze, the names of the tensors that stay trained."""
+
+    def __init__(self, hidden_size: int, *, bidirectional: bool, postact: str | None, freeze: str):
+        super().__init__()
+        check_choice("freeze", freeze, tuple(self.TRAINED))
+        check_choice("postact", postact, POSTACTS)
+        check_positive(hidden_size=hidden_size)
+        self.hidden_size, self.bidirectional, self.freeze = hidden_size, bidirectional, freeze
+        self.output_linear = None if postact is None else nn.Linear(hidden_size, 2 * hidden_size)
+        self._names: tuple[str, ...] = ()
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """Shape of the state after any number of tokens of `batch` sequences."""
+        raise NotImplementedError
+
+    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
+        """Give one declared tensor its initial value, in place."""
+        raise NotImplementedError
+
+    def _run(
+        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map masked inputs `(B, T, H)` to outputs of their dtype, and to the next state if it is asked for."""
+        raise NotImplementedError
+
+    def _declare(self, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+        """Make the layer's tensors, parameters or buffers according to `freeze`; none where the shape is None."""
+        # a model built under a 16-bit default dtype keeps its state space model in float32
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        self._names = tuple(shapes)
+        for name, shape in shapes.items():
+            if shape is None:
+                self.register_parameter(name, None)
+            elif name in self.TRAINED[self.freeze]:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
+            else:
+                self.register_buffer(name, torch.empty(shape, dtype=dtype))
+
+    def own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and values of the declared tensors."""
+        for name in self._names:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every declared tensor in place.
+
+        Tensors marked ``_is_hf_initialized`` (loaded from a checkpoint) keep their values. Projections initialise
+        themselves.
+        """
+        for name, tensor in self.own_tensors():
+            if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
+                self._initialize(name, tensor)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "StateSpaceLayer":
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+
+        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            if moved.is_floating_point() and moved.dtype.itemsize < 4 <= tensor.dtype.itemsize:
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(keep_precision, recurse=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+        return_state: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer over a sequence.
+
+        Args:
+            hidden_states: `(B, T, H)`, any floating dtype.
+            attention_mask: `(B, T)`, 1 = keep; inputs elsewhere count as zero, which makes padding exact on the left
+                and, as long as no state is taken from behind it, on the right.
+            state: State before the first token, of `state_shape`; that of no tokens when None. Causal only.
+            return_state: Whether to return the state after the last token too. Causal only.
+
+        Returns:
+            `(B, T, H)` in the input's dtype, and with `return_state` the state, float32 or float64.
+
+        Raises:
+            ValueError: A shape does not fit, or a state is asked of a bidirectional layer.
+        """
+        u = self._check_input(hidden_states, attention_mask, state, return_state)
+        y, new_state = self._run(u, state, return_state)
+        if self.output_linear is not None:
+            weight = self.output_linear.weight
+            y = F.glu(self.output_linear(F.gelu(y).to(weight.dtype)), dim=-1).to(u.dtype)
+        if return_state:
+            assert new_state is not None
+            return y, new_state
+        return y
+
+    def _check_input(
+        self, u: torch.Tensor, mask: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
+    ) -> torch.Tensor:
+        if u.dim() != 3 or u.shape[2] != self.hidden_size or u.shape[1] == 0:
+            raise ValueError(f"hidden_states must be (B, T, {self.hidden_size}) with T > 0; got {tuple(u.shape)}")
+        if self.bidirectional and (state is not None or return_state):
+            kind = type(self).__name__
+            raise ValueError(f"a bidirectional {kind} has no state: state must be None and return_state False")
+        if state is not None and state.shape != self.state_shape(u.shape[0]):
+            raise ValueError(f"state must be {self.state_shape(u.shape[0])}; got {tuple(state.shape)}")
+        if mask is None:
+            return u
+        if mask.shape != u.shape[:2]:
+            raise ValueError(
+                f"attention_mask must be {tuple(u.shape[:2])} like hidden_states; got {tuple(mask.shape)}"
+            )
+        # not a product: a pad's NaN must not survive
+        return u.masked_fill(~mask.to(torch.bool)[..., None], 0)

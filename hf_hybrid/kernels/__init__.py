@@ -1,7 +1,8 @@
 """The public ops: pure functions on tensors."""
 
+from .diagonal_scan import diagonal_scan
 from .dispatch import use_backend
 from .local_attention import local_attention
 from .long_conv import long_conv
 
-__all__ = ["local_attention", "long_conv", "use_backend"]
+__all__ = ["diagonal_scan", "local_attention", "long_conv", "use_backend"]

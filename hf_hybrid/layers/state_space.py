@@ -37,6 +37,18 @@ def check_positive(**values: int | None) -> None:
             raise ValueError(f"{name} must be a positive integer; got {value}")
 
 
+def keep_precision(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Make of a function that moves or casts a tensor one that casts none from float32 or float64 to 16 bits."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved = fn(tensor)
+        if moved.is_floating_point() and moved.dtype.itemsize < 4 <= tensor.dtype.itemsize:
+            return tensor.to(moved.device)
+        return moved
+
+    return move
+
+
 class StateSpaceLayer(nn.Module):
     """Base of the layers that mix a sequence by a state space model or a convolution as long as the sequence.
 
@@ -82,6 +94,12 @@ class StateSpaceLayer(nn.Module):
         """Map masked inputs `(B, T, H)` to outputs of their dtype, and to the next state if it is asked for."""
         raise NotImplementedError
 
+    def _run_masked(
+        self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_run`, overridden where zero inputs alone would not do: `kept`, `(B, T)`, is True for tokens that count."""
+        return self._run(u, state, return_state)
+
     def _declare(self, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
         """Make the layer's tensors, parameters or buffers according to `freeze`; none where the shape is None."""
         # a model built under a 16-bit default dtype keeps its state space model in float32
@@ -117,14 +135,7 @@ class StateSpaceLayer(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-
-        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            if moved.is_floating_point() and moved.dtype.itemsize < 4 <= tensor.dtype.itemsize:
-                return tensor.to(moved.device)
-            return moved
-
-        return super()._apply(keep_precision, recurse=False)
+        return super()._apply(keep_precision(fn), recurse=False)
 
     def forward(
         self,
@@ -149,7 +160,8 @@ class StateSpaceLayer(nn.Module):
             ValueError: A shape does not fit, or a state is asked of a bidirectional layer.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state)
-        y, new_state = self._run(u, state, return_state)
+        kept = None if attention_mask is None else attention_mask.to(torch.bool)
+        y, new_state = self._run_masked(u, kept, state, return_state)
         if self.output_linear is not None:
             weight = self.output_linear.weight
             y = F.glu(self.output_linear(F.gelu(y).to(weight.dtype)), dim=-1).to(u.dtype)

@@ -3,7 +3,8 @@
 x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t],  hence y = K * u with K[l] = C Abar^l Bbar      (SPADE, eqs. 3 and 4)
 
 `s4_kernel` gives K for training and prompts, `s4_step` one token of the recurrence in O(N); `s4_final_state` and
-`s4_state_response` hand a state over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``.
+`s4_state_response` hand a state over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``. S4D, whose
+dynamics are diagonal, has the same functions under its own name.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
 """
@@ -22,15 +23,35 @@ from .discrete import (
     s4_step_constants,
 )
 from .hippo import diagonalize_legs, dplr_legs, hippo_legs
+from .s4d import (
+    DISCRETIZATIONS,
+    S4DCache,
+    S4DStep,
+    S4DSystem,
+    S4DTensors,
+    discretize,
+    s4d_block_powers,
+    s4d_final_state,
+    s4d_kernel,
+    s4d_state_response,
+    s4d_step,
+    s4d_step_constants,
+)
 from .system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
 
 __all__ = [
+    "DISCRETIZATIONS",
     "S4Blocks",
     "S4Cache",
+    "S4DCache",
+    "S4DStep",
+    "S4DSystem",
+    "S4DTensors",
     "S4Step",
     "S4System",
     "S4Tensors",
     "diagonalize_legs",
+    "discretize",
     "dplr_legs",
     "frozen_s4_advance",
     "frozen_s4_conv",
@@ -41,6 +62,12 @@ __all__ = [
     "s4_state_response",
     "s4_step",
     "s4_step_constants",
+    "s4d_block_powers",
+    "s4d_final_state",
+    "s4d_kernel",
+    "s4d_state_response",
+    "s4d_step",
+    "s4d_step_constants",
 ]
 
 

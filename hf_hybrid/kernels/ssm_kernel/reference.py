@@ -1,6 +1,6 @@
-"""S4 written as the linear recurrence it is: the specification of `hf_hybrid.kernels.ssm_kernel`.
+"""S4 and S4D written as the linear recurrences they are: the specification of `hf_hybrid.kernels.ssm_kernel`.
 
-Dense N x N matrices over both halves of the conjugate pairs, in complex128.
+For S4, dense N x N matrices over both halves of the conjugate pairs; for S4D, one mode after the other; in complex128.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters per channel
 """
@@ -82,3 +82,60 @@ def s4_kernel(
     impulse = torch.zeros(1, length, dt.shape[0], dtype=torch.float64, device=dt.device)
     impulse[:, 0] = 1
     return s4_scan(impulse, C, B, P, w, dt)[0][0].transpose(1, 2)
+
+
+def s4d_system(
+    B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, discretization: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Discretise every channel's modes.
+
+    zoh: Abar = exp(dt w),  Bbar = (Abar - 1) / w B;  bilinear: S4's transform of a 1 x 1 matrix.
+
+    Args:
+        B: `(S, M)`, complex.
+        w: `(S, M)`, complex, not zero.
+        dt: `(H,)`; channel c reads copy ``c % S``.
+        discretization: ``"zoh"`` or ``"bilinear"``.
+
+    Returns:
+        Abar and Bbar, `(H, M)`.
+    """
+    copies = dt.shape[0] // B.shape[0]
+    B, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, w))
+    dt = dt.to(torch.float64)[:, None]
+    if discretization == "zoh":
+        Abar = torch.exp(dt * w)
+        return Abar, (Abar - 1) / w * B
+    return (1 + dt / 2 * w) / (1 - dt / 2 * w), dt / (1 - dt / 2 * w) * B
+
+
+def s4d_scan(
+    u: torch.Tensor,
+    C: torch.Tensor,
+    B: torch.Tensor,
+    w: torch.Tensor,
+    dt: torch.Tensor,
+    discretization: str = "zoh",
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run S4D's recurrence token by token; arguments and results are those of `s4_scan` and `s4d_system`."""
+    Abar, Bbar = s4d_system(B, w, dt, discretization)
+    x = torch.zeros(u.shape[0], *Bbar.shape, dtype=Bbar.dtype, device=u.device) if state is None else state.to(Bbar)
+    outputs = []
+    for t in range(u.shape[1]):
+        x = Abar * x + Bbar * u[:, t, :, None]
+        outputs.append(2 * torch.einsum("chm,bhm->bch", C.to(x.dtype), x).real)
+    return torch.stack(outputs, dim=2), x
+
+
+def s4d_kernel(
+    C: torch.Tensor, B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int, *, discretization: str = "zoh"
+) -> torch.Tensor:
+    """The first `length` taps ``K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l``: the recurrence's answer to an impulse.
+
+    Returns:
+        `(C, H, length)`, float64.
+    """
+    impulse = torch.zeros(1, length, dt.shape[0], dtype=torch.float64, device=dt.device)
+    impulse[:, 0] = 1
+    return s4d_scan(impulse, C, B, w, dt, discretization)[0][0].transpose(1, 2)

@@ -1,0 +1,264 @@
+"""Adaptive input embedding and adaptive softmax: the rarer a cluster of tokens, the narrower their vectors.
+
+Token ids must be sorted by frequency, most frequent first.
+
+V vocabulary · D hidden size · C tail clusters · V_i, D_i size and width of cluster i, 0 = head
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+IGNORED = -100
+"""Label of positions that have no part in a loss."""
+
+
+class Cluster(NamedTuple):
+    """Token ids `start` to `end - 1`, with vectors of `width` numbers."""
+
+    start: int
+    end: int
+    width: int
+
+
+def make_clusters(vocab_size: int, hidden_size: int, cutoffs: Sequence[int], factor: int) -> tuple[Cluster, ...]:
+    """Cut a vocabulary into clusters, each narrower than the one before.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D, width of the first cluster.
+        cutoffs: First token ids of the clusters behind the first.
+        factor: By how much each cluster is narrower.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+    """
+    bounds = [0, *cutoffs, vocab_size]
+    if len(bounds) == 2 or any(start >= end for start, end in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"cutoffs must be ascending positive numbers below vocab_size {vocab_size}, one at least; "
+            f"got {tuple(cutoffs)}"
+        )
+    if factor < 1:
+        raise ValueError(f"factor must be a positive integer; got {factor}")
+    if hidden_size < 1 or hidden_size % factor ** len(cutoffs):
+        raise ValueError(
+            f"hidden_size must be a positive multiple of {factor ** len(cutoffs)}, factor to the power of the number "
+            f"of cutoffs; got {hidden_size}"
+        )
+    return tuple(
+        Cluster(start, end, hidden_size // factor**index)
+        for index, (start, end) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def _members(clusters: Sequence[Cluster], index: int, ids: torch.Tensor) -> torch.Tensor:
+    """Which ids belong to a cluster; ids outside the vocabulary to its nearest end, where looking them up fails."""
+    start, end, _ = clusters[index]
+    if index == 0:
+        return ids < end
+    return ids >= start if index == len(clusters) - 1 else (ids >= start) & (ids < end)
+
+
+class _Tables(nn.Module):
+    """Tables and projections by cluster, each a parameter of this very module.
+
+    Of a module that has tensors in lists alone, transformers would think it has none, and never initialise it.
+    """
+
+    table_0: nn.Parameter
+
+    def __init__(self, clusters: tuple[Cluster, ...]):
+        super().__init__()
+        self.clusters = clusters
+
+    def _declare(self, *, projected_from: int) -> None:
+        """Make a table for every cluster, and a projection for each from one on."""
+        for index, (start, end, width) in enumerate(self.clusters):
+            self.register_parameter(f"table_{index}", nn.Parameter(torch.empty(end - start, width)))
+            if index >= projected_from:
+                projection = torch.empty(self.clusters[0].width, width)
+                self.register_parameter(f"projection_{index}", nn.Parameter(projection))
+
+    def of_cluster(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cluster's table `(V_i, D_i)` and projection `(D, D_i)`."""
+        return getattr(self, f"table_{index}"), getattr(self, f"projection_{index}")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every tensor in place: tables normal with variance 1 / width, the others Xavier uniform.
+
+        Tensors marked ``_is_hf_initialized`` (loaded from a checkpoint) keep their values.
+        """
+        for name, tensor in self.named_parameters(recurse=False):
+            if getattr(tensor, "_is_hf_initialized", False) or tensor.is_meta:
+                continue
+            if name.startswith("table"):
+                nn.init.normal_(tensor, std=tensor.shape[1] ** -0.5)
+            else:
+                nn.init.xavier_uniform_(tensor)
+
+
+class AdaptiveEmbedding(_Tables):
+    """Token embedding with narrow vectors for rare tokens (Baevski and Auli 2019, section 3).
+
+    x = P_i e  for a token of cluster i, with e `(D_i,)` its row of the cluster's table and P_i `(D, D_i)`, without
+    bias, for every cluster, the head's too. Not scaled.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D, a multiple of ``factor ** len(cutoffs)``.
+        cutoffs: First token ids of the clusters behind the first.
+        factor: By how much each cluster is narrower than the one before.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, cutoffs: Sequence[int], factor: int = 4):
+        super().__init__(make_clusters(vocab_size, hidden_size, cutoffs, factor))
+        self._declare(projected_from=0)
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """The clusters."""
+        return ", ".join(f"{start} to {end - 1}: {width}" for start, end, width in self.clusters)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Look up tokens: ids of any shape to `(..., D)`.
+
+        Every token is looked up in every cluster, where it is no member as the cluster's first: some wasted products,
+        but no shape depends on data.
+
+        Raises:
+            IndexError: An id lies outside the vocabulary (on a CPU; a GPU reports it in its own way).
+        """
+        parts = []
+        for index in range(len(self.clusters)):
+            table, projection = self.of_cluster(index)
+            inside = _members(self.clusters, index, input_ids)
+            rows = F.embedding(torch.where(inside, input_ids - self.clusters[index].start, 0), table)
+            parts.append(F.linear(rows, projection))
+            if index > 0:
+                parts[0] = torch.where(inside[..., None], parts.pop(), parts[0])
+        return parts[0]
+
+
+class AdaptiveSoftmax(_Tables):
+    """Softmax over a vocabulary in clusters (Grave et al. 2017), as Baevski and Auli 2019 tie it to the embedding.
+
+    With the clusters' own W `(C, D)`, and the embedding's tables E and projections P, a head q = softmax([E_0 h; W h])
+    gives p(token of the head) = q[token],  p(token of cluster i) = q[V_0 + i - 1] softmax(E_i P_i^T h)[token].
+
+    The embedding is not stored but handed to every call, so that each tensor has one owner and one name in the state
+    dict. Without tying, tables and projections of the same shapes belong to this module.
+
+    Args:
+        embedding: The embedding whose clusters this softmax has.
+        tied: Whether tables and projections are the embedding's.
+        dropout: Probability of dropping a number of h, and of its projection P_i^T h.
+
+    Note:
+        The head's scores are E_0 h without P_0, tied or not, as in the public code.
+    """
+
+    def __init__(self, embedding: AdaptiveEmbedding, *, tied: bool = True, dropout: float = 0.0):
+        super().__init__(embedding.clusters)
+        self.tied = tied
+        self.dropout = nn.Dropout(dropout)
+        self.class_weight = nn.Parameter(torch.empty(len(self.clusters) - 1, self.clusters[0].width))
+        if not tied:
+            self._declare(projected_from=1)
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Whether the tables are the embedding's."""
+        return f"tied={self.tied}"
+
+    def forward(self, hidden_states: torch.Tensor, embedding: AdaptiveEmbedding | None = None) -> torch.Tensor:
+        """Compute the log-probabilities of the whole vocabulary; they can serve as logits.
+
+        Args:
+            hidden_states: h, `(..., D)`.
+            embedding: The embedding, if tied to it.
+
+        Returns:
+            `(..., V)`, float32 (float64).
+
+        Raises:
+            ValueError: The embedding is missing, or another.
+        """
+        weights = self._weights(embedding)
+        hidden_states = self.dropout(hidden_states)
+        words = self.clusters[0].end
+        head = _log_softmax(self._head(hidden_states, weights))
+        parts = [head[..., :words]]
+        for index in range(1, len(self.clusters)):
+            tail = _log_softmax(self._tail(hidden_states, *weights.of_cluster(index)))
+            parts.append(head[..., words + index - 1, None] + tail)
+        return torch.cat(parts, dim=-1)
+
+    def loss(
+        self, hidden_states: torch.Tensor, labels: torch.Tensor, embedding: AdaptiveEmbedding | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the labels' negative log-probabilities, each computed within its own cluster only.
+
+        Args:
+            hidden_states: h, `(..., D)`.
+            labels: Token ids, `(...)`; -100 where there is nothing to predict.
+            embedding: The embedding, if tied to it.
+
+        Returns:
+            The sum in nats, float32 (float64), and the number of labels that are not -100, int64.
+
+        Raises:
+            ValueError: A shape does not fit; or the embedding is missing, or another.
+            IndexError: A label lies outside the vocabulary (on a CPU; a GPU reports it in its own way).
+        """
+        if labels.shape != hidden_states.shape[:-1]:
+            raise ValueError(f"labels must be {tuple(hidden_states.shape[:-1])}; got {tuple(labels.shape)}")
+        weights = self._weights(embedding)
+        counted = labels != IGNORED
+        hidden_states, labels = self.dropout(hidden_states[counted]), labels[counted]
+        words, head_labels, losses = self.clusters[0].end, labels, []
+        for index in range(1, len(self.clusters)):
+            inside = _members(self.clusters, index, labels)
+            # no cluster is skipped for being empty: its tensors get gradients, of zeros, in every process
+            tail = self._tail(hidden_states[inside], *weights.of_cluster(index))
+            losses.append(_cross_entropy(tail, labels[inside] - self.clusters[index].start))
+            head_labels = torch.where(inside, words + index - 1, head_labels)
+        losses.append(_cross_entropy(self._head(hidden_states, weights), head_labels))
+        return torch.stack(losses).sum(), counted.sum()
+
+    def _weights(self, embedding: AdaptiveEmbedding | None) -> _Tables:
+        if not self.tied:
+            return self
+        if embedding is None or embedding.clusters != self.clusters:
+            got = None if embedding is None else embedding.clusters
+            raise ValueError(f"embedding must be the one tied to, with clusters {self.clusters}; got {got}")
+        return embedding
+
+    def _head(self, hidden_states: torch.Tensor, weights: _Tables) -> torch.Tensor:
+        """Scores of the head's tokens and of the clusters, `(..., V_0 + C)`."""
+        scores = F.linear(hidden_states, weights.table_0), F.linear(hidden_states, self.class_weight)
+        return torch.cat(scores, dim=-1)
+
+    def _tail(self, hidden_states: torch.Tensor, table: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+        """Scores of a cluster's tokens, `(..., V_i)`."""
+        return F.linear(self.dropout(hidden_states @ projection), table)
+
+
+def _wide(scores: torch.Tensor) -> torch.Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def _log_softmax(scores: torch.Tensor) -> torch.Tensor:
+    return F.log_softmax(_wide(scores), dim=-1)
+
+
+def _cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(_wide(scores), labels, reduction="sum")

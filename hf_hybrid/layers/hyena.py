@@ -1,0 +1,266 @@
+"""Hyena: long convolutions, with filters drawn by a small network, between element-wise products of projections.
+
+B batch · T length · H hidden size · L largest length · O order · Z directions, 2 if bidirectional · K short taps ·
+E positional features · F width of the network
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels.long_conv import fft_length, long_conv
+from ..kernels.ssm_kernel.discrete import full_precision
+from .state_space import StateSpaceLayer, check_positive
+
+
+class Hyena(StateSpaceLayer):
+    """Hyena operator of any order (Poli et al. 2023).
+
+    x_0, ..., x_(O-1), v = split(short_conv(W_in u + b_in));  for n = O-1, ..., 1:  v = h_n * (x_n v) + D_n (x_n v);
+    y = W_out (x_0 v) + b_out,  per channel but for the projections, in O(T log T).
+
+    h_n[t] = W [sin(w (W_2 sin(w (W_1 sin(w (W_0 z_t + b_0)) + b_1)) + b_2))] exp(-t |δ|),  one frequency vector w for
+    all three activations;  z_t = [t, cos f θ_t, -sin f θ_t]  with t from 0 to 1 over L positions, θ_t from 0 to 2π and
+    frequencies f from 1e-4 to (E - 3)/2;  δ from ln(0.01)/1.5 in the first channel to ln(0.01)/0.3 in the last.
+
+    Bidirectional: a second output of the same network is a filter of the future, from lag 1 on, as in `S4`. The short
+    convolution reads the past alone in either case.
+
+    As long as nothing is trained, the taps are kept between calls, `(Z, O-1, L, H)` numbers at most.
+
+    Args:
+        hidden_size: Channels H.
+        order: O, the number of gates; O - 1 long convolutions lie between them.
+        max_length: L, taps of a filter in tokens. The filters are functions of t / L: another L, other filters.
+        filter_size: F.
+        embedding_size: E, odd.
+        sine_frequency: Initial value of w.
+        short_kernel_size: Taps K of the depthwise convolution on the projections.
+        dropout: Probability of dropping an input of a long convolution.
+        bidirectional: Whether a second filter reads the future.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer, as in S4's own.
+        freeze: ``"all"`` or ``"none"`` of the filters and D; the projections and the short convolution are ordinary
+            modules, always trained and cast with the model.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+
+    Note:
+        A decoded token costs O(L H): a dot product with the taps. Under torch.compile the taps are computed anew in
+        every call, O(L H F).
+    """
+
+    TRAINED: ClassVar = {
+        "all": (),
+        "none": (
+            "mlp_in_weight",
+            "mlp_in_bias",
+            "mlp_hidden_weight",
+            "mlp_hidden_bias",
+            "mlp_out_weight",
+            "sine_frequency",
+            "D",
+        ),
+    }
+
+    mlp_in_weight: torch.Tensor
+    mlp_in_bias: torch.Tensor
+    mlp_hidden_weight: torch.Tensor
+    mlp_hidden_bias: torch.Tensor
+    mlp_out_weight: torch.Tensor
+    sine_frequency: torch.Tensor
+    D: torch.Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        max_length: int,
+        order: int = 2,
+        filter_size: int = 64,
+        embedding_size: int = 33,
+        sine_frequency: float = 14.0,
+        short_kernel_size: int = 3,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        postact: str | None = None,
+        freeze: str = "all",
+    ):
+        super().__init__(hidden_size, bidirectional=bidirectional, postact=postact, freeze=freeze)
+        check_positive(max_length=max_length, filter_size=filter_size, short_kernel_size=short_kernel_size)
+        if order < 2:
+            raise ValueError(f"order must be at least 2; got {order}")
+        if embedding_size < 3 or embedding_size % 2 == 0:
+            raise ValueError(f"embedding_size must be odd and at least 3; got {embedding_size}")
+        if sine_frequency <= 0:
+            raise ValueError(f"sine_frequency must be positive; got {sine_frequency}")
+        self.order, self.max_length, self.embedding_size = order, max_length, embedding_size
+        self.short_kernel_size, self.initial_frequency = short_kernel_size, sine_frequency
+
+        width = (order + 1) * hidden_size
+        self.in_proj = nn.Linear(hidden_size, width)
+        self.short_conv = nn.Conv1d(width, width, short_kernel_size, groups=width)
+        self.out_proj = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        self._declare(
+            {
+                "mlp_in_weight": (filter_size, embedding_size),
+                "mlp_in_bias": (filter_size,),
+                "mlp_hidden_weight": (2, filter_size, filter_size),
+                "mlp_hidden_bias": (2, filter_size),
+                "mlp_out_weight": (2 if bidirectional else 1, order - 1, hidden_size, filter_size),
+                "sine_frequency": (filter_size,),
+                "D": (order - 1, hidden_size),
+            }
+        )
+        self._kept: tuple[tuple[Any, ...], list[torch.Tensor], torch.Tensor] | None = None
+        self.reset_parameters()
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """`(B, (K-1) (O+1) + (O-1) (L-1), H)`: the last inputs of the short convolution, then of each long one."""
+        rows = (self.short_kernel_size - 1) * (self.order + 1) + (self.order - 1) * (self.max_length - 1)
+        return batch, rows, self.hidden_size
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every tensor in place, except those marked ``_is_hf_initialized`` (loaded from a checkpoint).
+
+        Unlike other projections, those in front of the products too, in torch's way: with the small weights that
+        transformers gives linear layers and convolutions alike, products of three would be next to nothing.
+        """
+        super().reset_parameters()
+        for module in (self.in_proj, self.short_conv):
+            bound = module.weight[0].numel() ** -0.5
+            for tensor in module.parameters():
+                if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
+                    nn.init.uniform_(tensor, -bound, bound)
+
+    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
+        """D normal; weights and biases of the network as torch's linear layers have them."""
+        if name == "D":
+            nn.init.normal_(tensor)
+        elif name == "sine_frequency":
+            nn.init.constant_(tensor, self.initial_frequency)
+        else:
+            fan_in = self.embedding_size if name.startswith("mlp_in") else tensor.shape[-1]
+            nn.init.uniform_(tensor, -(fan_in**-0.5), fan_in**-0.5)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Hyena":
+        self.clear_cache()
+        super()._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> "Hyena":
+        """Set the mode; taps kept during evaluation are dropped when training starts again."""
+        if mode and not self.training:
+            self.clear_cache()
+        return super().train(mode)
+
+    def clear_cache(self) -> None:
+        """Drop kept taps; only needed after an edit through ``.data``, which nothing can see."""
+        self._kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def extra_repr(self) -> str:
+        """The arguments that shape the layer."""
+        return (
+            f"{self.hidden_size}, order={self.order}, max_length={self.max_length}, "
+            f"bidirectional={self.bidirectional}, freeze={self.freeze!r}"
+        )
+
+    def _run_masked(
+        self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        short_past, long_pasts = self._split_state(state)
+        # a bias gives padding a value, twice; where there is no token, there must be none
+        projected = _zero_masked(self.in_proj(u.to(self.in_proj.weight.dtype)), kept)
+        inputs = _join(short_past, projected)
+        last_inputs = [_last(inputs, self.short_kernel_size - 1).unflatten(-1, (-1, self.hidden_size)).flatten(1, 2)]
+        inputs = F.pad(inputs, (0, 0, self.short_kernel_size - 1 if short_past is None else 0, 0))
+        convolved = _zero_masked(self.short_conv(inputs.to(projected.dtype).mT).mT, kept)
+        *gates, v = convolved.chunk(self.order + 1, dim=-1)
+
+        taps = self._taps(u.shape[1] if state is None else self.max_length)
+        for index, past in enumerate(long_pasts):
+            v = self.dropout(v * gates[-1 - index])
+            inputs = _join(past, v)
+            last_inputs.append(_last(inputs, self.max_length - 1))
+            v = self._convolve(inputs, taps[:, index], self.D[index], v.shape[1]).to(v.dtype)
+        y = self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
+        if not return_state:
+            return y, None
+        wide = torch.promote_types(v.dtype, torch.float32)
+        return y, torch.cat([x.to(wide) for x in last_inputs], dim=1)
+
+    def _split_state(self, state: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """The last inputs of the short convolution, `(B, K-1, (O+1) H)`, and of each long one, `(B, L-1, H)`."""
+        if state is None:
+            return None, [None] * (self.order - 1)
+        short, long = self.short_kernel_size - 1, self.max_length - 1
+        pasts = state.split([short * (self.order + 1), *[long] * (self.order - 1)], dim=1)
+        return pasts[0].reshape(state.shape[0], short, (self.order + 1) * self.hidden_size), list(pasts[1:])
+
+    def _convolve(self, inputs: torch.Tensor, taps: torch.Tensor, skip: torch.Tensor, length: int) -> torch.Tensor:
+        """Outputs of one long convolution, by taps `(Z, ·, H)`, at the last `length` of its inputs `(B, ·, H)`."""
+        if length == 1:  # as many inputs as taps
+            return (inputs * taps[0].flip(0)).sum(1, keepdim=True) + skip * inputs[:, -1:]
+        reverse_kernel = taps[1].mT if self.bidirectional else None
+        return long_conv(inputs, taps[0].mT, reverse_kernel=reverse_kernel, skip=skip)[:, -length:]
+
+    def _taps(self, length: int) -> torch.Tensor:
+        """Taps of all filters for inputs of a length, `(Z, O-1, min(length, L), H)`, kept while nothing is trained."""
+        wanted = min(length, self.max_length)
+        tensors = [tensor for _, tensor in self.own_tensors()]
+        trained = any(tensor.requires_grad for tensor in tensors)
+        # an optimizer may change the tensors in ways no version counter shows; and no tracer sees an address
+        if torch.compiler.is_compiling() or (trained and (self.training or torch.is_grad_enabled())):
+            return self._generate(wanted)
+        fingerprint = tuple((x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, x.device) for x in tensors)
+        if self._kept is None or self._kept[0] != fingerprint or self._kept[2].shape[2] < wanted:
+            # what one inference-mode call makes must serve a training step later
+            with torch.inference_mode(False), torch.no_grad():
+                made = self._generate(min(fft_length(length) // 2, self.max_length))
+            # held on to, the tensors' addresses cannot become another's
+            self._kept = fingerprint, [x.detach() for x in tensors], made
+        return self._kept[2][:, :, :wanted]
+
+    def _generate(self, length: int) -> torch.Tensor:
+        """The filters' first taps, `(Z, O-1, length, H)`: in the layout of inputs, for the sake of decoding."""
+        weight = self.mlp_in_weight
+        bands = (self.embedding_size - 1) // 2
+        with full_precision(weight.device):
+            position = torch.arange(length, dtype=weight.dtype, device=weight.device)
+            frequency = torch.linspace(1e-4, bands - 1, bands, dtype=weight.dtype, device=weight.device)
+            angle = torch.outer(position * (2 * math.pi / self.max_length), frequency)
+            time = position / max(1, self.max_length - 1)
+            x = torch.cat([time[:, None], angle.cos(), -angle.sin()], dim=-1)
+            x = torch.sin(self.sine_frequency * F.linear(x, weight, self.mlp_in_bias))
+            for hidden_weight, hidden_bias in zip(self.mlp_hidden_weight, self.mlp_hidden_bias, strict=True):
+                x = torch.sin(self.sine_frequency * F.linear(x, hidden_weight, hidden_bias))
+            return x @ self.mlp_out_weight.mT * torch.exp(torch.outer(-time, self._decay()))
+
+    def _decay(self) -> torch.Tensor:
+        """|δ| of every channel, `(H,)`: e-folds over L positions."""
+        slow, fast = -math.log(0.01) / 1.5, -math.log(0.01) / 0.3
+        like = self.mlp_in_weight
+        return torch.linspace(slow, fast, self.hidden_size, dtype=like.dtype, device=like.device)
+
+
+def _zero_masked(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    return x if kept is None else x.masked_fill(~kept[..., None], 0)
+
+
+def _join(past: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if past is None else torch.cat([past, x.to(past.dtype)], dim=1)
+
+
+def _last(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` of `(B, T, D)`, zeros before the first."""
+    x = x[:, max(0, x.shape[1] - count) :]
+    return F.pad(x, (0, 0, count - x.shape[1], 0))

@@ -1,0 +1,162 @@
+"""S5 as a layer: one diagonal state space model that reads all channels at once.
+
+B batch · T length · H hidden size · N state size · P = N/2 modes · J blocks
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels.diagonal_scan import diagonal_scan
+from ..kernels.long_conv.torch_impl import complex_dtype, compute_dtype
+from ..kernels.ssm_kernel import DISCRETIZATIONS, diagonalize_legs, discretize
+from ..kernels.ssm_kernel.discrete import full_precision
+from .state_space import StateSpaceLayer, check_choice, check_positive
+
+_LARGEST_REAL_PART = -1e-4
+
+
+class S5(StateSpaceLayer):
+    """Simplified state space layer: one system with many inputs and outputs (Smith et al. 2023).
+
+    x[t] = diag(Abar) x[t-1] + Bbar u[t],  y[t] = 2 Re C x[t] + D u[t]      (S5, section 3)
+
+    over one mode of each conjugate pair, by a parallel scan in O(T P H), at any length; O(P H) per decoded token.
+
+    Bidirectional: y[t] = 2 Re (C_0 x[t] + C_1 x'[t]) + D u[t], where x' is the same recurrence from the last token to
+    the first. Both states have read the token itself, unlike the kernels of a bidirectional `S4`.
+
+    Args:
+        hidden_size: Channels H.
+        state_size: N, a multiple of 2 J.
+        blocks: J, the number of copies of HiPPO-LegS of size N / J, without its low-rank term, that A starts from.
+        discretization: ``"zoh"`` or ``"bilinear"``.
+        clip_eigenvalues: Whether real parts of A above -1e-4 count as that, which keeps the recurrence stable.
+        bidirectional: Whether a second scan reads the future.
+        dt_min: Smallest initial step.
+        dt_max: Largest initial step.
+        use_D: Whether there is a skip connection D.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer.
+        freeze: ``"all"``, ``"ab_dt"`` (train C and D only) or ``"none"``.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+
+    Note:
+        S5 draws B and C as real matrices and rotates them into the basis of eigenvectors. In an orthonormal basis of
+        conjugate pairs, a matrix of independent normal numbers is one of independent complex normal numbers: they are
+        drawn as such.
+    """
+
+    TRAINED: ClassVar = {
+        "all": (),
+        "ab_dt": ("C", "D"),
+        "none": ("A", "B", "C", "log_dt", "D"),
+    }
+
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    log_dt: torch.Tensor
+    D: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        state_size: int = 256,
+        *,
+        blocks: int = 4,
+        discretization: str = "zoh",
+        clip_eigenvalues: bool = True,
+        bidirectional: bool = False,
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+        use_D: bool = True,
+        postact: str | None = None,
+        freeze: str = "all",
+    ):
+        super().__init__(hidden_size, bidirectional=bidirectional, postact=postact, freeze=freeze)
+        check_positive(blocks=blocks)
+        if state_size < 1 or state_size % (2 * blocks):
+            raise ValueError(f"state_size must be a positive multiple of 2 * blocks = {2 * blocks}; got {state_size}")
+        check_choice("discretization", discretization, DISCRETIZATIONS)
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"dt_min must be positive and at most dt_max; got {dt_min} and {dt_max}")
+        self.state_size, self.blocks, self.discretization = state_size, blocks, discretization
+        self.clip_eigenvalues, self.dt_min, self.dt_max = clip_eigenvalues, dt_min, dt_max
+
+        modes = state_size // 2
+        self._declare(
+            {
+                "A": (modes, 2),
+                "B": (modes, hidden_size, 2),
+                "C": (2 if bidirectional else 1, hidden_size, modes, 2),
+                "log_dt": (modes,),
+                "D": (hidden_size,) if use_D else None,
+            }
+        )
+        self.reset_parameters()
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """`(B, P, 2)`, real and imaginary parts last."""
+        return batch, self.state_size // 2, 2
+
+    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
+        """A as described; B and C complex normal over their number of inputs, D normal, log dt uniform."""
+        if name == "A":
+            w, _ = diagonalize_legs(self.state_size // self.blocks)
+            tensor.copy_(torch.view_as_real(w).repeat(self.blocks, 1))
+        elif name == "B":
+            nn.init.normal_(tensor, std=math.sqrt(0.5 / self.hidden_size))
+        elif name == "C":
+            nn.init.normal_(tensor, std=math.sqrt(0.5 / self.state_size))
+        elif name == "D":
+            nn.init.normal_(tensor)
+        else:
+            nn.init.uniform_(tensor, math.log(self.dt_min), math.log(self.dt_max))
+
+    def extra_repr(self) -> str:
+        """The arguments that shape the layer."""
+        return (
+            f"{self.hidden_size}, state_size={self.state_size}, blocks={self.blocks}, "
+            f"discretization={self.discretization!r}, clip_eigenvalues={self.clip_eigenvalues}, "
+            f"bidirectional={self.bidirectional}, freeze={self.freeze!r}"
+        )
+
+    def _run(
+        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = torch.promote_types(compute_dtype(u), self.A.dtype)
+        decay, gain = self._discretized()
+        decay, gain = decay.to(complex_dtype(dtype)), gain.to(complex_dtype(dtype))
+        initial = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
+        with full_precision(u.device):
+            x = u.to(dtype)
+            # real and imaginary parts side by side, so that real products give and take complex states
+            Bbar = torch.view_as_real(gain[:, None] * torch.view_as_complex(self.B.to(dtype)))
+            driven = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1))
+            drive = torch.view_as_complex(driven.unflatten(-1, (-1, 2)))
+            states, last = diagonal_scan(decay, drive, initial_state=initial)
+            y = self._read(states, 0)
+            if self.bidirectional:
+                y = y + self._read(diagonal_scan(decay, drive, reverse=True)[0], 1)
+            if self.D is not None:
+                y = y + self.D.to(dtype) * x
+        return y.to(u.dtype), torch.view_as_real(last) if return_state else None
+
+    def _discretized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Abar and Bbar / B, `(P,)`, complex128."""
+        real, imaginary = self.A.double().unbind(-1)
+        if self.clip_eigenvalues:
+            real = real.clamp(max=_LARGEST_REAL_PART)
+        return discretize(torch.complex(real, imaginary), self.log_dt.double().exp(), self.discretization)
+
+    def _read(self, states: torch.Tensor, direction: int) -> torch.Tensor:
+        """2 Re C x of every token, `(B, T, H)`."""
+        pairs = torch.view_as_real(states)
+        C = self.C[direction].to(pairs.dtype)
+        rows = torch.stack([2 * C[..., 0], -2 * C[..., 1]], dim=-1)
+        return F.linear(pairs.flatten(-2), rows.flatten(-2))

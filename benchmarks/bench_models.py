@@ -32,8 +32,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -197,7 +197,7 @@ def measure_matmul(precision: str, threads: int) -> float:
 # --- one measurement, in its own process
 
 
-def _memory(field: str) -> float:
+def memory(field: str) -> float:
     """Return a field of /proc/self/status (VmRSS, VmHWM), in MiB; NaN where there is no such file."""
     with suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
         for line in status:
@@ -206,22 +206,21 @@ def _memory(field: str) -> float:
     return math.nan
 
 
-def _forget_peak() -> float:
+def forget_peak() -> float:
     """Give free memory back to the system, start the process's peak anew, and return what is resident, in MiB."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
+    return memory("VmRSS")
 
 
 def measure_cell(pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float) -> None:
     """Take training steps of one cell and send ("step", seconds), ("peak", MiB) or ("outcome", text) as they come."""
     started = time.perf_counter()
-    try:
-        torch.set_num_threads(threads)
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    with what_went_wrong(pipe):
+        limit_memory(threads)
         model = build_model(name)
         source = torch.randint(3, VOCABULARY, (1, length))
         labels = torch.randint(3, VOCABULARY, (1, TARGET))
@@ -237,7 +236,7 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
 
         step(16)
         model.zero_grad(set_to_none=True)
-        idle = _forget_peak()
+        idle = forget_peak()
         warm_up = step(length)
         timed = 0
         while timed < (1 if warm_up > SLOW_STEP else 2):
@@ -245,18 +244,32 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
                 break
             pipe.send(("step", step(length)))
             timed += 1
-        if timed:
-            pipe.send(("peak", _memory("VmHWM") - idle))
-        pipe.send(("outcome", "ok" if timed else "over time"))
-    except (MemoryError, RuntimeError) as error:
-        is_memory = isinstance(error, MemoryError) or "alloc" in str(error).lower()
-        pipe.send(("outcome", "out of memory" if is_memory else f"failed: {_first_line(error)}"))
+        if not timed:
+            raise TimeoutError
+        pipe.send(("peak", memory("VmHWM") - idle))
+
+
+def limit_memory(threads: int) -> None:
+    """Give this process so many threads and `MEMORY_LIMIT` bytes."""
+    torch.set_num_threads(threads)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+
+
+@contextmanager
+def what_went_wrong(pipe: Connection) -> Iterator[None]:
+    """Close what a measurement sends with its outcome: "ok", "over time", "out of memory" or "failed: ..."."""
+    outcome = "ok"
+    try:
+        yield
+    except TimeoutError:
+        outcome = "over time"
     except Exception as error:
-        pipe.send(("outcome", f"failed: {_first_line(error)}"))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
+        is_memory = isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and "alloc" in str(error).lower()
+        )
+        line = f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
+        outcome = "out of memory" if is_memory else f"failed: {line}"
+    pipe.send(("outcome", outcome))
 
 
 def _measure_matmul_into(pipe: Connection, precision: str, threads: int) -> None:
@@ -439,15 +452,15 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
     speed = lines("tokens_per_s", lambda value: f"{value / 1000:.2f}")
     for line in speed:
         line.append(exponent([(s, s / tokens[line[0], s]) for s in lengths if (line[0], s) in tokens]))
-    memory = lines("peak_mib", lambda value: f"{value:.0f}")
-    for line in memory:
+    peak_lines = lines("peak_mib", lambda value: f"{value:.0f}")
+    for line in peak_lines:
         line.append(exponent([(s, peaks[line[0], s]) for s in lengths if (line[0], s) in peaks]))
     rate = max(float(row["matmul_gflop_per_s"]) for row in rows)
     parts = [
         f"**{precision}: thousand source tokens per second, median**",
         markdown_table(["model", *columns, "time exponent 2k-16k (points)"], speed),
         f"**{precision}: peak memory over the idle process, MiB**",
-        markdown_table(["model", *columns, "memory exponent 2k-16k (points)"], memory),
+        markdown_table(["model", *columns, "memory exponent 2k-16k (points)"], peak_lines),
         f"**{precision}: fraction of the floor (matrix products alone, at {rate:.0f} GFLOP/s)**",
         markdown_table(["model", *columns], lines("fraction_of_floor", lambda value: f"{value:.3f}")),
     ]

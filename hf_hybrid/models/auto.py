@@ -2,16 +2,32 @@
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .spade import SpadeConfig, SpadeEncoderModel, SpadeForConditionalGeneration, SpadeModel
+from .spade import (
+    SpadeConfig,
+    SpadeEncoderModel,
+    SpadeForCausalLM,
+    SpadeForConditionalGeneration,
+    SpadeForMaskedLM,
+    SpadeForQuestionAnswering,
+    SpadeForSequenceClassification,
+    SpadeForTokenClassification,
+    SpadeModel,
+)
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrainedModel]]]] = {
     "spade": (
         SpadeConfig,
         {
             "AutoModel": SpadeModel,
+            "AutoModelForCausalLM": SpadeForCausalLM,
+            "AutoModelForMaskedLM": SpadeForMaskedLM,
+            "AutoModelForQuestionAnswering": SpadeForQuestionAnswering,
             "AutoModelForSeq2SeqLM": SpadeForConditionalGeneration,
+            "AutoModelForSequenceClassification": SpadeForSequenceClassification,
             "AutoModelForTextEncoding": SpadeEncoderModel,
+            "AutoModelForTokenClassification": SpadeForTokenClassification,
         },
     ),
 }
@@ -24,3 +40,6 @@ def register() -> None:
         transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
+            if auto_class == "AutoModelForCausalLM":
+                # where Trainer's label smoothing looks whether labels are to be shifted
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model_class.__name__

@@ -27,6 +27,8 @@ VARIANTS = {
         "state space in the decoder": {"decoder_global_layers": [0]},
         "added": {"combine_mode": "add"},
         "stacked": {"combine_mode": "stack"},
+        "joined by a residual": {"combine_mode": "residual"},
+        "one bias table per decoder layer": {"decoder_share_relative_bias": False},
         "trained state space": {"ssm_freeze": "none", "ssm_postact": "gelu_glu"},
         "no skip connection": {"ssm_use_D": False},
     },

@@ -161,7 +161,7 @@ def test_presets_share_one_shape(name, layers, width):
 def test_preset_overrides_and_unknown_names():
     assert SpadeConfig.from_preset("tiny", num_hidden_layers=2).num_decoder_layers == 2
     with pytest.raises(
-        ValueError, match=r"preset must be one of base, small, tiny; got 'bsae'\. Did you mean 'base'\?"
+        ValueError, match=r"preset must be one of base, small, tiny, wikitext103; got 'bsae'\. Did you mean 'base'\?"
     ):
         SpadeConfig.from_preset("bsae")
 
@@ -222,6 +222,17 @@ def test_stack_attends_to_the_state_space_model():
     mixer, x = first_mixer(encoder(combine_mode="stack")), torch.randn(2, 13, 32)
     assert_close(mixer(x, None, None, None), mixer.attention(mixer.ssm(x))[0], "exact")
     assert not hasattr(mixer, "aggregate")
+
+
+def test_residual_starts_as_local_attention_and_adds_the_mapped_branch():
+    mixer, x = first_mixer(encoder(combine_mode="residual")), torch.randn(2, 13, 32)
+    local = mixer.attention(x)[0]
+    assert_close(mixer(x, None, None, None), local, "exact")
+    nn.init.normal_(mixer.global_proj.weight)
+    mapped = mixer.global_norm(mixer.ssm(x)) @ mixer.global_proj.weight.T
+    assert_close(mixer(x, None, None, None), local + mapped, "float32")
+    assert mixer.global_proj.bias is None
+    assert not hasattr(mixer, "local_norm")
 
 
 @pytest.mark.parametrize(
@@ -308,6 +319,8 @@ OPTIONS = [
     {"num_decoder_layers": 1},
     {"combine_mode": "add", "decoder_global_layers": "all"},
     {"combine_mode": "stack", "decoder_global_layers": "all"},
+    {"combine_mode": "residual", "decoder_global_layers": "all"},
+    {"decoder_share_relative_bias": False},
 ]
 
 
@@ -344,6 +357,22 @@ def test_there_is_one_embedding_and_the_head_may_be_tied_to_it():
     assert untied.lm_head.weight is not untied.model.encoder.embed_tokens.weight
     tables = [m for m in untied.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == 64]
     assert tables == [untied.get_input_embeddings()]
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_unscaled_scores_start_at_the_size_of_scaled_ones(scale):
+    model = tiny_model("spade", "AutoModel", scale_attention=scale, head_dim=64, initializer_range=0.02)
+    queries = [weight for name, weight in model.named_parameters() if "q_proj" in name]
+    assert len(queries) == 2 + 2 * 2
+    for weight in queries:
+        assert weight.std().item() == pytest.approx(0.02 if scale else 0.02 / 8, rel=0.1)
+
+
+def test_decoder_layers_share_a_bias_table_unless_told_otherwise():
+    for shared in (True, False):
+        model = tiny_model("spade", "AutoModel", decoder_share_relative_bias=shared)
+        tables = [name for name, _ in model.decoder.named_parameters() if "relative_attention_bias" in name]
+        assert len(tables) == (1 if shared else 2)
 
 
 def test_padding_and_start_have_a_trained_embedding():
@@ -399,7 +428,7 @@ def test_four_dimensional_masks_of_an_encoder_decoder():
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("attention_type", "windwo", "attention_type must be one of window, chunk, full; got 'windwo'"),
+        ("attention_type", "windwo", "attention_type must be one of window, chunk, full, none; got 'windwo'"),
         ("norm_position", "per", "norm_position must be one of post, pre; got 'per'"),
         ("num_hidden_layers", 1, "global_layers must list distinct layers between 0 and 0"),
     ],
@@ -471,9 +500,9 @@ def test_a_short_document_beside_a_very_long_one_is_read_as_if_alone():
         ("ssm_dt_min", 0.0, "ssm_dt_min must be positive"),
         ("dropout", 1.0, r"dropout must lie in \[0, 1\); got 1.0"),
         ("combine_alpha", 1.5, r"combine_alpha must lie in \[0, 1\]; got 1.5"),
-        ("attention_type", "windows", "attention_type must be one of window, chunk, full; got 'windows'"),
+        ("attention_type", "windows", "attention_type must be one of window, chunk, full, none; got 'windows'"),
         ("norm_position", "mid", "norm_position must be one of post, pre; got 'mid'"),
-        ("ssm_type", "s7", "ssm_type must be one of s4; got 's7'"),
+        ("ssm_type", "s7", "ssm_type must be one of s4, s4d, s5, hyena, lstm; got 's7'"),
         ("ssm_postact", "glu", "ssm_postact must be one of None, gelu_glu; got 'glu'"),
         (
             "hidden_act",
@@ -502,7 +531,7 @@ def test_bad_config_values_are_named(field, value, rule):
 
 
 def test_a_decoders_memory_cannot_be_cut():
-    with pytest.raises(Exception, match=r"ssm_l_max must be None where decoder_global_layers are given.*got 8 and"):
+    with pytest.raises(Exception, match=r"ssm_l_max must be None where a decoder has decoder_global_layers.*got 8 and"):
         tiny_config("spade", ssm_l_max=8, decoder_global_layers=[0])
     assert tiny_config("spade", ssm_l_max=8).ssm_l_max == 8
 
@@ -513,7 +542,7 @@ def test_whole_numbers_serve_for_real_ones():
 
 
 def test_models_refuse_what_they_cannot_be():
-    with pytest.raises(ValueError, match="SpadeModel must have is_encoder_decoder=True"):
+    with pytest.raises(ValueError, match="is_encoder_decoder must be True for SpadeModel"):
         SpadeModel(tiny_config("spade", is_encoder_decoder=False))
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         encoder()()

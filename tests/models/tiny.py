@@ -1,5 +1,7 @@
 """The smallest useful config of every model type, and inputs for every Auto class; all model tests build from here."""
 
+import inspect
+
 import torch
 import transformers
 
@@ -15,6 +17,7 @@ TINY_CONFIGS = {
         "local_radius": 4,
         "chunk_size": 6,
         "ssm_state_size": 8,
+        "num_labels": 3,
         "initializer_range": 0.2,  # outputs of ordinary size, so that comparisons mean something
     },
 }
@@ -22,9 +25,9 @@ MODEL_CLASSES = [
     (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)
 ]
 GENERATIVE = [(model_type, name) for model_type, name in MODEL_CLASSES if name.endswith(("Seq2SeqLM", "CausalLM"))]
-# every way of decoding that differs in what a cache holds
+# for each generative class of a model type, every way of decoding that differs in what a cache holds
 DECODERS = {
-    "spade": {
+    ("spade", "AutoModelForSeq2SeqLM"): {
         "full": {},
         "window": {"decoder_attention_type": "window"},
         "window of one": {"decoder_attention_type": "window", "local_radius": 0},
@@ -37,10 +40,24 @@ DECODERS = {
         "state space below": {"decoder_global_layers": [0], "combine_mode": "stack"},
         "absolute positions": {"decoder_position": "learned_absolute"},
     },
+    ("spade", "AutoModelForCausalLM"): {
+        "window": {},
+        "chunk": {"attention_type": "chunk"},
+        "full": {"attention_type": "full"},
+        "full attention alone": {"attention_type": "full", "global_layers": "none"},
+        "window alone": {"global_layers": "none"},
+        "chunk alone": {"attention_type": "chunk", "global_layers": "none"},
+        "state space alone": {"attention_type": "none", "global_layers": "all"},
+        "absolute positions": {"decoder_position": "learned_absolute"},
+        "s4d": {"ssm_type": "s4d", "global_layers": "all"},
+        "s5": {"ssm_type": "s5", "attention_type": "chunk"},
+        "hyena": {"ssm_type": "hyena", "ssm_l_max": 8},
+        "hyena alone": {"ssm_type": "hyena", "hyena_order": 3, "attention_type": "none", "global_layers": "all"},
+        "lstm": {"ssm_type": "lstm"},
+        "adaptive vocabulary": {"adaptive_cutoffs": [10, 30], "adaptive_factor": 2, "scale_embeddings": True},
+    },
 }
-DECODER_CASES = [
-    (model_type, name, case) for model_type, name in GENERATIVE for case in DECODERS.get(model_type, {"default": {}})
-]
+DECODER_CASES = [(model_type, name, case) for model_type, name in GENERATIVE for case in DECODERS[model_type, name]]
 
 
 def tiny_config(model_type: str, **overrides):
@@ -61,9 +78,13 @@ def tiny_inputs(model, *, batch: int = 2, length: int = 11, target_length: int =
         return torch.randint(2, model.config.vocab_size, (batch, width), generator=generator)
 
     inputs = {"input_ids": tokens(length)}
-    if model.config.is_encoder_decoder and hasattr(model, "get_decoder") and "Encoder" not in type(model).__name__:
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         inputs["decoder_input_ids"] = tokens(target_length)
     return inputs
+
+
+def is_causal_lm(model) -> bool:
+    return type(model).__name__.endswith("ForCausalLM")
 
 
 def tiny_labels(model, *, batch: int = 2, length: int = 7, seed: int = 2) -> torch.Tensor:
@@ -72,4 +93,6 @@ def tiny_labels(model, *, batch: int = 2, length: int = 7, seed: int = 2) -> tor
 
 def main_output(outputs) -> torch.Tensor:
     """The tensor that a model is used for: logits, or hidden states where it has no head."""
+    if "start_logits" in outputs:
+        return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
     return outputs.logits if "logits" in outputs else outputs.last_hidden_state

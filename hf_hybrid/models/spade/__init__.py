@@ -1,12 +1,27 @@
 """SPADE (Zuo et al. 2022)."""
 
 from .configuration_spade import SpadeConfig
-from .modeling_spade import SpadeEncoderModel, SpadeForConditionalGeneration, SpadeModel, SpadePreTrainedModel
+from .modeling_spade import (
+    SpadeEncoderModel,
+    SpadeForCausalLM,
+    SpadeForConditionalGeneration,
+    SpadeForMaskedLM,
+    SpadeForQuestionAnswering,
+    SpadeForSequenceClassification,
+    SpadeForTokenClassification,
+    SpadeModel,
+    SpadePreTrainedModel,
+)
 
 __all__ = [
     "SpadeConfig",
     "SpadeEncoderModel",
+    "SpadeForCausalLM",
     "SpadeForConditionalGeneration",
+    "SpadeForMaskedLM",
+    "SpadeForQuestionAnswering",
+    "SpadeForSequenceClassification",
+    "SpadeForTokenClassification",
     "SpadeModel",
     "SpadePreTrainedModel",
 ]

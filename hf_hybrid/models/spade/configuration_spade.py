@@ -1,4 +1,4 @@
-"""Configuration of SPADE models: the encoder-decoder, the encoder, and the decoder's view for caches."""
+"""Configuration of SPADE models: the encoder-decoder, the encoder, the causal language model."""
 
 import copy
 import math
@@ -9,15 +9,31 @@ from transformers.activations import ACT2FN
 
 from hf_hybrid.suggestions import did_you_mean
 
-ATTENTION_TYPES = ("window", "chunk", "full")
-COMBINE_MODES = ("concat", "add", "stack")
+ATTENTION_TYPES = ("window", "chunk", "full", "none")
+COMBINE_MODES = ("concat", "add", "stack", "residual")
 CONCAT_ORDERS = ("local_global", "global_local")
 DECODER_POSITIONS = ("relative", "learned_absolute")
 NORM_POSITIONS = ("post", "pre")
 NORM_TYPES = ("layer_norm", "rms_norm")
-SSM_FREEZES = ("all", "ab_dt", "none")
+POOLINGS = ("first", "mean", "last")
 SSM_POSTACTS = (None, "gelu_glu")
-SSM_TYPES = ("s4",)
+# state space model -> what its fields may be, the default first
+SSM_DISCRETIZATIONS = {
+    "s4": ("bilinear",),
+    "s4d": ("zoh", "bilinear"),
+    "s5": ("zoh", "bilinear"),
+    "hyena": (None,),
+    "lstm": (None,),
+}
+SSM_INITS = {"s4": ("legs",), "s4d": ("lin", "inv", "legs"), "s5": ("legs",), "hyena": (None,), "lstm": (None,)}
+SSM_FREEZES = {
+    "s4": ("all", "ab_dt", "none"),
+    "s4d": ("all", "ab_dt", "none"),
+    "s5": ("all", "ab_dt", "none"),
+    "hyena": ("all", "none"),
+    "lstm": ("none",),
+}
+SSM_TYPES = tuple(SSM_FREEZES)
 POSITIVE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -32,6 +48,10 @@ POSITIVE_FIELDS = (
     "ssm_state_size",
     "ssm_n_ssm",
     "ssm_l_max",
+    "ssm_blocks",
+    "hyena_filter_size",
+    "hyena_short_kernel_size",
+    "adaptive_factor",
 )
 
 PRESETS = {
@@ -39,6 +59,27 @@ PRESETS = {
     "base": {},
     "small": {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 6},
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 4},
+    # the paper's language model, section 4.2 and appendix C.3
+    "wikitext103": {
+        "is_encoder_decoder": False,
+        "is_decoder": True,
+        "vocab_size": 267744,
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "intermediate_size": 4096,
+        "final_norm": False,
+        "layer_norm_eps": 1e-5,
+        "dropout": 0.3,
+        "activation_dropout": 0.1,
+        "scale_embeddings": True,
+        "adaptive_cutoffs": [20000, 60000],
+        "adaptive_dropout": 0.2,
+        "ssm_n_ssm": 1024,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "decoder_start_token_id": None,
+    },
 }
 
 
@@ -48,7 +89,8 @@ class SpadeConfig(PreTrainedConfig):
 
     The defaults are the paper's base encoder-decoder (section 5.1): a T5-shaped model with post-layer-norm, whose
     encoder attends locally and whose bottom encoder layer also reads a frozen bidirectional S4. One class serves the
-    encoder-decoder and the encoder alone. Lengths and distances are in tokens.
+    encoder-decoder, the encoder alone, and, with ``is_encoder_decoder=False, is_decoder=True``, the causal language
+    model, whose defaults differ where the paper's do. Lengths and distances are in tokens.
 
     Args:
         vocab_size: Rows of the token embedding.
@@ -64,7 +106,8 @@ class SpadeConfig(PreTrainedConfig):
         attention_bias: Whether the attention projections have biases.
         scale_attention: Whether scores are multiplied by ``head_dim ** -0.5``; T5 itself does not.
         norm_type: `"layer_norm"` or `"rms_norm"` (T5).
-        norm_position: `"post"` (the paper's encoder-decoder) or `"pre"` (T5, language models).
+        norm_position: `"post"` or `"pre"` (T5); when None, `"pre"` for a language model and `"post"` otherwise, as in
+            the paper.
         layer_norm_eps: Epsilon of every norm.
         embedding_norm: Whether a norm follows the embedding of each stack; when None, exactly with post-norm.
         final_norm: Whether a norm ends each stack; when None, exactly with pre-norm.
@@ -72,15 +115,18 @@ class SpadeConfig(PreTrainedConfig):
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
         initializer_range: Standard deviation of initial weights.
-        attention_type: Encoder self-attention: `"window"`, `"chunk"` or `"full"`.
+        attention_type: Self-attention of the encoder or of the language model: `"window"`, `"chunk"`, `"full"`, or
+            `"none"` where every layer is global (a state space model alone).
         local_radius: Reach of window attention: keys at most this far from the query are seen, on each side where
-            the model is bidirectional.
-        chunk_size: Length of a chunk for chunk attention.
-        decoder_attention_type: Decoder self-attention: `"full"`, `"window"` or `"chunk"`, always causal.
+            the model is bidirectional. When None, 511 for a language model (a window of 512) and 128 otherwise.
+        chunk_size: Length of a chunk for chunk attention; when None, 512 for a language model and 128 otherwise.
+        decoder_attention_type: Decoder self-attention of an encoder-decoder, always causal.
         relative_attention_num_buckets: Buckets of the relative position bias.
         relative_attention_max_distance: Distance from which on all positions share a bucket.
-        share_relative_bias: Whether all encoder layers use one bias table instead of one each.
-        decoder_position: `"relative"` (one causal T5 table shared by all decoder layers) or `"learned_absolute"`.
+        share_relative_bias: Whether all layers of the encoder or language model use one bias table instead of one
+            each; when None, only those of a language model do.
+        decoder_share_relative_bias: Whether all decoder layers use one (T5) instead of one each (UMT5).
+        decoder_position: `"relative"` (causal T5 tables) or `"learned_absolute"`.
         max_decoder_position_embeddings: Rows of the absolute position table; 1024 when None, and None where there is
             no such table.
         global_layers: Encoder layers that also read the state space model: a list of indices, or `"none"`,
@@ -88,28 +134,49 @@ class SpadeConfig(PreTrainedConfig):
         decoder_global_layers: The same for the decoder, where the state space model is causal.
         combine_mode: How a global layer joins its two branches: `"concat"` (the paper: a linear map of both,
             normalised, side by side), `"add"` (a weighted sum of both, normalised), `"stack"` (attention reads the
-            state space model's output).
+            state space model's output), `"residual"` (attention plus a linear map of the state space model's
+            normalised output, zero at first: the layer starts as a local one, for weights trained without).
         combine_alpha: Weight of the global branch for `"add"`; the local one gets the rest.
         concat_order: `"local_global"` (the paper) or `"global_local"` (the published code).
-        ssm_type: The state space model, `"s4"`.
-        ssm_state_size: Its state size N, even.
+        ssm_type: The state space model: `"s4"`, `"s4d"`, `"s5"`, or in its place `"hyena"` or `"lstm"`.
+        ssm_state_size: Its state size N, even; of each channel (S4, S4D) or of the whole layer (S5). 64 when None, and
+            256 for S5.
+        ssm_init: Initial eigenvalues: of S4D `"lin"`, `"inv"` or `"legs"`, of S4 and S5 `"legs"`; the first of these
+            when None.
+        ssm_discretization: `"zoh"` or `"bilinear"` for S4D and S5, `"bilinear"` for S4; the first when None.
+        ssm_blocks: HiPPO blocks that S5's state starts as.
         ssm_dt_min: Smallest initial step Δ.
         ssm_dt_max: Largest initial step Δ.
         ssm_n_ssm: Independent copies of (A, B); when None, one where they are frozen and `hidden_size` where they are
             trained.
-        ssm_freeze: `"all"` (the paper), `"ab_dt"` (train C and D only) or `"none"` (train everything).
+        ssm_freeze: `"all"` (the paper; of Hyena the filters), `"ab_dt"` (train C and D only; S4, S4D and S5) or
+            `"none"` (train everything). When None, `"all"`, but `"none"` for an LSTM.
         ssm_stop_gradient: Whether the gradient through the global branch to its input is cut, as in the published
             code.
-        ssm_l_max: Longest memory of the encoder's state space models; unlimited when None, as in a decoder always.
+        ssm_l_max: Longest memory of the state space models: of S4 and S4D in an encoder, unlimited when None, as in
+            a decoder always; of Hyena anywhere, whose filters are functions of t / ssm_l_max, 4096 when None.
         ssm_use_D: Whether it has a skip connection D.
         ssm_postact: None (the paper) or `"gelu_glu"`, an activation and gated projection behind it.
+        hyena_order: Order of Hyena's recurrence: products of projections, with a long convolution between each two.
+        hyena_filter_size: Width of the network that makes Hyena's filters.
+        hyena_embedding_size: Positional features that it reads, odd.
+        hyena_sine_frequency: Initial frequency of its sine activations.
+        hyena_short_kernel_size: Taps of the short convolution on Hyena's projections.
         tie_word_embeddings: Whether the language modelling head shares the embedding table, which is one for encoder
             and decoder in any case (T5; without, T5 v1.1).
+        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``.
+        adaptive_cutoffs: For a language model, token ids at which the next cluster of an adaptive input embedding and
+            adaptive softmax begins (Baevski and Auli 2019); an ordinary vocabulary when None.
+        adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
+        adaptive_dropout: Dropout on the projections to the later clusters.
+        pooling: What a sequence classifier reads: the encoder's `"first"` or `"last"` kept token, or the `"mean"` of
+            all kept ones.
+        classifier_dropout: Dropout before the classification heads; that of `dropout` when None.
         scale_decoder_outputs: Whether the decoder's output is multiplied by ``hidden_size ** -0.5`` before the
             language modelling head (T5 with tied embeddings).
         use_cache: Whether decoding returns its key, value and state cache.
         is_encoder_decoder: Whether the model has an encoder and a decoder.
-        is_decoder: Whether this config describes a decoder stack.
+        is_decoder: Whether this config describes a causal stack: a language model, or the view of a decoder.
         pad_token_id: Padding token.
         bos_token_id: Beginning-of-sequence token, if there is one.
         eos_token_id: End-of-sequence token or tokens.
@@ -137,7 +204,7 @@ class SpadeConfig(PreTrainedConfig):
     attention_bias: bool = False
     scale_attention: bool = True
     norm_type: str = "layer_norm"
-    norm_position: str = "post"
+    norm_position: str | None = None
     layer_norm_eps: float | int = 1e-6
     embedding_norm: bool | None = None
     final_norm: bool | None = None
@@ -146,12 +213,13 @@ class SpadeConfig(PreTrainedConfig):
     activation_dropout: float | int = 0.0
     initializer_range: float | int = 0.02
     attention_type: str = "window"
-    local_radius: int = 128
-    chunk_size: int = 128
+    local_radius: int | None = None
+    chunk_size: int | None = None
     decoder_attention_type: str = "full"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
-    share_relative_bias: bool = False
+    share_relative_bias: bool | None = None
+    decoder_share_relative_bias: bool = True
     decoder_position: str = "relative"
     max_decoder_position_embeddings: int | None = None
     global_layers: list[int] | str = "bottom"
@@ -160,16 +228,30 @@ class SpadeConfig(PreTrainedConfig):
     combine_alpha: float | int = 0.5
     concat_order: str = "local_global"
     ssm_type: str = "s4"
-    ssm_state_size: int = 64
+    ssm_state_size: int | None = None
+    ssm_init: str | None = None
+    ssm_discretization: str | None = None
+    ssm_blocks: int = 4
     ssm_dt_min: float | int = 1e-3
     ssm_dt_max: float | int = 1e-1
     ssm_n_ssm: int | None = None
-    ssm_freeze: str = "all"
+    ssm_freeze: str | None = None
     ssm_stop_gradient: bool = False
     ssm_l_max: int | None = None
     ssm_use_D: bool = True
     ssm_postact: str | None = None
+    hyena_order: int = 2
+    hyena_filter_size: int = 64
+    hyena_embedding_size: int = 33
+    hyena_sine_frequency: float | int = 14.0
+    hyena_short_kernel_size: int = 3
     tie_word_embeddings: bool = True
+    scale_embeddings: bool = False
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    adaptive_dropout: float | int = 0.0
+    pooling: str = "first"
+    classifier_dropout: float | int | None = None
     scale_decoder_outputs: bool = False
     use_cache: bool = True
     is_encoder_decoder: bool = True
@@ -184,7 +266,8 @@ class SpadeConfig(PreTrainedConfig):
         """Build the configuration of a named size.
 
         Args:
-            name: `"base"` (12+12 layers, width 768: the paper's), `"small"` (6+6, 512) or `"tiny"` (4+4, 256).
+            name: `"base"` (12+12 layers, width 768: the paper's), `"small"` (6+6, 512) or `"tiny"` (4+4, 256);
+                `"wikitext103"`, the paper's language model.
             **overrides: Fields to set differently.
 
         Raises:
@@ -206,15 +289,36 @@ class SpadeConfig(PreTrainedConfig):
                     f"got {self.hidden_size} and {self.num_attention_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        self._fill_in_defaults()
         if self.max_decoder_position_embeddings is None and self.decoder_position == "learned_absolute":
             self.max_decoder_position_embeddings = 1024
         if self.embedding_norm is None:
             self.embedding_norm = self.norm_position == "post"
         if self.final_norm is None:
             self.final_norm = self.norm_position == "pre"
+        super().__post_init__(**kwargs)
+
+    def _fill_in_defaults(self):
+        causal = self.is_decoder and not self.is_encoder_decoder
+        freezes, inits, discretizations = (
+            table.get(self.ssm_type, (None,)) for table in (SSM_FREEZES, SSM_INITS, SSM_DISCRETIZATIONS)
+        )
+        for field, default in {
+            "norm_position": "pre" if causal else "post",
+            "local_radius": 511 if causal else 128,
+            "chunk_size": 512 if causal else 128,
+            "share_relative_bias": causal,
+            "ssm_state_size": 256 if self.ssm_type == "s5" else 64,
+            "ssm_freeze": freezes[0],
+            "ssm_init": inits[0],
+            "ssm_discretization": discretizations[0],
+            "ssm_l_max": 4096 if self.ssm_type == "hyena" else None,
+            "classifier_dropout": self.dropout,
+        }.items():
+            if getattr(self, field) is None:
+                setattr(self, field, default)
         if self.ssm_n_ssm is None:
             self.ssm_n_ssm = self.hidden_size if self.ssm_freeze == "none" else 1
-        super().__post_init__(**kwargs)
 
     def _spell_out_layers(self):
         self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)
@@ -247,24 +351,28 @@ class SpadeConfig(PreTrainedConfig):
                 f"relative_attention_max_distance must exceed half of relative_attention_num_buckets; "
                 f"got {self.relative_attention_max_distance} and {self.relative_attention_num_buckets}"
             )
-        for field in ("dropout", "attention_dropout", "activation_dropout"):
+        for field in ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
         if not 0 <= self.combine_alpha <= 1:
             raise ValueError(f"combine_alpha must lie in [0, 1]; got {self.combine_alpha}")
-        for field in ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt_max"):
+        for field in ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt_max", "hyena_sine_frequency"):
             if not 0 < getattr(self, field) < math.inf:
                 raise ValueError(f"{field} must be positive and finite; got {getattr(self, field)}")
         if self.ssm_dt_max < self.ssm_dt_min:
             raise ValueError(
                 f"ssm_dt_max must be at least ssm_dt_min; got {self.ssm_dt_max} and ssm_dt_min {self.ssm_dt_min}"
             )
-        if self.ssm_l_max is not None and self.decoder_global_layers:
-            raise ValueError(
-                f"ssm_l_max must be None where decoder_global_layers are given, since a state that is carried from "
-                f"step to step never forgets; got {self.ssm_l_max} and decoder_global_layers "
-                f"{self.decoder_global_layers}"
-            )
+        self._validate_state_space()
+        self._validate_adaptive_vocabulary()
+        for stack in ("", "decoder_") if self.is_encoder_decoder else ("",):
+            layers = self.num_decoder_layers if stack else self.num_hidden_layers
+            attention, global_layers = getattr(self, f"{stack}attention_type"), getattr(self, f"{stack}global_layers")
+            if attention == "none" and len(global_layers) < layers:
+                raise ValueError(
+                    f"{stack}attention_type must not be 'none' unless all layers are in {stack}global_layers; "
+                    f"got {stack}global_layers {global_layers} of {layers} layers"
+                )
         for field in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             value = getattr(self, field)
             for token_id in value if isinstance(value, list) else [value]:
@@ -281,17 +389,66 @@ class SpadeConfig(PreTrainedConfig):
             "decoder_position": DECODER_POSITIONS,
             "norm_position": NORM_POSITIONS,
             "norm_type": NORM_TYPES,
-            "ssm_freeze": SSM_FREEZES,
-            "ssm_postact": SSM_POSTACTS,
-            "ssm_type": SSM_TYPES,
+            "pooling": POOLINGS,
         }.items():
-            if getattr(self, field) not in allowed:
-                names = ", ".join("None" if name is None else name for name in allowed)
-                raise ValueError(f"{field} must be one of {names}; got {getattr(self, field)!r}")
+            self._check_choice(field, allowed)
         if self.hidden_act not in ACT2FN:
             raise ValueError(
                 f"hidden_act must name an activation of transformers; got {self.hidden_act!r}."
                 f"{did_you_mean(self.hidden_act, ACT2FN)}"
+            )
+
+    def _check_choice(self, field: str, allowed: tuple[str | None, ...], where: str = ""):
+        if getattr(self, field) not in allowed:
+            names = ", ".join("None" if name is None else name for name in allowed)
+            raise ValueError(f"{field} must be one of {names}{where}; got {getattr(self, field)!r}")
+
+    def _validate_state_space(self):
+        self._check_choice("ssm_type", SSM_TYPES)
+        self._check_choice("ssm_postact", SSM_POSTACTS)
+        where = f" for ssm_type {self.ssm_type}"
+        self._check_choice("ssm_freeze", SSM_FREEZES[self.ssm_type], where)
+        self._check_choice("ssm_init", SSM_INITS[self.ssm_type], where)
+        self._check_choice("ssm_discretization", SSM_DISCRETIZATIONS[self.ssm_type], where)
+        if self.ssm_type == "s5" and self.ssm_state_size % (2 * self.ssm_blocks):
+            raise ValueError(
+                f"ssm_state_size must be a multiple of twice ssm_blocks for ssm_type s5; got {self.ssm_state_size} "
+                f"and ssm_blocks {self.ssm_blocks}"
+            )
+        if self.hyena_order < 2:
+            raise ValueError(f"hyena_order must be at least 2; got {self.hyena_order}")
+        if self.hyena_embedding_size < 3 or self.hyena_embedding_size % 2 == 0:
+            raise ValueError(f"hyena_embedding_size must be odd and at least 3; got {self.hyena_embedding_size}")
+        if self.ssm_type == "hyena" or self.ssm_l_max is None:
+            return
+        if self.ssm_type not in ("s4", "s4d"):
+            raise ValueError(f"ssm_l_max must be None for ssm_type {self.ssm_type}; got {self.ssm_l_max}")
+        causal_layers = self.global_layers if self.is_decoder else self.decoder_global_layers
+        if causal_layers:
+            field = "global_layers" if self.is_decoder else "decoder_global_layers"
+            raise ValueError(
+                f"ssm_l_max must be None where a decoder has {field}, since a state that is carried from step to step "
+                f"never forgets; got {self.ssm_l_max} and {field} {causal_layers}"
+            )
+
+    def _validate_adaptive_vocabulary(self):
+        cutoffs = self.adaptive_cutoffs
+        if cutoffs is None:
+            return
+        if self.is_encoder_decoder or not self.is_decoder:
+            raise ValueError(
+                f"adaptive_cutoffs must be None except for a language model (is_decoder True, is_encoder_decoder "
+                f"False); got {cutoffs}"
+            )
+        if not cutoffs or sorted(set(cutoffs)) != cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= self.vocab_size:
+            raise ValueError(
+                f"adaptive_cutoffs must be a list of ascending token ids between 1 and vocab_size - 1; got {cutoffs} "
+                f"and vocab_size {self.vocab_size}"
+            )
+        if self.hidden_size % self.adaptive_factor ** len(cutoffs):
+            raise ValueError(
+                f"hidden_size must be a multiple of adaptive_factor to the power of the number of adaptive_cutoffs; "
+                f"got {self.hidden_size}, {self.adaptive_factor} and {cutoffs}"
             )
 
     @property
@@ -309,7 +466,7 @@ class SpadeConfig(PreTrainedConfig):
         """Keys one decoding step gets to see, its own included; None without local decoder attention."""
         if not self.is_decoder or self.attention_type == "full":
             return None
-        keys = self.local_radius + 1 if self.attention_type == "window" else self.chunk_size
+        keys = {"window": self.local_radius + 1, "chunk": self.chunk_size, "none": 0}[self.attention_type]
         return max(keys, 2)  # transformers' sliding cache keeps one less, and cannot keep none
 
     def get_text_config(self, decoder=None, encoder=None) -> "SpadeConfig":
@@ -325,7 +482,7 @@ class SpadeConfig(PreTrainedConfig):
             view.num_hidden_layers = self.num_decoder_layers
             view.attention_type = self.decoder_attention_type
             view.global_layers = self.decoder_global_layers
-            view.share_relative_bias = True
+            view.share_relative_bias = self.decoder_share_relative_bias
         return view
 
 

@@ -5,7 +5,9 @@ K head width · N state size · R local radius.
 """
 
 import copy
+import os
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 from torch import nn
@@ -18,8 +20,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
@@ -28,12 +35,18 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...kernels import local_attention
+from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ...layers.feed_forward import FeedForward
+from ...layers.hyena import Hyena
+from ...layers.lstm import LSTM
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ...layers.s4 import S4
+from ...layers.s4d import S4D
+from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
 from .configuration_spade import SpadeConfig
+from .conversion_spade import start_from_t5
 
 
 def eager_attention_forward(
@@ -160,6 +173,8 @@ class SpadeSelfAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
+        if not config.scale_attention:
+            self.q_proj.init_scale = config.head_dim**-0.5  # scores start at the size scaled ones would have
         self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
 
     def forward(
@@ -269,6 +284,8 @@ class SpadeCrossAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
+        if not config.scale_attention:
+            self.q_proj.init_scale = config.head_dim**-0.5  # scores start at the size scaled ones would have
 
     def forward(
         self,
@@ -318,10 +335,11 @@ class SpadeCrossAttention(nn.Module):
 
 
 class SpadeTokenMixer(nn.Module):
-    """What mixes tokens within a stack's layer: local attention, in a global layer beside a state space model.
+    """What mixes tokens within a stack's layer: local attention, a state space model, or in a global layer both.
 
     In a global layer, with local attention ``l`` and state space model ``g`` of the same input x (SPADE, section 3.2):
-    concat ``W [LN(l(x)), LN(g(x))] + b``, add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``.
+    concat ``W [LN(l(x)), LN(g(x))] + b``, add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``,
+    residual ``l(x) + W LN(g(x))`` with W zero at first.
 
     Args:
         config: The stack's config.
@@ -333,27 +351,24 @@ class SpadeTokenMixer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.attention = SpadeSelfAttention(config, layer_idx, has_bias_table=has_bias_table)
+        self.attention = None
+        if config.attention_type != "none":
+            self.attention = SpadeSelfAttention(config, layer_idx, has_bias_table=has_bias_table)
         self.ssm = None
         if layer_idx not in config.global_layers:
             return
-        self.ssm = S4(
-            config.hidden_size,
-            config.ssm_state_size,
-            bidirectional=not config.is_decoder,
-            dt_min=config.ssm_dt_min,
-            dt_max=config.ssm_dt_max,
-            num_copies=config.ssm_n_ssm,
-            max_length=config.ssm_l_max,
-            use_D=config.ssm_use_D,
-            postact=config.ssm_postact,
-            freeze=config.ssm_freeze,
-        )
-        if config.combine_mode != "stack":
+        self.ssm = make_state_space(config)
+        if self.attention is None:
+            return
+        if config.combine_mode in ("concat", "add"):
             self.local_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        if config.combine_mode != "stack":
             self.global_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         if config.combine_mode == "concat":
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        if config.combine_mode == "residual":
+            self.global_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            self.global_proj.init_scale = 0  # the layer starts as its local attention
 
     def forward(
         self,
@@ -373,10 +388,15 @@ class SpadeTokenMixer(nn.Module):
         if self.ssm is None:
             return self.attention(hidden_states, **attend)[0]
         global_states = self._state_space(hidden_states, attention_mask, past_key_values)
+        if self.attention is None:
+            return global_states
         if self.config.combine_mode == "stack":
             return self.attention(global_states, **attend)[0]
-        local_states = self.local_norm(self.attention(hidden_states, **attend)[0])
+        local_states = self.attention(hidden_states, **attend)[0]
         global_states = self.global_norm(global_states)
+        if self.config.combine_mode == "residual":
+            return local_states + self.global_proj(global_states)
+        local_states = self.local_norm(local_states)
         if self.config.combine_mode == "add":
             # not torch.lerp, which refuses the mixed precisions of autocast
             return local_states + self.config.combine_alpha * (global_states - local_states)
@@ -405,6 +425,10 @@ class SpadeTokenMixer(nn.Module):
         output, state = self.ssm(hidden_states, attention_mask, state=state, return_state=True)
         layer.update_recurrent_state(state)
         layer.has_previous_state[0] = True
+        if self.attention is None:
+            # keys without width, by which the cache still counts its tokens
+            nothing = output.new_empty(output.shape[0], 1, output.shape[1], 0)
+            layer.update(nothing, nothing)
         return output
 
 
@@ -498,11 +522,44 @@ class SpadePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, StateSpaceLayer):
+        if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
             module.reset_parameters()
-        elif isinstance(module, SpadeSelfAttention | SpadeCrossAttention) and not self.config.scale_attention:
-            # unscaled scores start at the size scaled ones would have
-            init.normal_(module.q_proj.weight, std=self.config.initializer_range * self.config.head_dim**-0.5)
+        elif isinstance(module, nn.Linear) and hasattr(module, "init_scale"):
+            # said by the projection itself: transformers calls this for no module without tensors of its own
+            init.normal_(module.weight, std=self.config.initializer_range * module.init_scale)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+        """Leave the padding mask as it is: each layer makes its own."""
+        return attention_mask
+
+    @classmethod
+    def from_t5(cls, name_or_model: str | os.PathLike | PreTrainedModel, **options) -> Self:
+        """Start from T5, mT5, UMT5, or LongT5 with local attention: its weights, with SPADE's attention and S4 added.
+
+        The encoder's attention becomes local, the state space model of the global layers enters through a projection
+        that is zero at first (`combine_mode="residual"`), and the decoder stays as it is. Where no input is longer
+        than ``local_radius + 1``, the model therefore computes at first what its source does. With LongT5, whose
+        reach `local_radius` takes over, it does so at any length. New weights are drawn from the current seed.
+
+        Args:
+            name_or_model: Name on the Hub, folder, or loaded model of transformers. A loaded model is left alone and
+                shares no memory with the new one. An encoder takes the encoder of an encoder-decoder.
+            **options: Of `from_pretrained`: `dtype` (that of the source by default), `attn_implementation`,
+                `device_map`, and for a name `revision`, `token`, `subfolder`, `variant`, `use_safetensors`,
+                `cache_dir`, `force_download`, `local_files_only`. All others are fields of `SpadeConfig`, except
+                those that the source fixes, such as `hidden_size`. Another `combine_mode` gives up the start at the
+                source's outputs.
+
+        Returns:
+            The model, in evaluation mode, with the source's token ids and, where it has one, generation config.
+
+        Raises:
+            ValueError: The source is of another kind, SPADE has no place for one of its weights or it lacks one that
+                SPADE needs, or an option is unknown or contradicts it.
+            huggingface_hub.errors.StrictDataclassError: A field of the config breaks its rule.
+        """
+        return start_from_t5(cls, name_or_model, **options)
 
     def ssm_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the state space models' trained tensors: no weight decay, and a learning rate of their own."""
@@ -510,7 +567,7 @@ class SpadePreTrainedModel(PreTrainedModel):
 
 
 class SpadeStack(SpadePreTrainedModel):
-    """Embedding, layers and final norm of an encoder; or of a decoder with cross-attention, which is given embeddings.
+    """Embedding, layers and final norm: an encoder, a language model, or a decoder, which is given embeddings.
 
     Args:
         config: The stack's view of the config (`SpadeConfig.get_text_config`).
@@ -519,7 +576,13 @@ class SpadeStack(SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         reads_embeddings = config.is_decoder and config.is_encoder_decoder  # of the encoder's table
-        self.embed_tokens = None if reads_embeddings else nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = None
+        if config.adaptive_cutoffs is not None:
+            self.embed_tokens = AdaptiveEmbedding(
+                config.vocab_size, config.hidden_size, config.adaptive_cutoffs, config.adaptive_factor
+            )
+        elif not reads_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         absolute = config.is_decoder and config.decoder_position == "learned_absolute"
         self.embed_positions = None
         if absolute:
@@ -527,13 +590,14 @@ class SpadeStack(SpadePreTrainedModel):
         self.embedding_norm = None
         if config.embedding_norm:
             self.embedding_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        shared = config.share_relative_bias and not absolute
+        biased = config.attention_type != "none" and not absolute
+        shared = biased and config.share_relative_bias
         self.relative_attention_bias = make_bias_table(config) if shared else None
         self.layers = nn.ModuleList(
             SpadeLayer(
                 config,
                 layer_idx,
-                has_bias_table=not shared and not absolute,
+                has_bias_table=biased and not shared,
                 has_cross_attention=reads_embeddings,
             )
             for layer_idx in range(config.num_hidden_layers)
@@ -565,9 +629,18 @@ class SpadeStack(SpadePreTrainedModel):
         if not self.config.is_decoder:
             past_key_values = None
         elif use_cache and past_key_values is None:
-            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache())
+            past_key_values = DynamicCache(config=self.config)
+        has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
+        if (
+            has_cross_attention
+            and past_key_values is not None
+            and not isinstance(past_key_values, EncoderDecoderCache)
+        ):
+            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
 
         hidden_states = inputs_embeds
+        if self.config.scale_embeddings:
+            hidden_states = hidden_states * self.config.hidden_size**0.5
         if self.embed_positions is not None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             hidden_states = hidden_states + self._positions(inputs_embeds.shape[1], past, attention_mask)
@@ -626,7 +699,10 @@ class SpadeModel(SpadePreTrainedModel):
         super().__init__(config)
         config.validate()  # from_pretrained may have set fields without checking them
         if not config.is_encoder_decoder:
-            raise ValueError(f"SpadeModel must have is_encoder_decoder=True; got {config.is_encoder_decoder}")
+            other = "SpadeForCausalLM" if config.is_decoder else "SpadeEncoderModel"
+            raise ValueError(
+                f"is_encoder_decoder must be True for SpadeModel; got {config.is_encoder_decoder}: use {other}"
+            )
         self.encoder = SpadeStack(config.get_text_config(encoder=True))
         self.decoder = SpadeStack(config.get_text_config(decoder=True))
         self.post_init()
@@ -653,7 +729,11 @@ class SpadeModel(SpadePreTrainedModel):
     ) -> Seq2SeqModelOutput:
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
-                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **kwargs,
             )
         elif isinstance(encoder_outputs, tuple | list):
             names = ("last_hidden_state", "hidden_states", "attentions")
@@ -669,6 +749,7 @@ class SpadeModel(SpadePreTrainedModel):
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         return Seq2SeqModelOutput(
@@ -733,6 +814,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -783,11 +865,6 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
             else:
                 cache.cross_attention_cache = DynamicCache(config=config)
 
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Leave the padding mask as it is: each layer makes its own."""
-        return attention_mask
-
 
 class SpadeEncoderModel(SpadePreTrainedModel):
     """SPADE's encoder alone; loads from an encoder-decoder's checkpoint.
@@ -801,6 +878,10 @@ class SpadeEncoderModel(SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         config.validate()  # from_pretrained may have set fields without checking them
+        if config.is_decoder and not config.is_encoder_decoder:
+            raise ValueError(
+                f"is_decoder must be False for SpadeEncoderModel; got {config.is_decoder}: use SpadeForCausalLM"
+            )
         self.encoder = SpadeStack(config.get_text_config(encoder=True))
         self.post_init()
 
@@ -818,7 +899,351 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
-        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        return self.encoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+
+
+class SpadeForCausalLM(SpadePreTrainedModel, GenerationMixin):
+    """SPADE causal language model (SPADE, section 4.2): a decoder without cross-attention, and a head.
+
+    With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
+    the loss needs only those of each label's cluster.
+
+    Args:
+        config: The config. Whatever it says about an encoder, this model has none.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: SpadeConfig):
+        config = copy.deepcopy(config)
+        config.is_decoder, config.is_encoder_decoder = True, False
+        super().__init__(config)
+        config.validate()  # from_pretrained may have set fields without checking them
+        self.model = SpadeStack(config)
+        if config.adaptive_cutoffs is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self._tied_weights_keys = None  # a tied softmax has no tables of its own
+            self.lm_head = AdaptiveSoftmax(
+                self.model.embed_tokens, tied=config.tie_word_embeddings, dropout=config.adaptive_dropout
+            )
+        self.post_init()
+
+    @property
+    def _is_stateful(self) -> bool:
+        # a recurrent state cannot be rolled back, so transformers must refuse assisted decoding
+        return bool(self.config.global_layers)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        if labels is not None:
+            use_cache = False if use_cache is None else use_cache
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
+        if self.config.scale_decoder_outputs:
+            hidden_states = hidden_states * self.config.hidden_size**-0.5
+        if self.config.adaptive_cutoffs is not None:
+            logits, loss = self._adaptive_outputs(hidden_states, labels, num_items_in_batch)
+        else:
+            logits, loss = self.lm_head(hidden_states), None
+            if labels is not None:
+                loss = self.loss_function(
+                    logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+                )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _adaptive_outputs(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
+        loss = None
+        if labels is not None:
+            total, count = self.lm_head.loss(hidden_states[:, :-1], labels[:, 1:], embedding)
+            loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+        logits = None if labels is not None and self.training else self.lm_head(hidden_states, embedding)
+        return logits, loss
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+        if self.config.adaptive_cutoffs is not None:
+            raise ValueError(
+                f"adaptive_cutoffs must be None to resize the vocabulary; got {self.config.adaptive_cutoffs}"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
+
+class SpadeForMaskedLM(SpadePreTrainedModel):
+    """SPADE encoder with a language modelling head, for masked language modelling.
+
+    Args:
+        config: The config.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\."]
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.model = SpadeEncoderModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class SpadeForSequenceClassification(SpadePreTrainedModel):
+    """SPADE encoder that classifies whole sequences (SPADE, section 5.2).
+
+    A pooled vector passes through a dense layer and tanh before the classifier, as in BERT. `config.pooling` says what
+    is pooled; `config.num_labels` and `config.problem_type` as everywhere in transformers.
+
+    Args:
+        config: The config.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
+    accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.model = SpadeEncoderModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        pooled = torch.tanh(self.dense(self.dropout(pooled)))
+        logits = self.classifier(self.dropout(pooled))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class SpadeForTokenClassification(SpadePreTrainedModel):
+    """SPADE encoder that classifies every token.
+
+    Args:
+        config: The config.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.model = SpadeEncoderModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class SpadeForQuestionAnswering(SpadePreTrainedModel):
+    """SPADE encoder that marks an answer's first and last token.
+
+    Args:
+        config: The config.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
+    accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.model = SpadeEncoderModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """Reduce `(B, T, D)` to `(B, D)`: the first or last kept token, or the mean of all kept ones.
+
+    Args:
+        hidden_states: `(B, T, D)`.
+        attention_mask: `(B, T)`, 1 = keep; all are kept when None.
+        pooling: `"first"`, `"last"` or `"mean"`.
+    """
+    if attention_mask is None:
+        attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
+    kept = attention_mask.to(torch.bool)
+    if pooling == "mean":
+        total = hidden_states.masked_fill(~kept[..., None], 0).sum(1)
+        return total / kept.sum(1, keepdim=True).clamp_min(1).to(total.dtype)
+    positions = torch.arange(kept.shape[1], device=kept.device)
+    position = kept.int().argmax(1) if pooling == "first" else (positions * kept).argmax(1)
+    return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
+
+
+def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
+    """Build the state space model of one global layer."""
+    shared = {"bidirectional": not config.is_decoder, "postact": config.ssm_postact, "freeze": config.ssm_freeze}
+    steps = {"dt_min": config.ssm_dt_min, "dt_max": config.ssm_dt_max, "use_D": config.ssm_use_D}
+    if config.ssm_type == "lstm":
+        return LSTM(config.hidden_size, **shared)
+    if config.ssm_type == "hyena":
+        return Hyena(
+            config.hidden_size,
+            order=config.hyena_order,
+            max_length=config.ssm_l_max,
+            filter_size=config.hyena_filter_size,
+            embedding_size=config.hyena_embedding_size,
+            sine_frequency=config.hyena_sine_frequency,
+            short_kernel_size=config.hyena_short_kernel_size,
+            dropout=config.dropout,
+            **shared,
+        )
+    if config.ssm_type == "s5":
+        return S5(
+            config.hidden_size,
+            config.ssm_state_size,
+            blocks=config.ssm_blocks,
+            discretization=config.ssm_discretization,
+            **steps,
+            **shared,
+        )
+    copies = {"num_copies": config.ssm_n_ssm, "max_length": config.ssm_l_max}
+    if config.ssm_type == "s4d":
+        return S4D(
+            config.hidden_size,
+            config.ssm_state_size,
+            init=config.ssm_init,
+            discretization=config.ssm_discretization,
+            **copies,
+            **steps,
+            **shared,
+        )
+    return S4(config.hidden_size, config.ssm_state_size, **copies, **steps, **shared)
 
 
 def make_bias_table(config: SpadeConfig) -> RelativePositionBias:
@@ -833,7 +1258,12 @@ def make_bias_table(config: SpadeConfig) -> RelativePositionBias:
 
 __all__ = [
     "SpadeEncoderModel",
+    "SpadeForCausalLM",
     "SpadeForConditionalGeneration",
+    "SpadeForMaskedLM",
+    "SpadeForQuestionAnswering",
+    "SpadeForSequenceClassification",
+    "SpadeForTokenClassification",
     "SpadeModel",
     "SpadePreTrainedModel",
 ]

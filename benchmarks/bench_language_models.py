@@ -1,0 +1,258 @@
+"""Causal language models beside named peers of the same size, on the CPU: training step, decoding, cache.
+
+Run it from the repository root::
+
+    python -m benchmarks.bench_language_models
+    python -m benchmarks.bench_language_models --out benchmarks/results/language_models_cpu.csv     # the kept record
+    python -m benchmarks.bench_language_models --report benchmarks/results/language_models_cpu.csv  # its tables
+
+Four layers of width 256. The peers are transformers' own: Llama with full attention (SDPA) and Mamba-2. Each
+measurement of a cell (a model at one length) is a process of its own, and the models take turns at each length,
+round after round, as in `benchmarks.bench_models`, where it is written how peak memory is measured and how much the
+processes are given. A cell yields:
+
+- training: forward and backward of one sequence, fp32. The first step at a length is reported beside the later ones,
+  which is where a frozen state space model's kernel is made and kept.
+- decoding: after a prompt of that length, the time for one more token, and the bytes that the cache holds.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bench_models import (
+    HEADS,
+    INNER,
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    Row,
+    exponent,
+    forget_peak,
+    in_process,
+    limit_memory,
+    markdown_table,
+    memory,
+    stamp,
+    what_went_wrong,
+    write_csv,
+)
+
+DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+WINDOW = 512
+DECODED = 16  # tokens
+MEASURES = ("first_step_s", "step_s", "peak_mib", "token_s", "cache_mib")
+# fmt: off
+COLUMNS = (
+    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "model", "length", "parameters",
+    *MEASURES, "outcome",
+)
+# fmt: on
+
+
+def _spade(**fields: object) -> Any:
+    from hf_hybrid import SpadeConfig
+
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    sizes = {"intermediate_size": INNER, "local_radius": WINDOW - 1, "chunk_size": WINDOW, "vocab_size": VOCABULARY}
+    return SpadeConfig(is_decoder=True, is_encoder_decoder=False, **shape, **sizes, **fields)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        intermediate_size=INNER, max_position_embeddings=max(LENGTHS) + DECODED,
+    )  # fmt: skip
+
+
+def _mamba2() -> Any:
+    from transformers import Mamba2Config
+
+    return Mamba2Config(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=8, head_dim=64, state_size=64,
+        n_groups=1,
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama-sdpa": _llama,
+    "mamba2": _mamba2,
+    "spade": _spade,
+    "spade-trained-s4": lambda: _spade(ssm_freeze="none"),
+    "spade-s5": lambda: _spade(ssm_type="s5"),
+    "spade-hyena": lambda: _spade(ssm_type="hyena"),
+    "spade-chunk": lambda: _spade(attention_type="chunk"),
+}
+
+
+def build_model(name: str) -> Any:
+    """Build one of `MODELS` with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    options = {"attn_implementation": "sdpa"} if name == "llama-sdpa" else {}
+    return transformers.AutoModelForCausalLM.from_config(MODELS[name](), **options)
+
+
+def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor that a transformers cache holds."""
+    for layer in getattr(cache, "layers", []):
+        for value in vars(layer).values():
+            values = value.values() if isinstance(value, dict) else [value]
+            yield from (item for item in values if isinstance(item, torch.Tensor))
+
+
+def measure_training(pipe: Connection, name: str, length: int, threads: int, deadline_s: float) -> None:
+    """Send the seconds of the first and of later steps at a length, and the peak memory in MiB."""
+    started = time.perf_counter()
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        model = build_model(name).train()
+        tokens = torch.randint(3, VOCABULARY, (1, length))
+        pipe.send(("parameters", model.num_parameters()))
+
+        def step(count: int) -> float:
+            model.zero_grad(set_to_none=True)
+            start = time.perf_counter()
+            model(input_ids=tokens[:, :count], labels=tokens[:, :count], use_cache=False).loss.backward()
+            return time.perf_counter() - start
+
+        step(16)
+        model.zero_grad(set_to_none=True)
+        idle = forget_peak()
+        first = step(length)
+        pipe.send(("first_step_s", first))
+        pipe.send(("peak_mib", memory("VmHWM") - idle))
+        for _ in range(2):
+            if time.perf_counter() - started + first > deadline_s:
+                break
+            pipe.send(("step_s", step(length)))
+
+
+@torch.no_grad()
+def measure_decoding(pipe: Connection, name: str, length: int, threads: int, deadline_s: float) -> None:
+    """Send the seconds of single tokens after a prompt of a length, and the cache's size in MiB."""
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        model = build_model(name).eval()
+        tokens = torch.randint(3, VOCABULARY, (1, length + DECODED))
+        cache = model(input_ids=tokens[:, :length], use_cache=True, logits_to_keep=1)
+        cache = getattr(cache, "past_key_values", None) or cache.cache_params
+        key = "cache_params" if name == "mamba2" else "past_key_values"
+        for position in range(length, length + DECODED):
+            start = time.perf_counter()
+            model(input_ids=tokens[:, position : position + 1], use_cache=True, **{key: cache})
+            if position > length:  # the first one allocates
+                pipe.send(("token_s", time.perf_counter() - start))
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(cache)}
+        pipe.send(("cache_mib", sum(held.values()) / 2**20))
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure every cell, rewriting the CSV after each round, and return its rows."""
+    common = stamp() | {"threads": str(arguments.threads)}
+    cells = [(model, length) for length in arguments.lengths for model in arguments.models]
+    found: dict[tuple[str, int], list[tuple[str, Any]]] = {cell: [] for cell in cells}
+    rows: list[Row] = []
+    for number in range(arguments.rounds):
+        for cell in cells:
+            if any(kind == "outcome" and value != "ok" for kind, value in found[cell]):
+                continue
+            for target in (measure_training, measure_decoding):
+                limit = arguments.time_limit
+                found[cell] += in_process(target, (*cell, arguments.threads, limit), limit)
+            row = describe(cell, found[cell])
+            print(number + 1, *(row.get(name, "-") for name in ("model", "length", *MEASURES, "outcome")), flush=True)
+        rows = [common | describe(cell, found[cell]) for cell in cells]
+        write_csv(arguments.out, COLUMNS, rows)
+    return rows
+
+
+def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
+    """Turn what a cell's processes sent into its columns: medians, and the largest peak."""
+    row = {"model": cell[0], "length": str(cell[1])}
+    bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
+    for name in ("parameters", *MEASURES):
+        values = [float(value) for kind, value in found if kind == name]
+        if values:
+            value = max(values) if name == "peak_mib" else statistics.median(values)
+            row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib") else f"{value:.5g}"
+    return row | {"outcome": bad[0] if bad else "ok"}
+
+
+def report(rows: list[Row]) -> str:
+    """Return the tables of a CSV's rows as Markdown."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
+    parts = [
+        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers, width {WIDTH}, "
+        f"{HEADS} heads, feed-forward {INNER}, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, fp32, "
+        "random weights."
+    ]
+    lengths = sorted({int(row["length"]) for row in rows})
+    cells = {(row["model"], int(row["length"])): row for row in rows}
+    shown: dict[str, tuple[str, Callable[[int, float], float], str]] = {
+        "step_s": ("training: thousand tokens per second", lambda length, value: length / value / 1000, ".2f"),
+        "peak_mib": ("training: peak memory over the idle process, MiB", lambda _, value: value, ".0f"),
+        "first_step_s": ("training: first step at a length over later ones", lambda _, value: value, ".2f"),
+        "token_s": (
+            "decoding: milliseconds per token after a prompt of that length",
+            lambda _, value: 1e3 * value,
+            ".1f",
+        ),
+        "cache_mib": ("decoding: MiB held by the cache", lambda _, value: value, ".2f"),
+    }
+    for name, (title, shape, digits) in shown.items():
+        lines = []
+        for model in dict.fromkeys(row["model"] for row in rows):
+            line, points = [model], []
+            for length in lengths:
+                row = cells.get((model, length), {})
+                if not row.get(name):
+                    line.append(row.get("outcome", "-").split(":")[0])
+                    continue
+                value = float(row[name])
+                if name == "first_step_s":
+                    line.append(f"{value / float(row['step_s']):.2f}" if row.get("step_s") else "-")
+                    continue
+                points.append((length, value))
+                line.append(f"{shape(length, value):{digits}}")
+            lines.append(line if name == "first_step_s" else [*line, exponent(points)])
+        extra = [] if name == "first_step_s" else ["exponent 2k-16k (points)"]
+        parts += [f"**{title}**", markdown_table(["model", *map(str, lengths), *extra], lines)]
+    return "\n\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=tuple(MODELS), metavar="NAME")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, two processes each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
+    arguments = parser.parse_args(argv)
+    if arguments.report:
+        with open(arguments.report, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = run(arguments)
+    print(report(rows))
+    return 1 if any(row["outcome"].startswith("failed") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

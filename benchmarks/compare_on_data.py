@@ -6,58 +6,72 @@ Run it from the repository root, with the folder of the data set (``train`` and 
         --out benchmarks/results/samsum.csv                                       # the record that is kept
     python -m benchmarks.compare_on_data --report benchmarks/results/samsum.csv   # its table, as Markdown
 
-An experiment is a JSON file: ``flags`` of ``run_summarization.py`` that all models share, and ``models``, which have
-flags of their own. Every run is a process of its own with one thread, so that as many as there are cores can run side
-by side and the processor time of a run means the same for all. Beside the models stand two rows that need no
-training: the first words of each document (as many as the training summaries' median), and training summaries drawn
-at random.
+An experiment is a JSON file: the ``script`` (``summarization``, ``clm`` or ``glue``), its ``flags`` that all models
+share, ``models``, which have flags of their own, and ``scores``, the metrics to show.
+Every run is a process of its own with one thread, so that as many as there are cores can run side by side and the
+processor time of a run means the same for all. Beside the models stand rows that need no training: for summaries, the
+first words of each document (as many as the training summaries' median) and training summaries drawn at random; for
+labels, the most frequent one of the training split.
 """
 
 import argparse
 import csv
+import importlib
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_models import Row, markdown_table, stamp, write_csv
 
-SCORES = ("eval_loss", "rouge1", "rouge2", "rougeL", "gen_len")
 # fmt: off
 COLUMNS = (
     "date", "cpu", "python", "torch", "transformers", "hf_hybrid", "dataset", "model", "seed",
-    "parameters", "steps", "cpu_minutes", *SCORES,
+    "parameters", "steps", "cpu_minutes",
 )
 # fmt: on
+AUTO_CLASSES = {
+    "summarization": "AutoModelForSeq2SeqLM",
+    "clm": "AutoModelForCausalLM",
+    "glue": "AutoModelForSequenceClassification",
+}
 
 
 def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int, folder: Path, out: Path) -> None:
     """Train every model with every seed, rewriting the CSV after each run."""
+    script, scores = experiment["script"], tuple(experiment["scores"])
     files = {split: _data_file(data, split) for split in ("train", "validation")}
     common = stamp() | {"dataset": data.name}
-    rows = [{**common, "model": name, "seed": "", **_shown(scores)} for name, scores in _baselines(files).items()]
+    baselines = BASELINES[script](files) if script in BASELINES else {}
+    rows = [{**common, "model": name, "seed": "", **_shown(result, scores)} for name, result in baselines.items()]
     runs = {
-        (name, seed): _flags(experiment["flags"] | flags, files, seed, folder / f"{name.replace(', ', '-')}-{seed}")
+        (name, seed): (script, _flags(experiment["flags"] | flags, files, seed, folder / f"{_slug(name)}-{seed}"))
         for seed in seeds
         for name, flags in experiment["models"].items()
     }
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
         for (name, seed), result in zip(runs, pool.map(_train, runs.values()), strict=True):
-            rows.append({**common, "model": name, "seed": str(seed), **_shown(result)})
-            write_csv(out, COLUMNS, rows)
+            rows.append({**common, "model": name, "seed": str(seed), **_shown(result, scores)})
+            write_csv(out, (*COLUMNS, *scores), rows)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w]+", "-", name)
 
 
 def _data_file(data: Path, split: str) -> Path:
-    found = sorted(data.glob(f"{split}.*"))
+    pattern = "valid*.*" if split == "validation" else f"{split}.*"
+    found = sorted(path for path in data.glob(pattern) if "heldout" not in path.name)
     if len(found) != 1:
-        raise ValueError(f"--data {data} must hold one file named {split}.*; got {[path.name for path in found]}")
+        raise ValueError(f"--data {data} must hold one file named {pattern}; got {[path.name for path in found]}")
     return found[0]
 
 
@@ -67,7 +81,6 @@ def _flags(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Pat
         **{f"{split}_file": path for split, path in files.items()},
         "do_train": True,
         "do_eval": True,
-        "predict_with_generate": True,
         "use_cpu": True,
         "seed": seed,
         "disable_tqdm": True,
@@ -75,28 +88,26 @@ def _flags(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Pat
     }
 
 
-def _train(flags: dict[str, Any]) -> dict[str, float]:
+def _train(task: tuple[str, dict[str, Any]]) -> dict[str, float]:
     """Train in this process with one thread; its processor time includes start-up, evaluation and generation."""
     import torch
-    from transformers import AutoModelForSeq2SeqLM
+    import transformers
 
-    from hf_hybrid.training import summarization
-
+    script, flags = task
     torch.set_num_threads(1)
-    metrics = summarization.main(
+    metrics = importlib.import_module(f"hf_hybrid.training.{script}").main(
         [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in flags.items()]
     )
-    model = AutoModelForSeq2SeqLM.from_pretrained(flags["output_dir"])
+    model = getattr(transformers, AUTO_CLASSES[script]).from_pretrained(flags["output_dir"])
     return {
-        **{name.removeprefix("eval_") if "rouge" in name or "gen_len" in name else name: value
-           for name, value in metrics.items()},
+        **metrics,
         "parameters": model.num_parameters(),
         "steps": flags["max_steps"],
         "cpu_minutes": time.process_time() / 60,
-    }  # fmt: skip
+    }
 
 
-def _baselines(files: dict[str, Path]) -> dict[str, dict[str, float]]:
+def _summaries_without_training(files: dict[str, Path]) -> dict[str, dict[str, float]]:
     from hf_hybrid.data.columns import summarization_columns
     from hf_hybrid.data.loading import load_raw_datasets
     from hf_hybrid.data.preprocessing import plain_baselines
@@ -106,28 +117,62 @@ def _baselines(files: dict[str, Path]) -> dict[str, dict[str, float]]:
     text, summary = summarization_columns(splits, dataset_name=None)
     pool, references = list(splits["train"][summary]), list(splits["validation"][summary])
     texts = plain_baselines(list(splits["validation"][text]), pool)
-    return {name: rouge_scores(predictions, references) for name, predictions in texts.items()}
+    return {
+        name: {f"eval_{score}": value for score, value in rouge_scores(predictions, references).items()}
+        for name, predictions in texts.items()
+    }
 
 
-def _shown(values: dict[str, float]) -> Row:
-    digits = {"parameters": 0, "steps": 0, "cpu_minutes": 1, "eval_loss": 4}
-    return {name: f"{value:.{digits.get(name, 2)}f}" for name, value in values.items() if name in COLUMNS}
+def _most_frequent_label(files: dict[str, Path]) -> dict[str, dict[str, float]]:
+    from hf_hybrid.data.loading import load_raw_datasets
+    from hf_hybrid.metrics import load_metric
+
+    splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
+    labels = {split: list(splits[split]["label"]) for split in files}
+    most = statistics.mode(labels["train"])
+    score = load_metric("accuracy").compute(
+        predictions=[most] * len(labels["validation"]), references=labels["validation"]
+    )
+    return {"most frequent label": {f"eval_{name}": value for name, value in score.items()}}
+
+
+BASELINES: dict[str, Callable[[dict[str, Path]], dict[str, dict[str, float]]]] = {
+    "summarization": _summaries_without_training,
+    "glue": _most_frequent_label,
+}
+
+
+def _shown(values: dict[str, float], scores: Sequence[str]) -> Row:
+    digits = {"parameters": 0, "steps": 0, "cpu_minutes": 1, "eval_loss": 4, "eval_bits_per_byte": 4}
+    digits |= dict.fromkeys(("eval_accuracy", "eval_f1", "eval_matthews_correlation"), 3)
+    shown = ("parameters", "steps", "cpu_minutes", *scores)
+    return {name: f"{value:.{digits.get(name, 2)}f}" for name, value in values.items() if name in shown}
+
+
+TITLES = {
+    "eval_loss": "validation loss",
+    "eval_rouge1": "ROUGE-1",
+    "eval_rouge2": "ROUGE-2",
+    "eval_rougeL": "ROUGE-L",
+    "eval_gen_len": "length (tokens)",
+}
 
 
 def report(rows: list[Row]) -> str:
     """Return the table of a run as Markdown: the mean over the seeds, and behind it each seed's value."""
     first = rows[-1]
+    scores = [name for name in first if name not in COLUMNS]
     versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "transformers", "hf_hybrid"))
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         runs = [row for row in rows if row["model"] == model]
         parameters = f"{int(runs[0]['parameters']):,}" if runs[0]["parameters"] else ""
-        lines.append([model, parameters, *(_mean(runs, name) for name in ("cpu_minutes", *SCORES))])
-    names = ("validation loss", "ROUGE-1", "ROUGE-2", "ROUGE-L", "length (tokens)")
+        lines.append([model, parameters, *(_mean(runs, name) for name in ("cpu_minutes", *scores))])
+    names = [TITLES.get(name, name.removeprefix("eval_").replace("_", " ")) for name in scores]
     seeds = ", ".join(dict.fromkeys(row["seed"] for row in rows if row["seed"]))
     return (
         f"{first['date']}, {first['cpu']}, one thread; {versions}. {first['dataset']}, {first['steps']} steps, seeds "
-        f"{seeds}: the mean, and each seed's value.\n\n"
+        f"{seeds}{': the mean, and each value' if ',' in seeds else ''}.\n\n"
         + markdown_table(["model", "parameters", "CPU minutes", *names], lines)
     )
 

@@ -12,7 +12,9 @@ from hf_hybrid.models.auto import ARCHITECTURES
 from .tiny import tiny_model
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
-# model type -> name -> options that add, drop or reshape weights of the tiny config's model
+LANGUAGE_MODEL = {"is_decoder": True, "is_encoder_decoder": False}
+# model type -> name -> options that add, drop or reshape weights of the tiny config's model: of the language model
+# where they ask for one, otherwise of the class with the most weights, which holds what the others are made of
 VARIANTS = {
     "spade": {
         "gated, rms_norm, no biases": {
@@ -31,6 +33,17 @@ VARIANTS = {
         "one bias table per decoder layer": {"decoder_share_relative_bias": False},
         "trained state space": {"ssm_freeze": "none", "ssm_postact": "gelu_glu"},
         "no skip connection": {"ssm_use_D": False},
+        "s4d": {"ssm_type": "s4d"},
+        "s5": {"ssm_type": "s5"},
+        "hyena": {"ssm_type": "hyena"},
+        "lstm": {"ssm_type": "lstm"},
+        "state space alone": {"attention_type": "none", "global_layers": "all"},
+        "adaptive vocabulary": {**LANGUAGE_MODEL, "adaptive_cutoffs": [10, 30]},
+        "untied adaptive vocabulary": {
+            **LANGUAGE_MODEL,
+            "adaptive_cutoffs": [10, 30],
+            "tie_word_embeddings": False,
+        },
     },
 }
 
@@ -41,18 +54,13 @@ def golden_record(model_type: str) -> dict:
     inherited = set(config_class.__mro__[1]().to_dict())
     fields = {key: value for key, value in config_class().to_dict().items() if key not in inherited}
     weights = {auto_class: weight_shapes(model_type, auto_class) for auto_class in sorted(models)}
-    largest = max(weights, key=lambda auto_class: len(weights[auto_class]))  # it holds what the others are made of
-    return {
-        "config": dict(sorted(fields.items())),
-        "state_dict": weights,
-        "variants": {
-            name: {
-                "options": options,
-                largest: changes(weights[largest], weight_shapes(model_type, largest, **options)),
-            }
-            for name, options in VARIANTS.get(model_type, {}).items()
-        },
-    }
+    largest = max(weights, key=lambda auto_class: len(weights[auto_class]))
+    variants = {}
+    for name, options in VARIANTS.get(model_type, {}).items():
+        varied = "AutoModelForCausalLM" if LANGUAGE_MODEL.items() <= options.items() else largest
+        changed = changes(weights[varied], weight_shapes(model_type, varied, **options))
+        variants[name] = {"options": options, varied: changed}
+    return {"config": dict(sorted(fields.items())), "state_dict": weights, "variants": variants}
 
 
 def weight_shapes(model_type: str, auto_class: str, **options) -> dict[str, list[int]]:

@@ -531,7 +531,9 @@ def test_bad_config_values_are_named(field, value, rule):
 
 
 def test_a_decoders_memory_cannot_be_cut():
-    with pytest.raises(Exception, match=r"ssm_l_max must be None where a decoder has decoder_global_layers.*got 8 and"):
+    with pytest.raises(
+        Exception, match=r"ssm_l_max must be None where a decoder has decoder_global_layers.*got 8 and"
+    ):
         tiny_config("spade", ssm_l_max=8, decoder_global_layers=[0])
     assert tiny_config("spade", ssm_l_max=8).ssm_l_max == 8
 

@@ -54,7 +54,13 @@ DECODERS = {
         "hyena": {"ssm_type": "hyena", "ssm_l_max": 8},
         "hyena alone": {"ssm_type": "hyena", "hyena_order": 3, "attention_type": "none", "global_layers": "all"},
         "lstm": {"ssm_type": "lstm"},
-        "adaptive vocabulary": {"adaptive_cutoffs": [10, 30], "adaptive_factor": 2, "scale_embeddings": True},
+        "adaptive vocabulary": {
+            "adaptive_cutoffs": [10, 30],
+            "adaptive_factor": 2,
+            "scale_embeddings": True,
+            "is_decoder": True,
+            "is_encoder_decoder": False,
+        },
     },
 }
 DECODER_CASES = [(model_type, name, case) for model_type, name in GENERATIVE for case in DECODERS[model_type, name]]

@@ -168,7 +168,7 @@ class SpadeConfig(PreTrainedConfig):
         adaptive_cutoffs: For a language model, token ids at which the next cluster of an adaptive input embedding and
             adaptive softmax begins (Baevski and Auli 2019); an ordinary vocabulary when None.
         adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
-        adaptive_dropout: Dropout on the projections to the later clusters.
+        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
         pooling: What a sequence classifier reads: the encoder's `"first"` or `"last"` kept token, or the `"mean"` of
             all kept ones.
         classifier_dropout: Dropout before the classification heads; that of `dropout` when None.

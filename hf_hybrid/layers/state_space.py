@@ -13,14 +13,22 @@ from torch.nn import functional as F
 POSTACTS = (None, "gelu_glu")
 
 
-def ssm_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+def ssm_parameters(module: nn.Module, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
     """Yield the trained tensors of every state space layer inside a module, which want no weight decay.
 
     Projections around the state space model are not among them.
+
+    Args:
+        module: The module.
+        dynamics: True for those alone that shape the memory, and train best at a rate of their own (A, B and Δ of a
+            state space model, Hyena's filters); False for the others; all when None.
     """
     for child in module.modules():
         if isinstance(child, StateSpaceLayer):
-            yield from (tensor for _, tensor in child.own_tensors() if tensor.requires_grad)  # type: ignore[misc]
+            shaping = set(child.TRAINED["none"]) - set(child.TRAINED.get("ab_dt", ()))
+            for name, tensor in child.own_tensors():
+                if tensor.requires_grad and dynamics in (None, name in shaping):
+                    yield tensor  # type: ignore[misc]
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -140,6 +140,7 @@ def test_one_word_chooses_the_state_space(ssm_type, freeze, causal, tmp_path):
     }
     assert {id(parameter) for parameter in model.ssm_parameters()} <= own
     assert bool(list(model.ssm_parameters())) == (freeze != "all")
+    assert bool(list(model.ssm_parameters(dynamics=True))) == (freeze == "none" and ssm_type != "lstm")
     inputs = tiny_inputs(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

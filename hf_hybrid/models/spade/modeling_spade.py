@@ -561,9 +561,9 @@ class SpadePreTrainedModel(PreTrainedModel):
         """
         return start_from_t5(cls, name_or_model, **options)
 
-    def ssm_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the state space models' trained tensors: no weight decay, and a learning rate of their own."""
-        return ssm_parameters(self)
+    def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
+        """Yield the state space models' trained tensors, which want no weight decay; see `layers.state_space`."""
+        return ssm_parameters(self, dynamics=dynamics)
 
 
 class SpadeStack(SpadePreTrainedModel):

@@ -10,14 +10,19 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
+from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
+from hf_hybrid.training.data_arguments import ClmArguments, GlueArguments, SummarizationArguments
 
 from .tolerances import assert_close
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SCRIPTS = {"run_summarization.py": (ModelArguments, SummarizationArguments, SummarizationTrainingArguments)}
+SCRIPTS = {
+    "run_summarization.py": (ModelArguments, SummarizationArguments, SummarizationTrainingArguments),
+    "run_glue.py": (ModelArguments, GlueArguments, ScriptTrainingArguments),
+    "run_clm.py": (ModelArguments, ClmArguments, ScriptTrainingArguments),
+}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

@@ -1,15 +1,16 @@
-"""Which columns of a dataset hold the text and the summary, and whether every row has both."""
+"""Which columns of a dataset hold what a task reads, and whether every row has its text."""
 
 import logging
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-__all__ = ["check_pairs", "summarization_columns"]
+__all__ = ["IDENTIFIER", "check_texts", "is_text", "summarization_columns", "text_column"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,9 @@ _TEXT_NAMES = (
 )
 _SUMMARY_NAMES = ("summary", "summaries", "highlights", "abstract", "tldr", "target", "output", "headline", "title")
 _NAMED_ROWS = 5  # as many rows without text are named in a message
-_LABEL = re.compile(r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE)  # never text to summarize
+IDENTIFIER = re.compile(
+    r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE
+)  # never text to summarize
 
 
 def summarization_columns(
@@ -122,45 +125,72 @@ def _telling(columns: list[str], names: tuple[str, ...], *, taken: str | None) -
 
 def _first_left(columns: list[str], *, taken: str | None) -> str | None:
     """Return the first column that is left and can hold text."""
-    return next((column for column in columns if column != taken and not _LABEL.fullmatch(column)), None)
+    return next((column for column in columns if column != taken and not IDENTIFIER.fullmatch(column)), None)
 
 
-def check_pairs(
-    split: "Dataset", text_column: str, summary_column: str, *, name: str, drop_empty: bool = False
+def text_column(columns: Mapping[str, Mapping[str, bool]], named: str | None = None) -> str:
+    """Return the name of the column of texts for a language model.
+
+    The column that is named, or ``text``, or else the only column of text that is no identifier.
+
+    Args:
+        columns: The columns of each split, and whether they hold text.
+        named: The user's choice.
+
+    Raises:
+        ValueError: A split does not have the column, or it is not clear which it is.
+    """
+    first = next(iter(columns.values()))
+    everywhere = [name for name in first if all(name in split for split in columns.values())]
+    texts = [name for name in everywhere if first[name] and not IDENTIFIER.fullmatch(name)]
+    column = named or ("text" if "text" in everywhere else texts[0] if len(texts) == 1 else None)
+    if column is None or column not in everywhere:
+        got = f"; got {named!r}.{did_you_mean(named, everywhere)}" if named else ""
+        raise ValueError(f"text_column must be one of the columns of every split: {', '.join(everywhere)}{got}")
+    return column
+
+
+def is_text(feature: Any) -> bool:
+    """Whether the values of a column are strings."""
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def check_texts(
+    split: "Dataset", columns: Sequence[str], *, name: str, drop_empty: bool = False, may_be_blank: bool = False
 ) -> "Dataset":
-    """Check that every row of a split has a text and a summary.
+    """Check that every row of a split has text in some columns, such as a document and a summary.
 
     Rows are never dropped unasked: predictions would no longer be in step with the rows of the user's file.
 
     Args:
         split: Rows of one split.
-        text_column: Column of the texts.
-        summary_column: Column of the summaries.
+        columns: Columns of text.
         name: The split's name, for messages.
-        drop_empty: Drop rows whose text or summary is missing or blank, and log how many and which.
+        may_be_blank: Take blank text for text, such as the blank lines of a file.
+        drop_empty: Drop rows in which a text is missing or blank, and log how many and which.
 
     Returns:
         ``split`` itself if nothing was dropped.
 
     Raises:
-        ValueError: A value is neither a string nor missing, a row has no text or no summary and ``drop_empty`` is not
+        ValueError: A value is neither a string nor missing, a row lacks a text and ``drop_empty`` is not
             set, or no row is left. The message tells the rows, counted from 1.
     """
     from tqdm.auto import tqdm
 
     number = 0
     empty: dict[int, str] = {}  # row -> the first of its columns that is missing or blank
-    batches = split.select_columns([text_column, summary_column]).iter(batch_size=1000)
-    pairs = (pair for batch in batches for pair in zip(batch[text_column], batch[summary_column], strict=True))
-    bar = tqdm(pairs, desc=f"Checking {name}", total=len(split), unit="row", delay=1.0, disable=None)
-    for number, pair in enumerate(bar, start=1):
-        for column, value in zip((text_column, summary_column), pair, strict=True):
+    batches = split.select_columns(list(columns)).iter(batch_size=1000)
+    rows = (row for batch in batches for row in zip(*(batch[column] for column in columns), strict=True))
+    bar = tqdm(rows, desc=f"Checking {name}", total=len(split), unit="row", delay=1.0, disable=None)
+    for number, row in enumerate(bar, start=1):
+        for column, value in zip(columns, row, strict=True):
             if value is not None and not isinstance(value, str):
                 raise ValueError(
                     f"column {column!r} of split {name!r} must hold text; row {number} (the first row is 1) holds "
                     f"{type(value).__name__}: {str(value)[:80]}"
                 )
-            if not value or value.isspace():
+            if value is None or (not may_be_blank and not value.strip()):
                 empty.setdefault(number, column)
     named = ", ".join(f"{column!r} of row {row}" for row, column in list(empty.items())[:_NAMED_ROWS])
     named += f"{', ...' if len(empty) > _NAMED_ROWS else ''} (the first row is 1)"
@@ -171,7 +201,7 @@ def check_pairs(
         )
     if len(empty) == number:
         raise ValueError(
-            f"split {name!r} must hold at least one row with text in both {text_column!r} and {summary_column!r}; "
+            f"split {name!r} must hold at least one row with text in {' and '.join(map(repr, columns))}; "
             f"got {number} rows, none of them complete"
         )
     if not empty:

@@ -1,25 +1,34 @@
-"""Summarization corpora built on the user's machine from the documentation of installed Python packages.
+"""Corpora built on the user's machine from the documentation of installed Python packages.
 
 Nothing is downloaded, imported or executed: the sources of the standard library and of this package's dependencies are
-parsed, and their docstrings become pairs of document and summary. The same installed packages always give the same
-corpus.
+parsed, and their docstrings become pairs of document and summary, sentence pairs to classify, and running text. The
+same installed packages always give the same corpora.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.data.cache import cache_root, cached_folder, save_quietly
-from hf_hybrid.data.docstrings import DocumentationError, Pair, docstring_pair, module_pair, read_docstrings, words_of
+from hf_hybrid.data.docstrings import (
+    DocumentationError,
+    Pair,
+    docstring_pair,
+    docstring_text,
+    module_pair,
+    read_docstrings,
+    words_of,
+)
 from hf_hybrid.data.near_copies import NearCopyFilter
 from hf_hybrid.data.sources import Package, find_packages, source_files
 from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import DatasetDict, Features
 
 __all__ = ["EMBEDDED", "corpus_report", "embedded_corpus"]
 
@@ -28,11 +37,15 @@ logger = logging.getLogger(__name__)
 EMBEDDED: dict[str, str] = {
     "docstrings": "one class or function: its signature and docstring without the first sentence -> that sentence",
     "modules": "one module: the documentation of everything in it -> the first paragraph of the module's own",
+    "docpairs": "a document of embedded:docstrings, with its own summary or another document's -> match or mismatch",
+    "text": "one module: the documentation of everything in it, as running text",
 }
-"""The corpora's names (without ``embedded:``), with what their documents and summaries are."""
+"""The corpora's names (without ``embedded:``), with what their rows are."""
 
 SPLITS = {"train": 0.9, "validation": 0.05, "test": 0.05}  # shares of the modules
-_FORMAT = 1  # part of the cache key: raise it whenever the same sources would give other pairs
+DOCPAIR_LABELS = ("mismatch", "match")
+_FORMAT = 2  # part of the cache key: raise it whenever the same sources would give other rows
+_Rows = list[dict[str, Any]]
 
 
 def embedded_corpus(
@@ -45,6 +58,10 @@ def embedded_corpus(
     of source, takes about half a minute and makes all corpora; later calls, and processes that wait for the first,
     map its result.
 
+    In ``docpairs`` every document and every summary of ``docstrings`` stands in one match and in one mismatch, so
+    neither of them alone says anything about the label; the other summary of a mismatch comes from another module of
+    the same split and is about as long as the document's own, so lengths say nothing either.
+
     Args:
         name: A key of `EMBEDDED`.
         cache_dir: Where the corpus is kept; the cache of `datasets` when None.
@@ -52,8 +69,9 @@ def embedded_corpus(
             (`hf_hybrid.data.sources.DEFAULT_PACKAGES`, as far as installed).
 
     Returns:
-        Splits train, validation and test with the columns ``document``, ``summary`` and ``source`` (the module, such
-        as ``torch.nn.functional``). `corpus_report` tells what it was built from.
+        Splits train, validation and test with the columns ``document`` and ``summary`` (``docstrings``, ``modules``),
+        ``sentence1``, ``sentence2`` and ``label`` (``docpairs``), or ``text``, and ``source`` (the module, such as
+        ``torch.nn.functional``). `corpus_report` tells what it was built from.
 
     Raises:
         ValueError: The name is unknown, a package is not installed, or the packages hold too few documents.
@@ -68,10 +86,10 @@ def embedded_corpus(
     fingerprint = _fingerprint(found)
     folder = cache_root(cache_dir) / "embedded" / fingerprint
     cached_folder(folder, lambda unfinished: _build(found, fingerprint, unfinished))
-    pairs = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["pairs"]
-    if not all(pairs.values()):
+    rows = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    if not all(rows.values()):
         raise ValueError(
-            f"packages must hold enough documented modules for every split of embedded:{name}; got {pairs} pairs from "
+            f"packages must hold enough documented modules for every split of embedded:{name}; got {rows} rows from "
             f"{', '.join(package.label for package in found)}"
         )
     corpus = load_from_disk(str(folder / name))
@@ -83,62 +101,70 @@ def corpus_report(corpus: "DatasetDict") -> dict[str, Any]:
     """Return what an embedded corpus was built from.
 
     Returns:
-        ``fingerprint`` (equal for equal sources), ``packages`` (name -> version), ``pairs`` (split -> count),
-        ``files`` (count read), ``unreadable_files`` (count skipped) and ``near_copies`` (count left out).
+        ``fingerprint`` (equal for equal sources), ``packages`` (name -> version), ``rows`` (split -> count),
+        ``files`` (count read), ``unreadable_files`` (count skipped) and ``near_copies`` (documents left out).
     """
     return json.loads(corpus["train"].info.description)
 
 
 def _fingerprint(packages: Sequence[Package]) -> str:
-    """Return a digest of everything that the pairs depend on."""
+    """Return a digest of everything that the rows depend on."""
     state = [_FORMAT, *((package.name, package.label, package.version) for package in packages)]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
 def _build(packages: Sequence[Package], fingerprint: str, folder: Path) -> None:
     """Read the packages and write every corpus, for parsing is what takes the time."""
-    pairs, files, unreadable = _read_pairs(packages)
-    for name in EMBEDDED:
-        kept = _without_copies(pairs[name])
-        splits: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-        for pair in kept:
-            splits[_split_of(pair.source)].append(pair)
+    pairs, texts, files, unreadable = _read(packages)
+    kept = {name: _without_copies(found) for name, found in pairs.items()}
+    pages, copied_texts = _pages(texts)
+    corpora = {name: _in_splits([vars(pair) for pair in members]) for name, members in kept.items()}
+    corpora["docpairs"] = {split: _matches_and_mismatches(rows) for split, rows in corpora["docstrings"].items()}
+    corpora["text"] = _in_splits(pages)
+    copies = {name: len(pairs[name]) - len(kept[name]) for name in kept}
+    copies |= {"docpairs": copies["docstrings"], "text": copied_texts}
+    for name, splits in corpora.items():
         report = {
             "fingerprint": fingerprint,
             "packages": {package.label: package.version for package in packages},
-            "pairs": {split: len(members) for split, members in splits.items()},
+            "rows": {split: len(rows) for split, rows in splits.items()},
             "files": files,
             "unreadable_files": unreadable,
-            "near_copies": len(pairs[name]) - len(kept),
+            "near_copies": copies[name],
         }
         (folder / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
         if all(splits.values()):
             save_quietly(_to_dataset(splits, json.dumps(report)), folder / name)
 
 
-def _to_dataset(splits: dict[str, list[Pair]], description: str) -> "DatasetDict":
-    from datasets import Dataset, DatasetDict, DatasetInfo, Features, Value
+def _to_dataset(splits: Mapping[str, _Rows], description: str) -> "DatasetDict":
+    from datasets import Dataset, DatasetDict, DatasetInfo
 
-    columns = ("document", "summary", "source")
-    features = Features({column: Value("string") for column in columns})
+    features = _features(splits["train"][0])
     return DatasetDict(
         {
-            split: Dataset.from_dict(
-                {column: [getattr(pair, column) for pair in members] for column in columns},
-                features=features,
-                info=DatasetInfo(description=description, features=features),
+            split: Dataset.from_list(
+                rows, features=features, info=DatasetInfo(description=description, features=features)
             )
-            for split, members in splits.items()
+            for split, rows in splits.items()
         }
     )
 
 
-def _read_pairs(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], int, int]:
-    """Return the pairs of each corpus, the number of files read, and the number that could not be read."""
+def _features(row: Mapping[str, Any]) -> "Features":
+    from datasets import ClassLabel, Features, Value
+
+    text, label = Value("string"), ClassLabel(names=list(DOCPAIR_LABELS))
+    return Features({name: label if name == "label" else text for name in row})
+
+
+def _read(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], list[tuple[str, str]], int, int]:
+    """Return the pairs of each corpus, (module, text) of each docstring, and the numbers of files read and skipped."""
     from tqdm.auto import tqdm
 
     files = [file for package in packages for file in source_files(package)]
-    pairs: dict[str, list[Pair]] = {name: [] for name in EMBEDDED}
+    pairs: dict[str, list[Pair]] = {"docstrings": [], "modules": []}
+    texts: list[tuple[str, str]] = []
     unreadable = 0
     for file in tqdm(files, desc="Reading docstrings", unit="file", disable=None):
         try:
@@ -152,7 +178,8 @@ def _read_pairs(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], int
         page = module_pair(docstrings, file.module)
         if page is not None:
             pairs["modules"].append(page)
-    return pairs, len(files) - unreadable, unreadable
+        texts += [(file.module, text) for text in map(docstring_text, docstrings) if text is not None]
+    return pairs, texts, len(files) - unreadable, unreadable
 
 
 def _without_copies(pairs: Sequence[Pair]) -> list[Pair]:
@@ -166,6 +193,51 @@ def _without_copies(pairs: Sequence[Pair]) -> list[Pair]:
         if not copies.is_copy(body, f"summary: {words_of(pair.summary)}"):
             kept.append(pair)
     return kept
+
+
+def _pages(texts: Sequence[tuple[str, str]]) -> tuple[_Rows, int]:
+    """Join the texts of each module, without those that repeat an earlier one; also return how many these are."""
+    from tqdm.auto import tqdm
+
+    copies = NearCopyFilter()
+    pages: defaultdict[str, list[str]] = defaultdict(list)
+    for module, text in tqdm(texts, desc="Leaving out near copies", unit="text", delay=1.0, disable=None):
+        if not copies.is_copy(words_of(text.partition("\n")[2])):
+            pages[module].append(text)
+    rows = [{"text": "\n\n".join(page), "source": module} for module, page in pages.items()]
+    return rows, len(texts) - sum(map(len, pages.values()))
+
+
+def _matches_and_mismatches(rows: _Rows) -> _Rows:
+    """Put each document of a split beside its own summary, and beside the one of another that is about as long."""
+    if len(rows) < 2:
+        return []
+    order = sorted(rows, key=lambda row: (len(row["summary"]), hashlib.sha256(row["summary"].encode()).digest()))
+    others = [*order[1:], order[0]]
+    for here, row in enumerate(order):
+        if others[here]["source"] != row["source"]:
+            continue
+        for there in (*range(here + 1, len(order)), *range(here - 1, -1, -1)):  # the closest that both can trade with
+            if row["source"] != others[there]["source"] and order[there]["source"] != others[here]["source"]:
+                others[here], others[there] = others[there], others[here]
+                break
+    return [
+        {
+            "sentence1": row["document"],
+            "sentence2": summary,
+            "label": DOCPAIR_LABELS.index(label),
+            "source": row["source"],
+        }
+        for row, other in zip(order, others, strict=True)
+        for summary, label in ((row["summary"], "match"), (other["summary"], "mismatch"))
+    ]
+
+
+def _in_splits(rows: _Rows) -> dict[str, _Rows]:
+    splits: dict[str, _Rows] = {split: [] for split in SPLITS}
+    for row in rows:
+        splits[_split_of(row["source"])].append(row)
+    return splits
 
 
 def _split_of(module: str) -> str:

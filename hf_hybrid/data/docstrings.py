@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from hf_hybrid.data.preprocessing import split_sentences
 
-__all__ = ["Docstring", "DocumentationError", "Pair", "docstring_pair", "module_pair", "read_docstrings"]
+__all__ = [
+    "Docstring",
+    "DocumentationError",
+    "Pair",
+    "docstring_pair",
+    "docstring_text",
+    "module_pair",
+    "read_docstrings",
+    "words_of",
+]
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -49,6 +58,7 @@ SUMMARY_WORDS = range(4, 41)
 DOCUMENT_WORDS = range(25, 601)
 MODULE_SUMMARY_WORDS = range(5, 121)
 MODULE_DOCUMENT_WORDS = range(300, 20_001)
+MIN_TEXT_WORDS = 12
 _MAX_SIGNATURE_CHARACTERS = 200
 
 
@@ -180,6 +190,12 @@ def module_pair(docstrings: list[Docstring], module: str) -> Pair | None:
     if not _is_prose(document) or words_of(summary) in words_of(document) or not _supports(document, summary):
         return None
     return Pair(document, summary, module)
+
+
+def docstring_text(docstring: Docstring) -> str | None:
+    """Return a docstring as running text under its title; None if it is too short or no prose."""
+    body = "\n\n".join(_paragraphs(docstring.text))
+    return f"{docstring.title}\n\n{body}" if len(body.split()) >= MIN_TEXT_WORDS and _is_prose(body) else None
 
 
 def words_of(text: str) -> str:

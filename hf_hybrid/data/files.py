@@ -1,4 +1,4 @@
-"""Read the rows of CSV and JSON files, with errors that name the file, the line and the rule.
+"""Read the rows of CSV, TSV and JSON files, with errors that name the file, the line and the rule.
 
 The readers of the standard library are used because the message is the point: they know the line.
 """
@@ -11,7 +11,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ from hf_hybrid.suggestions import did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["EXTENSIONS", "check_file", "read_table"]
+__all__ = ["EXTENSIONS", "TEXT_EXTENSIONS", "Row", "check_file", "iterate_rows", "read_table"]
 
-EXTENSIONS = (".csv", ".json", ".jsonl")
+EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
+TEXT_EXTENSIONS = (*EXTENSIONS, ".txt")
+"""The same and running text, which only language models read."""
 _OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 _COMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
 _BATCH_ROWS = 1000
@@ -30,26 +32,29 @@ _SCALARS = {str: "text", bool: "true or false", int: "a number", float: "a numbe
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
-_Row = tuple[int, dict[str, Any]]
+Row = tuple[int, dict[str, Any]]
 """The line on which a row starts, counted from 1, and what the row holds."""
+_Record = tuple[int, list[str]]
+"""The line on which a line of a table starts, and its fields."""
 
 
-def check_file(flag: str, path: str) -> str:
+def check_file(flag: str, path: str, extensions: Sequence[str] = EXTENSIONS) -> str:
     """Check that a path can be a data file, and return its format's extension.
 
     Args:
         flag: The argument that the path came from, for messages.
-        path: A ``.csv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2`` behind it.
+        path: A ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2`` behind it.
+        extensions: The extensions that are accepted.
 
     Raises:
         ValueError: The extension is unknown, or there is no such file, or it is empty.
     """
     file = Path(path)
     suffix = Path(file.stem).suffix if file.suffix.lower() in _OPENERS else file.suffix
-    if suffix.lower() not in EXTENSIONS:
+    if suffix.lower() not in extensions:
         raise ValueError(
-            f"{flag} must end in {', '.join(EXTENSIONS)}, or one of these and {', '.join(_OPENERS)}; "
-            f"got {path!r}.{did_you_mean(suffix, EXTENSIONS) if suffix else ''}"
+            f"{flag} must end in {', '.join(extensions)}, or one of these and {', '.join(_OPENERS)}; "
+            f"got {path!r}.{did_you_mean(suffix, extensions) if suffix else ''}"
         )
     if not file.is_file():
         siblings = os.listdir(file.parent) if file.parent.is_dir() else []
@@ -60,27 +65,59 @@ def check_file(flag: str, path: str) -> str:
     return suffix.lower()
 
 
-def read_table(flag: str, path: str) -> "pa.Table":
+def read_table(
+    flag: str, path: str, *, tsv_header: Sequence[str] | None = None, keep_linebreaks: bool | None = None
+) -> "pa.Table":
     """Read a data file.
 
     JSON is one object on each line, or one array of objects. CSV has a header line; a column that holds nothing but
-    numbers becomes numeric. A key that a JSON row lacks is null there.
+    numbers becomes numeric. TSV is the same with tabs for commas, and a quotation mark in it is a character like any
+    other, as in the files that GLUE is distributed in. A key that a JSON row lacks is null there. Running text gives
+    its lines, in a column ``text``.
 
     Args:
         flag: The argument that the path came from, for messages.
         path: See `check_file`.
+        tsv_header: Names for the columns of a TSV file without a header line: one whose first line has as many fields
+            as there are names here, none of them one of these.
+        keep_linebreaks: Whether the lines of a ``.txt`` file keep their line breaks; such a file is refused when None.
 
     Raises:
         ValueError: The file cannot be read as what its extension says; the message names the line.
     """
-    extension = check_file(flag, path)
+    rows = iterate_rows(flag, path, tsv_header=tsv_header, keep_linebreaks=keep_linebreaks)
+    table = _table(f"{flag} {path!r}", rows)
+    return _numbers_parsed(table) if check_file(flag, path, TEXT_EXTENSIONS) in (".csv", ".tsv") else table
+
+
+def iterate_rows(
+    flag: str, path: str, *, tsv_header: Sequence[str] | None = None, keep_linebreaks: bool | None = None
+) -> Iterator[Row]:
+    """Yield the rows of a data file one at a time, each with the line it starts on, while the file is read.
+
+    Args:
+        flag: See `read_table`.
+        path: See `check_file`.
+        tsv_header: See `read_table`.
+        keep_linebreaks: See `read_table`.
+
+    Raises:
+        ValueError: See `read_table`.
+    """
+    extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     place = f"{flag} {path!r}"
     open_bytes = _OPENERS.get(Path(path).suffix.lower(), open)
     try:
         with open_bytes(path, "rb") as stream:
             if extension == ".csv":
-                return _numbers_parsed(_table(place, _csv_rows(place, stream)))
-            return _table(place, _json_rows(place, stream))
+                yield from _rows_under_header(place, _csv_records(place, stream))
+            elif extension == ".tsv":
+                yield from _rows_under_header(place, _tsv_records(place, stream), tsv_header)
+            elif extension == ".txt":
+                for number, line in _lines(place, stream):
+                    yield number, {"text": line if keep_linebreaks else line.rstrip("\r\n")}
+            else:
+                yield from _json_rows(place, stream)
     except _COMPRESSION_ERRORS as error:
         raise ValueError(f"{place} must be a whole {Path(path).suffix} file; it cannot be read ({error})") from error
     except OSError as error:  # also what gzip and bz2 raise for a file that is not theirs
@@ -99,7 +136,7 @@ def _lines(place: str, stream: IO[bytes]) -> Iterator[tuple[int, str]]:
         yield number, text
 
 
-def _json_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
+def _json_rows(place: str, stream: IO[bytes]) -> Iterator[Row]:
     lines = _lines(place, stream)
     for number, line in lines:
         if not line.strip():
@@ -110,7 +147,7 @@ def _json_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
         yield number, _json_object(place, number, line)
 
 
-def _json_array(place: str, first_line: int, text: str) -> Iterator[_Row]:
+def _json_array(place: str, first_line: int, text: str) -> Iterator[Row]:
     number, counted = first_line, 0
     try:
         for count, (start, row) in enumerate(_array_items(text), start=1):
@@ -166,11 +203,10 @@ def _json_object(place: str, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _csv_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
+def _csv_records(place: str, stream: IO[bytes]) -> Iterator[_Record]:
     limit = csv.field_size_limit(2**31 - 1)  # the default refuses fields over 128 KiB; documents are longer
     try:
         reader = csv.reader((line for _, line in _lines(place, stream)), strict=True)
-        header: list[str] | None = None
         while True:
             start = reader.line_num + 1
             try:
@@ -179,19 +215,35 @@ def _csv_rows(place: str, stream: IO[bytes]) -> Iterator[_Row]:
                 raise ValueError(f"{place}, line {start}: must be valid CSV; {error}") from error
             if fields is None:
                 return
-            if not fields:
-                continue
-            if header is None:
-                header = _checked_header(place, start, fields)
-            elif len(fields) != len(header):
-                raise ValueError(
-                    f"{place}, line {start}: must have the header's {len(header)} columns ({', '.join(header)}); "
-                    f"got {len(fields)} (text that holds commas or line breaks belongs in double quotes)"
-                )
-            else:
-                yield start, dict(zip(header, fields, strict=True))
+            yield start, fields
     finally:
         csv.field_size_limit(limit)
+
+
+def _tsv_records(place: str, stream: IO[bytes]) -> Iterator[_Record]:
+    for number, line in _lines(place, stream):
+        text = line.rstrip("\r\n")
+        yield number, text.split("\t") if text else []
+
+
+def _rows_under_header(
+    place: str, records: Iterable[_Record], default_header: Sequence[str] | None = None
+) -> Iterator[Row]:
+    header: list[str] | None = None
+    for number, fields in records:
+        if not fields:
+            continue
+        if header is None and default_header and len(fields) == len(default_header):
+            header = list(default_header) if set(fields).isdisjoint(default_header) else None
+        if header is None:
+            header = _checked_header(place, number, fields)
+        elif len(fields) != len(header):
+            raise ValueError(
+                f"{place}, line {number}: must have the header's {len(header)} columns ({', '.join(header)}); "
+                f"got {len(fields)} (in CSV, text that holds commas or line breaks belongs in double quotes)"
+            )
+        else:
+            yield number, dict(zip(header, fields, strict=True))
 
 
 def _checked_header(place: str, number: int, fields: list[str]) -> list[str]:
@@ -201,14 +253,14 @@ def _checked_header(place: str, number: int, fields: list[str]) -> list[str]:
     return names
 
 
-def _table(place: str, rows: Iterable[_Row]) -> "pa.Table":
+def _table(place: str, rows: Iterable[Row]) -> "pa.Table":
     """Collect rows in Arrow memory, a batch at a time."""
     import pyarrow as pa
     from tqdm.auto import tqdm
 
     tables: list[pa.Table] = []
     kinds: dict[str, str] = {}
-    batch: list[_Row] = []
+    batch: list[Row] = []
 
     def flush() -> None:
         try:

@@ -4,23 +4,24 @@ import hashlib
 import json
 import logging
 import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.data.cache import cache_root, cached_folder, save_quietly
 from hf_hybrid.data.corpora import EMBEDDED, embedded_corpus
-from hf_hybrid.data.files import check_file, read_table
+from hf_hybrid.data.files import EXTENSIONS, TEXT_EXTENSIONS, check_file, iterate_rows, read_table
 from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import DatasetDict, IterableDatasetDict
 
 __all__ = ["embedded_name", "load_raw_datasets"]
 
 logger = logging.getLogger(__name__)
 
 _EMBEDDED_PREFIX = "embedded:"
-_FORMAT = 1  # part of the cache key: raise it whenever the same files would give other rows
+_FORMAT = 2  # part of the cache key: raise it whenever the same files would give other rows
 
 
 def load_raw_datasets(
@@ -30,32 +31,41 @@ def load_raw_datasets(
     train_file: str | None = None,
     validation_file: str | None = None,
     test_file: str | None = None,
+    files: Mapping[str, str | None] | None = None,
+    tsv_header: Sequence[str] | None = None,
+    keep_linebreaks: bool | None = None,
+    streaming: bool = False,
     cache_dir: str | None = None,
     token: str | bool | None = None,
-) -> "DatasetDict":
+) -> "DatasetDict | IterableDatasetDict":
     """Load the splits that a script trains and evaluates on.
 
     Args:
         dataset_name: ``embedded:NAME`` (see `hf_hybrid.data.corpora.EMBEDDED`), a local dataset folder (of data files,
             or written by ``save_to_disk``), or a dataset of the Hugging Face Hub.
         dataset_config_name: Configuration of a Hub dataset or of a folder.
-        train_file: A ``.csv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2`` behind it: CSV
-            with a header, or one JSON object on each line, or one JSON array of objects.
+        train_file: A ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2``
+            behind it: CSV or TSV with a header, or one JSON object on each line, or one JSON array of objects.
         validation_file: The same.
         test_file: The same.
+        files: The same for any splits, by flag: ``{"validation_mismatched_file": path}``.
+        tsv_header: Names for the columns of TSV files that have no header, see `read_table`.
+        keep_linebreaks: For language models: accept ``.txt`` files too, a line a row, with or without its line break.
+        streaming: Read the data while they are used instead of storing them first.
         cache_dir: Where built and downloaded datasets are kept; the Hugging Face cache when None.
         token: Token for the Hub.
 
     Returns:
-        The splits: ``train``, ``validation`` and ``test``, as far as they were given, or as the dataset names them.
-        Splits from files have the columns of their files, which need not all be the same.
+        The splits, as iterable data sets if streaming: ``train``, ``validation`` and ``test``, as far as they were
+        given, or as the dataset names them. Splits from files have the columns of their files, which need not all be
+        the same.
 
     Raises:
         ValueError: Neither a name nor a file was given, or both were, or what was given cannot be used; the message
             names the flag, the file and line, what was found and the rule.
     """
-    files = {"train_file": train_file, "validation_file": validation_file, "test_file": test_file}
-    given = {flag: path for flag, path in files.items() if path is not None}
+    flags = {"train_file": train_file, "validation_file": validation_file, "test_file": test_file, **(files or {})}
+    given = {flag: path for flag, path in flags.items() if path is not None}
     if dataset_name is not None and given:
         raise ValueError(
             f"dataset_name and {', '.join(given)} must not be given together; got dataset_name={dataset_name!r} and "
@@ -64,33 +74,47 @@ def load_raw_datasets(
     if dataset_name is None and not given:
         raise ValueError(
             "a dataset must be named: dataset_name (a Hub dataset, a folder, or "
-            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or train_file, validation_file, test_file"
+            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or {', '.join(flags)}"
         )
     if dataset_name is None:
-        return _load_files(given, cache_dir)
+        return _load_files(
+            given, cache_dir, {"tsv_header": tsv_header, "keep_linebreaks": keep_linebreaks}, streaming=streaming
+        )
     if (corpus := embedded_name(dataset_name)) is not None:
         if dataset_config_name is not None:
             raise ValueError(
                 f"dataset_config_name must be None for {dataset_name!r}, which has no configurations; "
                 f"got {dataset_config_name!r}"
             )
-        return embedded_corpus(corpus, cache_dir=cache_dir)
+        return _streamed(embedded_corpus(corpus, cache_dir=cache_dir), streaming)
     if not dataset_name.strip():
         raise ValueError(f"dataset_name must not be empty; got {dataset_name!r}")
-    return _load_named(dataset_name, dataset_config_name, cache_dir, token)
+    return _load_named(dataset_name, dataset_config_name, cache_dir, token, streaming=streaming)
 
 
-def embedded_name(dataset_name: str) -> str | None:
+def _streamed(dataset: "DatasetDict", streaming: bool) -> "DatasetDict | IterableDatasetDict":
+    from datasets import IterableDatasetDict
+
+    if not streaming:
+        return dataset
+    return IterableDatasetDict({split: rows.to_iterable_dataset() for split, rows in dataset.items()})
+
+
+def embedded_name(dataset_name: str, allowed: Iterable[str] = EMBEDDED) -> str | None:
     """Return the corpus that ``embedded:NAME`` means; None for other data sets.
 
+    Args:
+        dataset_name: The name of a data set.
+        allowed: The corpora that fit the task.
+
     Raises:
-        ValueError: There is no such corpus.
+        ValueError: There is no such corpus among them.
     """
     if not dataset_name.startswith(_EMBEDDED_PREFIX):
         return None
     name = dataset_name.removeprefix(_EMBEDDED_PREFIX)
-    if name not in EMBEDDED:
-        known = [_EMBEDDED_PREFIX + option for option in EMBEDDED]
+    if name not in allowed:
+        known = [_EMBEDDED_PREFIX + option for option in allowed]
         raise ValueError(
             f"dataset_name must be one of {', '.join(known)}, a folder or a Hub dataset; got {dataset_name!r}."
             f"{did_you_mean(dataset_name, known)}"
@@ -98,23 +122,40 @@ def embedded_name(dataset_name: str) -> str | None:
     return name
 
 
-def _load_files(files: dict[str, str], cache_dir: str | None) -> "DatasetDict":
+def _load_files(
+    files: dict[str, str], cache_dir: str | None, reading: dict[str, Any], *, streaming: bool
+) -> "DatasetDict | IterableDatasetDict":
     """Read data files into the cache, from where they are mapped; unchanged files are not read again."""
-    from datasets import load_from_disk
+    from datasets import IterableDataset, IterableDatasetDict, load_from_disk
 
     for flag, path in files.items():
-        check_file(flag, path)
+        check_file(flag, path, EXTENSIONS if reading["keep_linebreaks"] is None else TEXT_EXTENSIONS)
+    if streaming:
+        return IterableDatasetDict(
+            {
+                flag.removesuffix("_file"): IterableDataset.from_generator(
+                    _read_along, gen_kwargs={"flag": flag, "path": path, **reading}
+                )
+                for flag, path in files.items()
+            }
+        )
     states = [(flag, str(Path(path).resolve()), Path(path).stat()) for flag, path in files.items()]
-    key = json.dumps([_FORMAT, *((flag, path, state.st_size, state.st_mtime_ns) for flag, path, state in states)])
+    facts = [(flag, path, state.st_size, state.st_mtime_ns) for flag, path, state in states]
+    key = json.dumps([_FORMAT, reading, facts])
     folder = cache_root(cache_dir) / "files" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    cached_folder(folder, lambda unfinished: _convert_files(files, unfinished))
+    cached_folder(folder, lambda unfinished: _convert_files(files, unfinished, reading))
     return load_from_disk(str(folder))
 
 
-def _convert_files(files: dict[str, str], folder: Path) -> None:
+def _read_along(flag: str, path: str, **reading: Any) -> Iterator[dict[str, Any]]:
+    for _, row in iterate_rows(flag, path, **reading):
+        yield row
+
+
+def _convert_files(files: dict[str, str], folder: Path, reading: dict[str, Any]) -> None:
     from datasets import Dataset, DatasetDict
 
-    tables = {flag: read_table(flag, path) for flag, path in files.items()}
+    tables = {flag: read_table(flag, path, **reading) for flag, path in files.items()}
     if not set.intersection(*(set(table.column_names) for table in tables.values())):
         raise ValueError(
             "all files must have a column in common; "
@@ -124,23 +165,26 @@ def _convert_files(files: dict[str, str], folder: Path) -> None:
     save_quietly(DatasetDict(splits), folder)
 
 
-def _load_named(name: str, config: str | None, cache_dir: str | None, token: str | bool | None) -> "DatasetDict":
+def _load_named(
+    name: str, config: str | None, cache_dir: str | None, token: str | bool | None, *, streaming: bool
+) -> "DatasetDict | IterableDatasetDict":
     """Load a folder or a Hub dataset with `datasets`."""
     import datasets
 
     folder = Path(name).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():
-            return datasets.DatasetDict.load_from_disk(str(folder))
+            return _streamed(datasets.DatasetDict.load_from_disk(str(folder)), streaming)
         if (folder / "state.json").is_file():
-            return datasets.DatasetDict({"train": datasets.Dataset.load_from_disk(str(folder))})
+            rows = datasets.Dataset.load_from_disk(str(folder))
+            return _streamed(datasets.DatasetDict({"train": rows}), streaming)
         loaded = datasets.load_dataset(
-            str(folder) if folder.is_dir() else name, config, cache_dir=cache_dir, token=token
+            str(folder) if folder.is_dir() else name, config, cache_dir=cache_dir, token=token, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         # OSError: not found, or not reachable; ValueError: a configuration; RuntimeError: a dataset that is a script
         raise ValueError(_cannot_load(name, folder, error)) from error
-    if not isinstance(loaded, datasets.DatasetDict):
+    if not isinstance(loaded, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise ValueError(f"dataset_name must be a dataset with splits; got {name!r}, a {type(loaded).__name__}")
     return loaded
 

@@ -6,20 +6,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "IGNORED_LABEL",
+    "group_into_blocks",
     "lead_baseline",
     "plain_baselines",
     "random_summaries",
+    "sliding_windows",
     "split_sentences",
+    "tokenize_sentences",
     "tokenize_summarization",
+    "tokenize_texts",
 ]
 
 IGNORED_LABEL = -100
 """The label that the losses of PyTorch and transformers skip."""
+Tokens = Sequence[int] | np.ndarray[Any, Any]
 
 # A sentence may end here: closing punctuation, perhaps a quote or bracket, then space and what can start a sentence.
 _BOUNDARY = re.compile(r"""(?:[.!?…]+["'”’)\]]*|[。！？]["”’）]*)(?:\s+(?=["'“‘(\[]*[^\Wa-z_])|(?<=[。！？])|$)""")
@@ -83,6 +90,101 @@ def tokenize_summarization(
             for row, mask in zip(labels, targets["attention_mask"], strict=True)
         ]
     return {**inputs, "labels": labels}
+
+
+def tokenize_sentences(
+    batch: Mapping[str, Sequence[str]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    columns: Sequence[str],
+    max_length: int,
+    pad_to_max_length: bool = False,
+) -> dict[str, Any]:
+    """Tokenize a batch of sentences or pairs of sentences for a classifier.
+
+    Made for ``Dataset.map(..., batched=True)``.
+
+    Args:
+        batch: Columns of strings.
+        tokenizer: Any tokenizer; tokens beyond the maximum length are cut off, of the longer sentence first.
+        columns: Column of the sentence, or of the two.
+        max_length: Longest input, in tokens, of both sentences together.
+        pad_to_max_length: Pad to the maximum length here; otherwise a collator pads each batch.
+
+    Returns:
+        What the tokenizer returns (``input_ids``, ``attention_mask``, ...), a list for each row.
+    """
+    sentences = [list(batch[column]) for column in columns]
+    padding = "max_length" if pad_to_max_length else False
+    return dict(tokenizer(*sentences, padding=padding, max_length=max_length, truncation=True))
+
+
+def tokenize_texts(
+    batch: Mapping[str, Sequence[str]], tokenizer: "PreTrainedTokenizerBase", *, column: str, are_lines: bool = False
+) -> dict[str, Any]:
+    """Tokenize a batch of texts for a language model.
+
+    Made for ``Dataset.map(..., batched=True)``.
+
+    Args:
+        batch: Columns of strings.
+        tokenizer: Any tokenizer.
+        column: Column of the texts.
+        are_lines: Whether the texts are lines that end with their line breaks; then the tokenizer adds no special
+            tokens, because a line is no text.
+
+    Returns:
+        ``input_ids``, of any length, and ``num_bytes``, the length of the text in UTF-8; one for each row.
+
+    Raises:
+        ValueError: A value is no text.
+    """
+    texts = list(batch[column])
+    if (wrong := next((text for text in texts if not isinstance(text, str)), "")) != "":
+        raise ValueError(f"column {column!r} must hold text in every row; got {type(wrong).__name__}: {wrong!r:.80}")
+    encoded = tokenizer(texts, add_special_tokens=not are_lines, verbose=False)
+    return {"input_ids": encoded["input_ids"], "num_bytes": [len(text.encode()) for text in texts]}
+
+
+def group_into_blocks(batch: Mapping[str, Sequence[Tokens]], *, block_size: int) -> dict[str, Any]:
+    """Join the tokens of a batch of texts and cut them into blocks; what is left at the end is dropped.
+
+    Args:
+        batch: ``input_ids`` of each text.
+        block_size: Tokens of a block.
+
+    Returns:
+        ``input_ids`` of each block.
+    """
+    tokens = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]])
+    count = len(tokens) // block_size
+    return {"input_ids": list(tokens[: count * block_size].reshape(count, block_size))}
+
+
+def sliding_windows(tokens: Tokens, length: int, context: int) -> list[dict[str, Any]]:
+    """Cut a text into overlapping windows in which each token but the first is scored exactly once.
+
+    A window begins ``length - context`` tokens after the one before it. Its first ``context`` tokens are only read
+    (SPADE, appendix C.3), in the first window only the very first, so every token is scored with at least ``context``
+    tokens before it, as far as there are so many.
+
+    Args:
+        tokens: The whole text.
+        length: Tokens of a window; the last one may be shorter.
+        context: Tokens at the start of a window that are only read; fewer than ``length``.
+
+    Returns:
+        ``input_ids`` and ``labels`` of each window: the same tokens, -100 where none is scored.
+    """
+    ids = np.asarray(tokens, dtype=np.int64)
+    windows = []
+    context = max(1, context)  # no token is predicted from nothing
+    for start in range(0, max(1, len(ids) - context), length - context):
+        window = ids[start : start + length]
+        labels = window.copy()
+        labels[: context if start else 1] = IGNORED_LABEL
+        windows.append({"input_ids": window, "labels": labels})
+    return windows
 
 
 def split_sentences(text: str) -> list[str]:

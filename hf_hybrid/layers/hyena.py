@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.long_conv import fft_length, long_conv
+from ..kernels.ssm_kernel import fingerprint
 from ..kernels.ssm_kernel.discrete import full_precision
 from .state_space import StateSpaceLayer, check_positive
 
@@ -30,7 +31,7 @@ class Hyena(StateSpaceLayer):
     Bidirectional: a second output of the same network is a filter of the future, from lag 1 on, as in `S4`. The short
     convolution reads the past alone in either case.
 
-    As long as nothing is trained, the taps are kept between calls, `(Z, O-1, L, H)` numbers at most.
+    The taps are kept between calls if none of their tensors requires a gradient, `(Z, O-1, L, H)` numbers at most.
 
     Args:
         hidden_size: Channels H.
@@ -154,12 +155,6 @@ class Hyena(StateSpaceLayer):
         super()._apply(fn, recurse)
         return self
 
-    def train(self, mode: bool = True) -> "Hyena":
-        """Set the mode; taps kept during evaluation are dropped when training starts again."""
-        if mode and not self.training:
-            self.clear_cache()
-        return super().train(mode)
-
     def clear_cache(self) -> None:
         """Drop kept taps; only needed after an edit through ``.data``, which nothing can see."""
         self._kept = None
@@ -217,17 +212,17 @@ class Hyena(StateSpaceLayer):
         """Taps of all filters for inputs of a length, `(Z, O-1, min(length, L), H)`, kept while nothing is trained."""
         wanted = min(length, self.max_length)
         tensors = [tensor for _, tensor in self.own_tensors()]
-        trained = any(tensor.requires_grad for tensor in tensors)
-        # an optimizer may change the tensors in ways no version counter shows; and no tracer sees an address
-        if torch.compiler.is_compiling() or (trained and (self.training or torch.is_grad_enabled())):
+        if any(tensor.requires_grad for tensor in tensors):
+            # a fused optimizer changes them and raises no version counter
+            self.clear_cache()
             return self._generate(wanted)
-        fingerprint = tuple((x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, x.device) for x in tensors)
-        if self._kept is None or self._kept[0] != fingerprint or self._kept[2].shape[2] < wanted:
-            # what one inference-mode call makes must serve a training step later
-            with torch.inference_mode(False), torch.no_grad():
-                made = self._generate(min(fft_length(length) // 2, self.max_length))
+        if torch.compiler.is_compiling():  # no tracer sees an address
+            return self._generate(wanted)
+        key = fingerprint(tensors)
+        if self._kept is None or self._kept[0] != key or self._kept[2].shape[2] < wanted:
+            made = self._generate(min(fft_length(length) // 2, self.max_length))
             # held on to, the tensors' addresses cannot become another's
-            self._kept = fingerprint, [x.detach() for x in tensors], made
+            self._kept = key, [x.detach() for x in tensors], made
         return self._kept[2][:, :, :wanted]
 
     def _generate(self, length: int) -> torch.Tensor:

@@ -10,57 +10,21 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..kernels.ssm_kernel import (
-    S4Cache,
-    S4System,
-    S4Tensors,
-    dplr_legs,
-    frozen_s4_advance,
-    frozen_s4_conv,
-)
+from ..kernels.ssm_kernel import S4Cache, S4Tensors, dplr_legs, frozen_s4_advance, frozen_s4_conv, s4_system
 from .state_space import StateSpaceLayer, check_positive
 
 
-class S4(StateSpaceLayer):
-    """Structured state space model with HiPPO-LegS dynamics (SPADE, section 3; Gu et al. 2022).
+class S4Base(StateSpaceLayer):
+    """What S4 and S4D share: everything but the dynamics they start from. Arguments are described at `S4`.
 
-    x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t] + D u[t],  per channel, in O(T log T) as a convolution and O(N) per
-    decoded token. Works at any length: nothing depends on the lengths seen in training.
-
-    Bidirectional (SPADE's encoder): y[t] = sum_{j>=0} k0[j] u[t-j] + sum_{j>=0} k1[j] u[t+1+j] + D u[t].
-
-    As long as nothing is trained, kernels and spectra are kept between calls.
-
-    Args:
-        hidden_size: Channels H.
-        state_size: N, even.
-        bidirectional: Whether a second kernel reads the future.
-        dt_min: Smallest initial step.
-        dt_max: Largest initial step.
-        num_copies: Copies S of (A, B), a divisor of H; channel c reads copy ``c % S``. When None, 1 where A, B and the
-            step are frozen (equal copies would compute the same function) and H where they are trained.
-        max_length: Taps of the kernel in tokens; unlimited when None.
-        use_D: Whether there is a skip connection D.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the convolution, as in S4's own layer.
-        freeze: ``"all"`` (SPADE), ``"ab_dt"`` (train C and D only) or ``"none"``.
-
-    Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
-
-    Note:
-        With `max_length`, only the convolution is cut off; a state remembers everything. Decoding from a state
-        therefore agrees with the convolution up to `max_length` tokens.
+    A subclass gives the initial modes; its dynamics have a low-rank term if `TRAINED` knows a P.
     """
 
-    TRAINED: ClassVar = {
-        "all": (),
-        "ab_dt": ("C", "D"),
-        "none": ("C", "B", "P", "log_A_real", "A_imag", "log_dt", "D"),
-    }
+    discretization: str = "bilinear"
 
     C: torch.Tensor
     B: torch.Tensor
-    P: torch.Tensor
+    P: torch.Tensor | None
     log_A_real: torch.Tensor
     A_imag: torch.Tensor
     log_dt: torch.Tensor
@@ -93,12 +57,12 @@ class S4(StateSpaceLayer):
         self.state_size, self.num_copies, self.max_length = state_size, num_copies, max_length
         self.dt_min, self.dt_max = dt_min, dt_max
 
-        modes = state_size // 2
+        modes, has_low_rank = state_size // 2, "P" in self.TRAINED["none"]
         self._declare(
             {
                 "C": (2 if bidirectional else 1, hidden_size, modes, 2),
                 "B": (1, num_copies, modes, 2),
-                "P": (1, num_copies, modes, 2),
+                "P": (1, num_copies, modes, 2) if has_low_rank else None,
                 "log_A_real": (num_copies, modes),
                 "A_imag": (num_copies, modes),
                 "log_dt": (hidden_size,),
@@ -108,36 +72,37 @@ class S4(StateSpaceLayer):
         self._cache = S4Cache()
         self.reset_parameters()
 
+    def _initial_modes(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """w, P (None without a low-rank term) and B, each `(M,)`, complex."""
+        raise NotImplementedError
+
     def state_shape(self, batch: int) -> tuple[int, ...]:
         """`(B, H, M, 2)`, real and imaginary parts last."""
         return batch, self.hidden_size, self.state_size // 2, 2
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """HiPPO-LegS; C complex normal, D normal, steps uniform in their logarithm."""
-        w, P, B = dplr_legs(self.state_size)
+        """C complex normal, D normal, steps uniform in their logarithm, and the modes of `_initial_modes`."""
         if name == "C":
             nn.init.normal_(tensor, std=math.sqrt(0.5))
         elif name == "D":
             nn.init.normal_(tensor)
         elif name == "log_dt":
             nn.init.uniform_(tensor, math.log(self.dt_min), math.log(self.dt_max))
-        elif name == "log_A_real":
-            tensor.copy_((-w.real).log())
-        elif name == "A_imag":
-            tensor.copy_(w.imag)
         else:
-            tensor.copy_(torch.view_as_real(B if name == "B" else P))
+            w, P, B = self._initial_modes()
+            if name == "log_A_real":
+                tensor.copy_((-w.real).log())
+            elif name == "A_imag":
+                tensor.copy_(w.imag)
+            else:
+                vector = B if name == "B" else P
+                assert vector is not None
+                tensor.copy_(torch.view_as_real(vector))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "S4":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "S4Base":
         self.clear_cache()
         super()._apply(fn, recurse)
         return self
-
-    def train(self, mode: bool = True) -> "S4":
-        """Set the mode; constants kept during evaluation are dropped when training starts again."""
-        if mode and not self.training:
-            self.clear_cache()
-        return super().train(mode)
 
     def clear_cache(self) -> None:
         """Drop kept kernels and spectra; only needed after an edit through ``.data``, which nothing can see."""
@@ -150,33 +115,70 @@ class S4(StateSpaceLayer):
             f"num_copies={self.num_copies}, max_length={self.max_length}, freeze={self.freeze!r}"
         )
 
+    def _is_trained(self) -> bool:
+        """Whether an optimizer may change the tensors; a fused one raises no version counter, so nothing is kept."""
+        trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
+        if trained:
+            self.clear_cache()
+        return trained
+
     def _run(
         self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if state is None and not return_state:
-            return self._convolve(u), None
-        return self._advance(u, state)
-
-    def _tensors(self) -> S4Tensors:
-        return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
-
-    def _is_trained_now(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in self.own_tensors())
-
-    def _handle(self) -> int:
-        """The cache to use: none while an optimizer may change the tensors in ways no version counter shows."""
-        trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
-        return 0 if trained and self.training else self._cache.handle
-
-    def _convolve(self, u: torch.Tensor) -> torch.Tensor:
-        if self._is_trained_now():
-            return S4System(self._tensors(), reuse=False).convolve(u, self.D, self.max_length)
-        return frozen_s4_conv(u, *self._tensors(), self.D, self.max_length, False, self._handle())
-
-    def _advance(self, u: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
+        arguments = *tensors, self.D, self.discretization, self.max_length
+        trained, convolution = self._is_trained(), state is None and not return_state
+        if convolution and not trained:
+            return frozen_s4_conv(u, *arguments, False, self._cache.handle), None
         differentiable = torch.is_grad_enabled() and (u.requires_grad or (state is not None and state.requires_grad))
-        if self._is_trained_now() or (differentiable and torch.compiler.is_compiling()):
-            return S4System(self._tensors(), reuse=False).advance(u, state, self.D, self.max_length)
-        if differentiable:
-            return self._cache.system(self._tensors()).advance(u, state, self.D, self.max_length)
-        return frozen_s4_advance(u, state, *self._tensors(), self.D, self.max_length, self._handle())
+        if not trained and not differentiable:
+            return frozen_s4_advance(u, state, *arguments, self._cache.handle)
+        if trained or torch.compiler.is_compiling():  # no tracer sees an address
+            system = s4_system(tensors, self.discretization)
+        else:
+            system = self._cache.system(tensors, self.discretization)
+        if convolution:
+            return system.convolve(u, self.D, self.max_length), None
+        return system.advance(u, state, self.D, self.max_length)
+
+
+class S4(S4Base):
+    """Structured state space model with HiPPO-LegS dynamics (SPADE, section 3; Gu et al. 2022).
+
+    x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t] + D u[t],  per channel, in O(T log T) as a convolution and O(N) per
+    decoded token. Works at any length: nothing depends on the lengths seen in training.
+
+    Bidirectional (SPADE's encoder): y[t] = sum_{j>=0} k0[j] u[t-j] + sum_{j>=0} k1[j] u[t+1+j] + D u[t].
+
+    Kernels and spectra are kept between calls if no tensor requires a gradient.
+
+    Args:
+        hidden_size: Channels H.
+        state_size: N, even.
+        bidirectional: Whether a second kernel reads the future.
+        dt_min: Smallest initial step.
+        dt_max: Largest initial step.
+        num_copies: Copies S of (A, B), a divisor of H; channel c reads copy ``c % S``. When None, 1 where A, B and the
+            step are frozen (equal copies would compute the same function) and H where they are trained.
+        max_length: Taps of the kernel in tokens; unlimited when None.
+        use_D: Whether there is a skip connection D.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the convolution, as in S4's own layer.
+        freeze: ``"all"`` (SPADE), ``"ab_dt"`` (train C and D only) or ``"none"``.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+
+    Note:
+        With `max_length`, only the convolution is cut off; a state remembers everything. Decoding from a state
+        therefore agrees with the convolution up to `max_length` tokens.
+    """
+
+    TRAINED: ClassVar = {
+        "all": (),
+        "ab_dt": ("C", "D"),
+        "none": ("C", "B", "P", "log_A_real", "A_imag", "log_dt", "D"),
+    }
+
+    def _initial_modes(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """HiPPO-LegS."""
+        return dplr_legs(self.state_size)

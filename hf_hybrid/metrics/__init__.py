@@ -1,4 +1,4 @@
-"""Metrics that work without a network: ``load_metric("rouge")``."""
+"""Metrics that work without a network: ``load_metric("rouge")``, ``load_metric("glue", "cola")``."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,12 @@ if TYPE_CHECKING:
 
 __all__ = ["METRICS", "load_metric"]
 
-METRICS: dict[str, str] = {"rouge": "ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum F-measures of summaries."}
+METRICS: dict[str, str] = {
+    "accuracy": "Share of the labels that are right.",
+    "glue": "The scores of a task of GLUE, which is the configuration: cola, mnli, mrpc, qnli, qqp, rte, ...",
+    "mse": "Mean squared error of predicted numbers.",
+    "rouge": "ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum F-measures of summaries.",
+}
 """Metric names that `load_metric` knows, with what they measure."""
 
 
@@ -18,7 +23,7 @@ def load_metric(name: str, config_name: str | None = None) -> "evaluate.Metric":
 
     Args:
         name: A key of `METRICS`.
-        config_name: The metric's configuration (a task name where the metric has tasks); ``rouge`` has none.
+        config_name: The metric's configuration: the task of ``glue``; the others have none.
 
     Returns:
         An `evaluate.Metric`: ``compute``, ``add_batch`` and ``evaluate.combine`` work as for metrics from the Hub.
@@ -29,8 +34,21 @@ def load_metric(name: str, config_name: str | None = None) -> "evaluate.Metric":
     if name not in METRICS:
         known = ", ".join(sorted(METRICS))
         raise ValueError(f"metric must be one of: {known}; got {name!r}.{did_you_mean(name, METRICS)}")
+    if name == "glue":
+        from hf_hybrid.metrics.glue import GLUE_SCORES, Glue
+
+        if config_name not in GLUE_SCORES:
+            hint = "" if config_name is None else did_you_mean(config_name, GLUE_SCORES)
+            raise ValueError(
+                f"config_name must be a task of GLUE: {', '.join(GLUE_SCORES)}; got {config_name!r}.{hint}"
+            )
+        return Glue(config_name)
     if config_name is not None:
         raise ValueError(f"config_name must be None: metric {name!r} has no configurations; got {config_name!r}")
-    from hf_hybrid.metrics.rouge import Rouge
+    if name == "rouge":
+        from hf_hybrid.metrics.rouge import Rouge
 
-    return Rouge()
+        return Rouge()
+    from hf_hybrid.metrics.glue import LabelScores
+
+    return LabelScores(name)

@@ -1,4 +1,4 @@
-"""What the scripts can be told: one dataclass per concern, each checking its own values.
+"""What every script can be told about models and runs: one dataclass per concern, each checking its own values.
 
 Flag names and defaults are those of transformers' example scripts, so that a command line carries over. A value
 that cannot work is refused here, before anything is loaded, with a `ValueError` that names flag, value and rule.
@@ -7,23 +7,20 @@ that cannot work is refused here, before anything is loaded, with a `ValueError`
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_hybrid.data.loading import embedded_name
-from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE
+from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
 from hf_hybrid.suggestions import did_you_mean
 
 __all__ = [
     "ModelArguments",
     "RunArguments",
-    "SummarizationArguments",
+    "ScriptTrainingArguments",
     "SummarizationTrainingArguments",
     "check_choice",
     "check_positive",
-    "check_split_sources",
 ]
 
-DEFAULT_DATASET = "embedded:docstrings"
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -75,6 +72,14 @@ class ModelArguments:
             "the training split and saved with the model."
         },
     )
+    tokenizer_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is made when no tokenizer is named: bpe (the default), words (between spaces, by frequency) "
+            "or bytes (nothing to train).",
+            "choices": TOKENIZER_TYPES,
+        },
+    )
     tokenizer_vocab_size: int = field(
         default=8192, metadata={"help": "Entries of the tokenizer that is trained when none is named."}
     )
@@ -120,92 +125,22 @@ class ModelArguments:
                 f"--tokenizer_vocab_size must be at least {MIN_VOCAB_SIZE}; got {self.tokenizer_vocab_size}"
             )
         check_choice("dtype", self.dtype, _DTYPES)
-
-
-@dataclass
-class SummarizationArguments:
-    """Which documents and summaries, how long, how many, and how summaries are generated."""
-
-    lang: str | None = field(default=None, metadata={"help": "Language code, for multilingual tokenizers (mBART)."})
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "embedded:docstrings, embedded:modules, a local dataset folder or a Hub dataset. "
-            f"{DEFAULT_DATASET} when neither this nor a file is named."
-        },
-    )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    text_column: str | None = field(default=None, metadata={"help": "Column with the documents."})
-    summary_column: str | None = field(default=None, metadata={"help": "Column with the summaries."})
-    train_file: str | None = field(default=None, metadata={"help": "Training data: csv, json or jsonl."})
-    validation_file: str | None = field(default=None, metadata={"help": "Validation data: csv, json or jsonl."})
-    test_file: str | None = field(default=None, metadata={"help": "Test data: csv, json or jsonl."})
-    drop_empty_rows: bool = field(
-        default=False,
-        metadata={
-            "help": "Leave out rows without a document or a summary, which are refused otherwise. There are no "
-            "predictions for them."
-        },
-    )
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again instead of using the cache."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    max_source_length: int = field(default=1024, metadata={"help": "Tokens of a document; the rest is cut off."})
-    max_target_length: int = field(default=128, metadata={"help": "Tokens of a summary; the rest is cut off."})
-    val_max_target_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of a summary in validation and test, and of a generated one. --max_target_length when "
-            "left out."
-        },
-    )
-    pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Pad every example to the full length instead of to its batch's longest."}
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first N training examples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only the first N validation examples."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Use only the first N test examples."})
-    num_beams: int | None = field(default=1, metadata={"help": "Beams of the generation in evaluation and test."})
-    ignore_pad_token_for_loss: bool = field(
-        default=True, metadata={"help": "Leave padding out of the loss. Turn off only with --pad_to_max_length."}
-    )
-    source_prefix: str | None = field(
-        default=None, metadata={"help": "Text put before every document, such as 'summarize: ' for T5 checkpoints."}
-    )
-    forced_bos_token: str | None = field(
-        default=None, metadata={"help": "Token that every generated summary starts with (mBART's language code)."}
-    )
-    resize_position_embeddings: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Lengthen the model's position embeddings to --max_source_length where they are shorter. Left "
-            "out: lengthen and say so. False: refuse."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.dataset_name is None and not self.files:
-            self.dataset_name = DEFAULT_DATASET
-        if self.dataset_name is not None:
-            embedded_name(self.dataset_name)
-        if self.val_max_target_length is None:
-            self.val_max_target_length = self.max_target_length
-        check_positive(
-            self,
-            "max_source_length",
-            "max_target_length",
-            "val_max_target_length",
-            "preprocessing_num_workers",
-            "max_train_samples",
-            "max_eval_samples",
-            "max_predict_samples",
-            "num_beams",
-        )
+        check_choice("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
+        if self.tokenizer_type is not None and not self.makes_tokenizer:
+            raise ValueError(
+                f"--tokenizer_type {self.tokenizer_type} makes a tokenizer and cannot be combined with one that is "
+                f"there: {self.tokenizer_name or self.model_name_or_path}"
+            )
 
     @property
-    def files(self) -> dict[str, str]:
-        """The data files by split, as far as they were named."""
-        named = {"train": self.train_file, "validation": self.validation_file, "test": self.test_file}
-        return {split: path for split, path in named.items() if path is not None}
+    def makes_tokenizer(self) -> bool:
+        """Whether neither a tokenizer nor a checkpoint that has one is named."""
+        return self.model_name_or_path is None and self.tokenizer_name is None
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether the tokenizer that is made needs texts to be trained on."""
+        return self.makes_tokenizer and self.tokenizer_type != "bytes"
 
 
 @dataclass
@@ -230,8 +165,8 @@ class RunArguments:
     ssm_learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": "Learning rate of trained state space parameters, which never decay. --learning_rate when left "
-            "out."
+            "help": "Learning rate of a trained state space model's A, B and step sizes, or of Hyena's filters; "
+            "--learning_rate when left out. None of its tensors decays."
         },
     )
 
@@ -250,6 +185,9 @@ class RunArguments:
             "save_total_limit",
         )
         _check_not_negative(self, "learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm")
+        smoothing = getattr(self, "label_smoothing_factor", 0.0)
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"--label_smoothing_factor must lie in [0, 1); got {smoothing}")
         max_steps, epochs = getattr(self, "max_steps", -1), getattr(self, "num_train_epochs", 1.0)
         if max_steps != -1 and max_steps < 1:
             raise ValueError(f"--max_steps must be a positive integer, or -1 to count epochs; got {max_steps}")
@@ -263,26 +201,14 @@ class RunArguments:
 
 
 @dataclass
+class ScriptTrainingArguments(RunArguments, TrainingArguments):
+    """Transformers' training arguments and ours."""
+
+
+@dataclass
 class SummarizationTrainingArguments(RunArguments, Seq2SeqTrainingArguments):
     """Transformers' sequence-to-sequence training arguments and ours."""
 
     def __post_init__(self) -> None:
         check_positive(self, "generation_max_length", "generation_num_beams")
-        if not 0 <= self.label_smoothing_factor < 1:
-            raise ValueError(f"--label_smoothing_factor must lie in [0, 1); got {self.label_smoothing_factor}")
         super().__post_init__()
-
-
-def check_split_sources(data_args: SummarizationArguments, training_args: SummarizationTrainingArguments) -> None:
-    """Refuse a task whose split can already be seen to be missing from the named files.
-
-    Raises:
-        ValueError: Only files are named, and none of them for a split that ``--do_train``, ``--do_eval`` or
-            ``--do_predict`` needs.
-    """
-    if data_args.dataset_name is not None:
-        return
-    tasks = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
-    for flag, split in tasks.items():
-        if getattr(training_args, flag) and split not in data_args.files:
-            raise ValueError(f"--{flag} needs a {split} split: give --{split}_file or a --dataset_name that has one")

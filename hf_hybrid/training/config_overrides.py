@@ -22,7 +22,7 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
 
     Args:
         text: ``name=value`` pairs with commas between them; a comma inside brackets or quotes does not split. Or a
-            JSON object. The value of a field that takes None may be ``none``.
+            JSON object. The value of a field that takes None may be ``none``, unless that is one of its own words.
         config_class: The configuration class; its names for a field (``hidden_size`` of T5) are accepted too.
 
     Returns:
@@ -50,8 +50,24 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
             )
         if target in values:
             raise ValueError(f"--config_overrides: {name} is given twice")
-        values[target] = _parse_value(name, raw, known[target]) if isinstance(raw, str) else raw
+        is_word = isinstance(raw, str) and _is_choice(config_class, target, raw, known[target])
+        values[target] = raw if is_word or not isinstance(raw, str) else _parse_value(name, raw, known[target])
     return values
+
+
+def _is_choice(config_class: Any, name: str, text: str, annotation: Any) -> bool:
+    """Whether ``none`` is one of the words that a field takes, and not the absence of a value."""
+    if text.lower() != "none" or not {str, types.NoneType} <= set(_arms(annotation)):
+        return False
+
+    def accepts(value: str) -> bool:
+        try:
+            config_class(**{name: value})
+        except Exception:
+            return False
+        return True
+
+    return accepts(text) and not accepts(f"{text}?")
 
 
 def _parse_json_object(text: str) -> list[tuple[str, Any]]:

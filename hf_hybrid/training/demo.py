@@ -19,9 +19,10 @@ import torch
 
 from hf_hybrid.data.preprocessing import plain_baselines
 from hf_hybrid.training import summarization
-from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
+from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments, run_command_line
 from hf_hybrid.training.common import first_examples
+from hf_hybrid.training.data_arguments import SummarizationArguments
 from hf_hybrid.training.output_folder import PREDICTIONS_FILE, complete_checkpoints
 
 __all__ = ["LONG", "SHORT", "Recipe", "main", "run_demo"]

@@ -44,8 +44,9 @@ RESULT_FILES = (
     "predict_results.json",
     "trainer_state.json",
     PREDICTIONS_FILE,
+    "predict_results*.txt",
 )
-"""What scripts write beside the model. Not each run writes all of them, so old ones could pass for its own."""
+"""Patterns of what scripts write beside the model. Not each run writes all of it, so old files could pass for its."""
 _NOT_COMPARED = {"architectures", "dtype", "transformers_version", "use_cache"}  # set by saving and by Trainer
 _RESIZED = {"max_position_embeddings", "vocab_size"}
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states: FSDP, DeepSpeed
@@ -228,7 +229,7 @@ def clear_output_folder(
         if permitted:
             starts_here = model_name_or_path is not None and Path(model_name_or_path).resolve() == folder.resolve()
             files = (*RESULT_FILES, *(() if starts_here else WEIGHTS_FILES)) if training_args.do_train else outputs
-            doomed = [folder / name for name in files if (folder / name).is_file()]
+            doomed = [path for name in files for path in folder.glob(name) if path.is_file()]
         if training_args.do_train:
             stale = _stale_checkpoints(folder, resume_from)
             doomed += stale if permitted else [path for path in stale if missing_for_resume(path)]

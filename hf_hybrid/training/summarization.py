@@ -9,7 +9,7 @@ bootstrap estimate of it.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,34 +22,34 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     EvalPrediction,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from hf_hybrid.data.columns import check_pairs, summarization_columns
-from hf_hybrid.data.loading import embedded_name, load_raw_datasets
+from hf_hybrid.data.columns import check_texts, summarization_columns
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, split_sentences, tokenize_summarization
 from hf_hybrid.metrics import load_metric
-from hf_hybrid.training.arguments import (
-    DEFAULT_DATASET,
-    ModelArguments,
-    SummarizationArguments,
-    SummarizationTrainingArguments,
-    check_split_sources,
-)
+from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
-    NO_TOKENIZER,
+    asked_splits,
     first_examples,
+    load_datasets,
+    map_rows,
+    prepare_run,
+    publish,
+    require_splits,
+    save_and_log,
+    train,
+    used_splits,
+)
+from hf_hybrid.training.data_arguments import SummarizationArguments, check_split_sources
+from hf_hybrid.training.model_loading import (
+    check_tokenizer_source,
+    fit_positions,
     load_config,
     load_model,
     load_tokenizer,
-    prepare_run,
-    publish,
-    require_split,
-    save_and_log,
-    train,
     train_new_tokenizer,
 )
 from hf_hybrid.training.output_folder import PREDICTIONS_FILE, check_resumed_model, clear_output_folder
@@ -85,23 +85,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         (ModelArguments, SummarizationArguments, SummarizationTrainingArguments), argv
     )
     check_split_sources(data_args, training_args)
-    config = load_config(model_args, AutoModelForSeq2SeqLM)
+    config = load_config(model_args, AutoModelForSeq2SeqLM, preset=data_args.default_preset)
     outputs = _outputs_without_training(training_args)
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
-    resized_positions = _fit_positions(config, data_args, new=model_args.model_name_or_path is None)
+    resized_positions = fit_positions(
+        config,
+        AutoModelForSeq2SeqLM,
+        {name: {flag: getattr(data_args, flag) for flag in flags} for name, flags in _POSITIONS.items()},
+        new=model_args.model_name_or_path is None,
+        permitted=data_args.resize_position_embeddings is not False,
+    )
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
     _check_tokens(tokenizer, data_args)
+    if tokenizer is None:
+        check_tokenizer_source(data_args)
     check_resumed_model(config, resume_from, new=model_args.model_name_or_path is None)
 
-    splits, text_column, summary_column = load_splits(data_args, training_args, model_args)
+    splits, *columns = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
-        train_split = splits.get("train")
-        tokenizer = train_new_tokenizer(
-            model_args,
-            config,
-            None if train_split is None else _texts(train_split, text_column, summary_column),
-            fingerprint=None if train_split is None else train_split._fingerprint,
-        )
+        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
     model = load_model(
         model_args,
         AutoModelForSeq2SeqLM,
@@ -115,20 +117,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     _prepare_generation(model, tokenizer, data_args, training_args)
 
     datasets = {
-        task: _tokenize(first_examples(splits[split], count), split, tokenizer, columns, data_args, training_args)
-        for task, split, count in (
-            ("do_train", "train", data_args.max_train_samples),
-            ("do_eval", "validation", data_args.max_eval_samples),
-            ("do_predict", "test", data_args.max_predict_samples),
-        )
-        if getattr(training_args, task)
-        for columns in [(text_column, summary_column)]
+        split: _tokenize(splits[split], split, tokenizer, columns, data_args, training_args)
+        for split in asked_splits(training_args)
     }
     trainer = SummarizationTrainer(
         model=model,
         args=training_args,
-        train_dataset=datasets.get("do_train"),
-        eval_dataset=datasets.get("do_eval"),
+        train_dataset=datasets.get("train"),
+        eval_dataset=datasets.get("validation"),
         processing_class=tokenizer,
         data_collator=_collator(model, tokenizer, data_args, training_args),
         compute_metrics=partial(_compute_metrics, tokenizer) if training_args.predict_with_generate else None,
@@ -139,11 +135,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if training_args.do_train:
         metrics |= train(trainer, resume_from)
     if training_args.do_eval:
-        results = trainer.evaluate(metric_key_prefix="eval")
-        metrics |= {**results, "eval_samples": len(datasets["do_eval"])}
-        save_and_log(trainer, "eval", {**results, "eval_samples": len(datasets["do_eval"])})
+        results = {**trainer.evaluate(metric_key_prefix="eval"), "eval_samples": len(datasets["validation"])}
+        metrics |= results
+        save_and_log(trainer, "eval", results)
     if training_args.do_predict:
-        metrics |= _predict(trainer, datasets["do_predict"], tokenizer)
+        metrics |= _predict(trainer, datasets["test"], tokenizer)
     publish(
         trainer,
         model_args,
@@ -174,71 +170,47 @@ def load_splits(
     Raises:
         ValueError: A split is missing that the run needs, or a column, or a row has no text or no summary.
     """
-    if data_args.dataset_name == DEFAULT_DATASET:
-        logger.info("Data: %s, built from the documentation of the installed packages.", DEFAULT_DATASET)
-    with training_args.main_process_first(desc="load the dataset"):
-        raw = load_raw_datasets(
-            dataset_name=data_args.dataset_name,
-            dataset_config_name=data_args.dataset_config_name,
-            **{f"{split}_file": path for split, path in data_args.files.items()},
-            cache_dir=model_args.cache_dir,
-            token=model_args.token,
-        )
-    if data_args.dataset_name is not None and embedded_name(data_args.dataset_name) is not None:
-        raw = raw.shuffle(seed=0)  # they come module by module: the first N would be those of one package
-    flags = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
-    for split, flag in flags.items():
-        if getattr(training_args, flag):
-            require_split(raw, split, flag)
+    raw = load_datasets(data_args, training_args, model_args)
+    require_splits(raw, training_args)
     text_column, summary_column = summarization_columns(
         raw,
         dataset_name=data_args.dataset_name,
         text_column=data_args.text_column,
         summary_column=data_args.summary_column,
     )
-    trains_tokenizer = model_args.model_name_or_path is None and model_args.tokenizer_name is None
     checked = {
-        split: check_pairs(raw[split], text_column, summary_column, name=split, drop_empty=data_args.drop_empty_rows)
-        for split, flag in flags.items()
-        if split in raw and (getattr(training_args, flag) or (split == "train" and trains_tokenizer))
+        split: check_texts(raw[split], (text_column, summary_column), name=split, drop_empty=data_args.drop_empty_rows)
+        for split in used_splits(raw, training_args, model_args)
     }
     return DatasetDict(checked), text_column, summary_column
-
-
-def _texts(split: Dataset, *columns: str) -> Iterator[str]:
-    for batch in split.select_columns(list(columns)).iter(batch_size=1000):
-        for column in columns:
-            yield from batch[column]
 
 
 def _tokenize(
     split: Dataset,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
-    columns: tuple[str, str],
+    columns: Sequence[str],
     data_args: SummarizationArguments,
     training_args: SummarizationTrainingArguments,
 ) -> Dataset:
     target_length = data_args.max_target_length if name == "train" else data_args.val_max_target_length
-    with training_args.main_process_first(desc=f"tokenize the {name} split"):
-        return split.map(
-            tokenize_summarization,
-            batched=True,
-            fn_kwargs={
-                "tokenizer": tokenizer,
-                "text_column": columns[0],
-                "summary_column": columns[1],
-                "max_source_length": data_args.max_source_length,
-                "max_target_length": target_length,
-                "source_prefix": data_args.source_prefix or "",
-                "pad_to_max_length": data_args.pad_to_max_length,
-                "ignore_pad_token_for_loss": data_args.ignore_pad_token_for_loss,
-            },
-            num_proc=data_args.preprocessing_num_workers,
-            remove_columns=split.column_names,
-            load_from_cache_file=not data_args.overwrite_cache,
-            desc=f"Tokenizing the {name} split",
-        )
+    return map_rows(
+        first_examples(split, data_args.limits[name]),
+        tokenize_summarization,
+        {
+            "tokenizer": tokenizer,
+            "text_column": columns[0],
+            "summary_column": columns[1],
+            "max_source_length": data_args.max_source_length,
+            "max_target_length": target_length,
+            "source_prefix": data_args.source_prefix or "",
+            "pad_to_max_length": data_args.pad_to_max_length,
+            "ignore_pad_token_for_loss": data_args.ignore_pad_token_for_loss,
+        },
+        data_args,
+        training_args,
+        desc=f"Tokenizing {name}",
+    )
 
 
 def _collator(
@@ -269,40 +241,6 @@ def _attend_globally_to_first_token(collate: DataCollatorForSeq2Seq, examples: l
 # ---- the model's limits and its generation ----
 
 
-def _fit_positions(config: PreTrainedConfig, data_args: SummarizationArguments, *, new: bool) -> int | None:
-    """Lengthen a new model's position embeddings to the asked lengths; check those of a checkpoint.
-
-    Returns:
-        The length to which a checkpoint's position embeddings must be resized once it is loaded, if any.
-
-    Raises:
-        ValueError: A checkpoint's embeddings are shorter than the asked length and may or can not be lengthened.
-    """
-    resized = None
-    for name, flags in _POSITIONS.items():
-        lengths: dict[str, int] = {flag: getattr(data_args, flag) for flag in flags}
-        flag, needed = max(lengths.items(), key=lambda item: item[1])
-        limit = getattr(config, name, None)
-        if not isinstance(limit, int) or limit >= needed:
-            continue
-        permitted = data_args.resize_position_embeddings is not False
-        if permitted and new:
-            setattr(config, name, needed)
-        elif permitted and name == "max_position_embeddings" and _can_lengthen_positions(config):
-            resized = needed
-        else:
-            raise ValueError(
-                f"--{flag} must be at most the model's {limit} position embeddings ({name}); got {needed}"
-            )
-        logger.warning("The model's %s is raised from %d to %d.", name, limit, needed)
-    return resized
-
-
-def _can_lengthen_positions(config: PreTrainedConfig) -> bool:
-    model_class: Any = AutoModelForSeq2SeqLM._model_mapping.get(type(config), PreTrainedModel)
-    return model_class.resize_position_embeddings is not PreTrainedModel.resize_position_embeddings
-
-
 def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, data_args: SummarizationArguments) -> None:
     """Tell a multilingual tokenizer its language, and check the tokens that flags name.
 
@@ -311,15 +249,13 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, data_args: Summariz
         data_args: The data arguments.
 
     Raises:
-        ValueError: A token is unknown, a language is missing, or there will be nothing to train a tokenizer on.
+        ValueError: A token is unknown, or a language is missing.
     """
     lang, forced = data_args.lang, data_args.forced_bos_token
     if tokenizer is None:
         for flag, token in (("lang", lang), ("forced_bos_token", forced)):
             if token is not None:
                 raise ValueError(f"--{flag} {token} needs a tokenizer that knows this token: give --tokenizer_name")
-        if data_args.dataset_name is None and data_args.train_file is None:
-            raise ValueError(NO_TOKENIZER)
         return
     if hasattr(tokenizer, "src_lang"):
         if lang is None:

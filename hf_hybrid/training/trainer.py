@@ -1,4 +1,4 @@
-"""What transformers' Trainer lacks: exact gradient accumulation for every model, SSM groups, a gentle Ctrl-C."""
+"""What transformers' Trainer lacks: exact losses for every model, SSM groups, a gentle Ctrl-C."""
 
 import contextlib
 import logging
@@ -17,12 +17,19 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 
-__all__ = ["SummarizationTrainer", "TrainerMixin", "separate_ssm_parameters", "stop_gently"]
+__all__ = [
+    "CausalTrainer",
+    "ScriptTrainer",
+    "SummarizationTrainer",
+    "TrainerMixin",
+    "separate_ssm_parameters",
+    "stop_gently",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +37,7 @@ logger = logging.getLogger(__name__)
 def separate_ssm_parameters(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, learning_rate: float | None = None
 ) -> int:
-    """Move a model's trained state space parameters into an optimizer group of their own, without weight decay.
+    """Move a model's trained state space parameters into optimizer groups of their own, without weight decay.
 
     Decay pulls the eigenvalues and step sizes of a state space towards values that mean something (a time constant of
     one step), not towards "small"; S4 and its successors train them without it, often with a smaller learning rate
@@ -38,24 +45,31 @@ def separate_ssm_parameters(
 
     Args:
         optimizer: A new optimizer; its groups are changed in place. Calling twice changes nothing more.
-        model: The model. It may have a method ``ssm_parameters()``; without one there is nothing to move.
-        learning_rate: The group's learning rate; that of the first group when None.
+        model: The model. It may have a method ``ssm_parameters(dynamics=None)``; without one there is nothing to move.
+        learning_rate: That of the parameters that shape the memory (A, B, Δ; ``dynamics=True``); C and D keep that of
+            the first group, as all do when None.
 
     Returns:
-        How many parameter tensors the group holds.
+        How many parameter tensors were moved, or had been.
     """
+    if any(group.get("ssm") for group in optimizer.param_groups):
+        return sum(len(group["params"]) for group in optimizer.param_groups if group.get("ssm"))
     list_parameters = getattr(model, "ssm_parameters", None)
-    wanted = {id(parameter) for parameter in list_parameters()} if list_parameters is not None else set()
-    separated: list[torch.nn.Parameter] = []
-    for group in optimizer.param_groups:
-        if group.get("ssm"):
-            return len(group["params"])
-        separated += [parameter for parameter in group["params"] if id(parameter) in wanted]
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in wanted]
-    if separated:
-        rate = optimizer.param_groups[0]["lr"] if learning_rate is None else learning_rate
-        optimizer.add_param_group({"params": separated, "weight_decay": 0.0, "lr": rate, "ssm": True})
-    return len(separated)
+    if list_parameters is None:
+        return 0
+    rate = optimizer.param_groups[0]["lr"]
+    count = 0
+    for dynamics, wanted_rate in ((False, None), (True, learning_rate)):
+        wanted = {id(parameter) for parameter in list_parameters(dynamics=dynamics)}
+        separated: list[torch.nn.Parameter] = []
+        for group in optimizer.param_groups:
+            separated += [parameter for parameter in group["params"] if id(parameter) in wanted]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in wanted]
+        if separated:
+            own = {"weight_decay": 0.0, "lr": rate if wanted_rate is None else wanted_rate, "ssm": True}
+            optimizer.add_param_group({"params": separated, **own})
+            count += len(separated)
+    return count
 
 
 class TrainerMixin:
@@ -83,7 +97,9 @@ class TrainerMixin:
         smoothed = getattr(self, "label_smoother", None) is not None  # Trainer's own, which counts items
         if num_items_in_batch is None or smoothed or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        items = _item_count(inputs["labels"])
+        # as Trainer counts them: a language model does not predict the first token of a row
+        labels = inputs["labels"][..., 1:] if getattr(self, "_loss_shifts_labels", False) else inputs["labels"]
+        items = labels.ne(IGNORED_LABEL).sum()
         if self._loss_counts_items is None:
             self._loss_counts_items = _loss_counts_items(model, inputs, items)
             if not self._loss_counts_items and self.args.n_gpu > 1:  # type: ignore[attr-defined]
@@ -118,10 +134,6 @@ class TrainerMixin:
         return optimizer
 
 
-def _item_count(labels: torch.Tensor) -> torch.Tensor:
-    return labels.ne(IGNORED_LABEL).sum()
-
-
 def _loss_counts_items(model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> bool:
     """Whether the model divides its summed loss by ``num_items_in_batch``; decided by asking, without dropout."""
     training = model.training
@@ -134,6 +146,33 @@ def _loss_counts_items(model: torch.nn.Module, inputs: dict[str, Any], items: to
     finally:
         model.train(training)
     return bool(torch.isclose(twice, once / 2, rtol=1e-2, atol=0.0))
+
+
+class ScriptTrainer(TrainerMixin, Trainer):
+    """Trainer with exact gradient accumulation and state space parameter groups."""
+
+
+class CausalTrainer(ScriptTrainer):
+    """Trainer for models that predict each token from those before it.
+
+    Note:
+        Trainer knows by name which models shift their labels, and its label smoothing, and for some (GPT-2) its count
+        of label tokens, do not shift for all others: these models would be trained to copy their input. Here labels
+        are shifted whatever the class is called.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._loss_shifts_labels = True
+        if self.label_smoother is not None:
+            self.label_smoother = _ShiftingLabelSmoother(self.args.label_smoothing_factor)
+
+
+class _ShiftingLabelSmoother(LabelSmoother):
+    def __call__(
+        self, model_output: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().__call__(model_output, labels, shift_labels=True, num_items_in_batch=num_items_in_batch)
 
 
 class SummarizationTrainer(TrainerMixin, Seq2SeqTrainer):

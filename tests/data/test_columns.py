@@ -3,7 +3,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict
 
-from hf_hybrid.data.columns import check_pairs, summarization_columns
+from hf_hybrid.data.columns import check_texts, summarization_columns, text_column
 
 
 def choose(columns, dataset_name=None, **named):
@@ -111,13 +111,33 @@ def test_a_row_without_text_is_refused_with_split_column_and_row(name):
         match=rf"split '{name}' must hold text in every row; 3 of 5 rows do not: 'text' of row 2, 'text' of row 3, "
         r"'summary' of row 4 \(the first row is 1\)\. drop_empty_rows leaves such rows out",
     ):
-        check_pairs(Dataset.from_dict(EMPTY), "text", "summary", name=name)
+        check_texts(Dataset.from_dict(EMPTY), ("text", "summary"), name=name)
+
+
+def test_blank_text_is_text_to_a_language_model():
+    split = Dataset.from_dict({"text": ["a", "", " "]})
+    assert check_texts(split, ["text"], name="train", may_be_blank=True) is split
+    missing = Dataset.from_dict({"text": ["a", "", None]})
+    with pytest.raises(ValueError, match=r"1 of 3 rows do not: 'text' of row 3 "):
+        check_texts(missing, ["text"], name="train", may_be_blank=True)
+    assert check_texts(missing, ["text"], name="train", may_be_blank=True, drop_empty=True)["text"][:] == ["a", ""]
+
+
+def test_the_column_of_running_text():
+    both = {"train": {"id": True, "text": True, "more": True}, "test": {"text": True, "more": True}}
+    assert text_column(both) == "text"
+    assert text_column(both, "more") == "more"
+    assert text_column({"train": {"id": True, "label": False, "body": True}}) == "body"
+    with pytest.raises(ValueError, match=r"text_column must be one of .*: text, more; got 'id'"):
+        text_column(both, "id")
+    with pytest.raises(ValueError, match=r"text_column must be one of the columns of every split: a, b$"):
+        text_column({"train": {"a": True, "b": True}})
 
 
 def test_rows_without_text_can_be_dropped_and_are_counted(caplog):
     split = Dataset.from_dict(EMPTY)
     with caplog.at_level(logging.WARNING):
-        kept, again = (check_pairs(split, "text", "summary", name="train", drop_empty=True) for _ in range(2))
+        kept, again = (check_texts(split, ("text", "summary"), name="train", drop_empty=True) for _ in range(2))
     assert kept["n"][:] == [0, 4]
     assert kept._fingerprint == again._fingerprint  # what is cached for these rows is found again
     assert (
@@ -129,23 +149,21 @@ def test_rows_without_text_can_be_dropped_and_are_counted(caplog):
 def test_only_the_first_rows_without_text_are_named():
     split = Dataset.from_dict({"text": ["a"] * 2000, "summary": ["A"] * 990 + [""] * 1010})
     with pytest.raises(ValueError, match=r"1010 of 2000 rows do not: .* 'summary' of row 995, \.\.\. \(the first"):
-        check_pairs(split, "text", "summary", name="train")
+        check_texts(split, ("text", "summary"), name="train")
 
 
 @pytest.mark.parametrize("drop_empty", [False, True])
 def test_a_complete_split_is_returned_as_it_is(caplog, drop_empty):
     split = Dataset.from_dict({"text": ["a"], "summary": ["A"]})
-    assert check_pairs(split, "text", "summary", name="train", drop_empty=drop_empty) is split
+    assert check_texts(split, ("text", "summary"), name="train", drop_empty=drop_empty) is split
     assert not caplog.text
 
 
 @pytest.mark.parametrize(("values", "drop_empty"), [(["", None], True), ([None, None], True), ([], True), ([], False)])
 def test_a_split_without_any_text_is_refused(values, drop_empty):
     split = Dataset.from_dict({"text": ["a"] * len(values), "summary": values})
-    with pytest.raises(
-        ValueError, match=r"split 'validation' must hold at least one row with text in both .* none of"
-    ):
-        check_pairs(split, "text", "summary", name="validation", drop_empty=drop_empty)
+    with pytest.raises(ValueError, match=r"split 'validation' must hold at least one row with text in .* none of"):
+        check_texts(split, ("text", "summary"), name="validation", drop_empty=drop_empty)
 
 
 @pytest.mark.parametrize(
@@ -158,4 +176,4 @@ def test_a_split_without_any_text_is_refused(values, drop_empty):
 def test_a_value_that_is_no_text_is_named_with_its_row(values, found):
     split = Dataset.from_dict({"text": ["a", "b"], "summary": values})
     with pytest.raises(ValueError, match=rf"column 'summary' of split 'train' must hold text; {found}"):
-        check_pairs(split, "text", "summary", name="train")
+        check_texts(split, ("text", "summary"), name="train")

@@ -4,20 +4,20 @@ from itertools import combinations
 
 import pytest
 
-from hf_hybrid.data.corpora import EMBEDDED, corpus_report, embedded_corpus
+from hf_hybrid.data.corpora import _matches_and_mismatches, corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
 
 from .conftest import write_package
 
 
-def rows(corpus):
+def rows_of(corpus):
     return {split: corpus[split].to_list() for split in corpus}
 
 
 def assert_nothing_crosses_splits(corpus):
     assert list(corpus) == ["train", "validation", "test"]
     bodies, summaries, prefixes, sources = {}, {}, {}, {}
-    for split, members in rows(corpus).items():
+    for split, members in rows_of(corpus).items():
         assert members
         normalised = [(words_of(row["document"].partition("\n")[2]), words_of(row["summary"])) for row in members]
         bodies[split] = {body for body, _ in normalised}
@@ -30,12 +30,18 @@ def assert_nothing_crosses_splits(corpus):
 
 
 @pytest.fixture(scope="module")
-def numpy_corpus(tmp_path_factory):
-    """A corpus of real documentation."""
-    return embedded_corpus("docstrings", cache_dir=str(tmp_path_factory.mktemp("cache")), packages=["numpy"])
+def numpy_corpora(tmp_path_factory):
+    """Two corpora of real documentation."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    return {name: embedded_corpus(name, cache_dir=folder, packages=["numpy"]) for name in ("docstrings", "docpairs")}
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.fixture
+def numpy_corpus(numpy_corpora):
+    return numpy_corpora["docstrings"]
+
+
+@pytest.mark.parametrize("name", ["docstrings", "modules"])
 def test_pairs_of_a_folder(name, package, tmp_path):
     corpus = embedded_corpus(name, cache_dir=str(tmp_path), packages=[package])
     assert_nothing_crosses_splits(corpus)
@@ -45,14 +51,14 @@ def test_pairs_of_a_folder(name, package, tmp_path):
     assert row["document"].startswith(row["source"])
     assert row["summary"] not in row["document"]
     report = corpus_report(corpus)
-    assert report["pairs"] == {split: len(corpus[split]) for split in corpus}
+    assert report["rows"] == {split: len(corpus[split]) for split in corpus}
     assert list(report["packages"]) == ["orchard"]
     assert (report["files"], report["unreadable_files"]) == (100, 0)
 
 
 def test_two_builds_are_equal(package, tmp_path):
     one, two = (embedded_corpus("docstrings", cache_dir=str(tmp_path / name), packages=[package]) for name in "ab")
-    assert rows(one) == rows(two)
+    assert rows_of(one) == rows_of(two)
     assert corpus_report(one) == corpus_report(two)
 
 
@@ -80,7 +86,7 @@ def test_a_changed_source_gives_a_new_corpus(tmp_path):
     next(root.iterdir()).unlink()
     after = corpus_report(embedded_corpus("modules", cache_dir=str(tmp_path), packages=[str(root)]))
     assert after["fingerprint"] != before["fingerprint"]
-    assert sum(after["pairs"].values()) == sum(before["pairs"].values()) - 1
+    assert sum(after["rows"].values()) == sum(before["rows"].values()) - 1
 
 
 def test_a_broken_source_file_is_counted_and_a_copied_one_left_out(tmp_path):
@@ -92,12 +98,76 @@ def test_a_broken_source_file_is_counted_and_a_copied_one_left_out(tmp_path):
     report = corpus_report(corpus)
     assert report["unreadable_files"] == 1
     assert report["near_copies"] == 5
-    assert "orchard.zz_copy" not in {row["source"] for members in rows(corpus).values() for row in members}
+    assert "orchard.zz_copy" not in {row["source"] for members in rows_of(corpus).values() for row in members}
+
+
+def assert_balanced(pairs, documents):
+    """Every document and every summary stands in one match and in one mismatch; nothing crosses splits."""
+    for split, rows in rows_of(pairs).items():
+        texts = {row["document"]: row["summary"] for row in documents[split]}
+        matches = [row for row in rows if row["label"] == 1]
+        mismatches = [row for row in rows if row["label"] == 0]
+        assert len(matches) == len(mismatches) == len(texts) > 1
+        assert {row["sentence1"]: row["sentence2"] for row in matches} == texts
+        assert {row["sentence1"] for row in mismatches} == set(texts)
+        assert {row["sentence2"] for row in mismatches} == set(texts.values())
+        assert all(texts[row["sentence1"]] != row["sentence2"] for row in mismatches)
+
+
+def test_matches_and_mismatches_of_a_folder(package, tmp_path):
+    pairs, documents = (
+        embedded_corpus(name, cache_dir=str(tmp_path), packages=[package]) for name in ("docpairs", "docstrings")
+    )
+    assert pairs["train"].features["label"].names == ["mismatch", "match"]
+    assert_balanced(pairs, documents)
+    assert corpus_report(pairs)["rows"] == {split: len(pairs[split]) for split in pairs}
+
+
+def test_mismatches_of_real_documentation_are_not_told_by_length_or_module(numpy_corpora):
+    numpy_corpus, pairs = numpy_corpora.values()
+    assert_balanced(pairs, numpy_corpus)
+    own = {row["document"]: row for row in numpy_corpus["train"]}
+    source = {row["summary"]: row["source"] for row in own.values()}
+    gaps = []
+    for row in pairs["train"]:
+        if row["label"] == 0:
+            assert source[row["sentence2"]] != row["source"]
+            gaps.append(abs(len(row["sentence2"]) - len(own[row["sentence1"]]["summary"])))
+    assert sorted(gaps)[int(0.9 * len(gaps))] <= 3  # characters
+    again = _matches_and_mismatches(list(numpy_corpus["train"]))
+    assert [row["sentence2"] for row in again] == pairs["train"]["sentence2"][:]
+
+
+def test_the_trade_of_summaries_where_modules_are_few():
+    rows = [{"document": f"d{i}", "summary": "s" * (i + 1), "source": "a" if i < 3 else "b"} for i in range(5)]
+    made = _matches_and_mismatches(rows)
+    sources = {row["summary"]: row["source"] for row in rows}
+    mixed = [row for row in made if row["label"] == 0 and sources[row["sentence2"]] != row["source"]]
+    assert len(mixed) == 4  # two of each module can trade; the fifth keeps to its own
+    one_module = [row | {"source": "a"} for row in rows]
+    for row in _matches_and_mismatches(one_module):
+        assert (row["sentence2"] == "s" * (int(row["sentence1"][1:]) + 1)) == bool(row["label"])
+    assert _matches_and_mismatches(rows[:1]) == []
+
+
+def test_running_text_of_a_folder(tmp_path):
+    root = write_package(tmp_path / "orchard")
+    before = embedded_corpus("text", cache_dir=str(tmp_path), packages=[str(root)])
+    original = sorted(root.glob("module_*.py"))[0]
+    (root / "zz_copy.py").write_text(original.read_text())
+    corpus = embedded_corpus("text", cache_dir=str(tmp_path), packages=[str(root)])
+    assert rows_of(corpus) == rows_of(before)
+    assert corpus_report(corpus)["near_copies"] == corpus_report(before)["near_copies"] + 6  # five functions, a module
+    sources = [source for split in corpus for source in corpus[split]["source"]]
+    assert len(sources) == len(set(sources)) == 100
+    row = corpus["train"][0]
+    assert row["text"].startswith(row["source"])
+    assert row["text"].count(" rule.\n\n") == 5  # the first sentence of each function, and its body behind it
 
 
 def test_real_documentation(numpy_corpus):
     assert_nothing_crosses_splits(numpy_corpus)
-    everything = [row for members in rows(numpy_corpus).values() for row in members]
+    everything = [row for members in rows_of(numpy_corpus).values() for row in members]
     by_title = {row["document"].partition("(")[0]: row for row in everything}
     row = by_title["numpy._core.fromnumeric.put"]
     assert row["summary"] == "Replaces specified elements of an array with given values."
@@ -106,7 +176,7 @@ def test_real_documentation(numpy_corpus):
 
 
 def test_an_unknown_name_gets_a_suggestion(tmp_path):
-    with pytest.raises(ValueError, match=r"embedded corpus must be one of: docstrings, modules; got 'docstring'\."):
+    with pytest.raises(ValueError, match=r"embedded corpus must be one of: docstrings, .*; got 'docstring'\. Did you"):
         embedded_corpus("docstring", cache_dir=str(tmp_path))
 
 

@@ -5,7 +5,7 @@ import json
 import lzma
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from hf_hybrid.data.loading import load_raw_datasets
 
@@ -66,6 +66,65 @@ def test_every_format_gives_the_same_rows(load, write, tmp_path, name, kind, com
     assert load(train_file=path)["train"].to_list() == ROWS
 
 
+def test_tsv_takes_its_fields_as_they_are(load, write):
+    path = write("a.tsv", 'text\tlabel\r\n"quoted" \t1\r\n\n, "open\t2')
+    assert load(train_file=path)["train"].to_list() == [
+        {"text": '"quoted" ', "label": 1},
+        {"text": ', "open', "label": 2},
+    ]
+
+
+def test_tsv_without_a_header_line_is_given_names(load, write):
+    names = ("source", "label", "mark", "sentence")
+    path = write("a.tsv", "gj04\t1\t\tIt is.\ngj05\t0\t*\tIs it.\n")
+    rows = load(train_file=path, tsv_header=names)["train"].to_list()
+    assert rows[0] == {"source": "gj04", "label": 1, "mark": "", "sentence": "It is."}
+    assert len(rows) == 2
+    with_header = write("b.tsv", "index\tsentence\n0\tIt is.\n")
+    assert load(test_file=with_header, tsv_header=names)["test"].to_list() == [{"index": 0, "sentence": "It is."}]
+    named = write("c.tsv", "\t".join(names) + "\ngj04\t1\t\tIt is.\n")
+    assert load(test_file=named, tsv_header=names)["test"].to_list() == rows[:1]
+
+
+def test_running_text_is_rows_of_lines_for_those_who_ask(load, write):
+    path = write("a.txt.gz", gzip.compress("one\n\ntwo é\r\nthree".encode()))
+    for keep, expected in ((True, ["one\n", "\n", "two é\r\n", "three"]), (False, ["one", "", "two é", "three"])):
+        rows = load(train_file=path, keep_linebreaks=keep)["train"]
+        assert rows.column_names == ["text"]
+        assert rows["text"][:] == expected
+    with pytest.raises(ValueError, match=r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, or"):
+        load(train_file=path)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.csv", "csv"), ("a.jsonl", "lines"), ("a.json", "array")])
+def test_streams_have_the_rows_of_the_files(load, write, tmp_path, name, kind):
+    path = write(name, contents(kind, tmp_path))
+    stream = load(train_file=path, streaming=True)["train"]
+    assert isinstance(stream, IterableDataset)
+    assert list(stream) == list(stream) == ROWS
+
+
+def test_a_stream_names_the_line_that_cannot_be_read(load, write):
+    stream = iter(load(train_file=write("a.jsonl", '{"a": 1}\n{"a": \n'), streaming=True)["train"])
+    assert next(stream) == {"a": 1}
+    with pytest.raises(ValueError, match=r"a\.jsonl', line 2: must be one JSON object on each line"):
+        next(stream)
+
+
+def test_saved_data_sets_are_streamed(load, tmp_path):
+    DatasetDict({"train": Dataset.from_dict({"a": [1, 2]})}).save_to_disk(tmp_path / "saved")
+    stream = load(dataset_name=str(tmp_path / "saved"), streaming=True)["train"]
+    assert isinstance(stream, IterableDataset)
+    assert list(stream) == [{"a": 1}, {"a": 2}]
+
+
+def test_more_splits_than_the_usual_three(load, write):
+    splits = load(
+        train_file=write("t.jsonl", '{"a": 1}'), files={"validation_mismatched_file": write("v.jsonl", '{"a": 2}')}
+    )
+    assert {name: rows["a"][:] for name, rows in splits.items()} == {"train": [1], "validation_mismatched": [2]}
+
+
 def test_files_become_splits_and_may_differ_in_format_and_order(load, write):
     splits = load(
         train_file=write("t.jsonl", '{"a": "1x", "b": "2x"}\n\n{"a": "3x", "b": "4x"}\n'),
@@ -118,7 +177,9 @@ BAD_FILES = {
     "blank": ("a.jsonl", "\n\n", r"train_file '.*a\.jsonl' must hold at least one row; got none"),
     "header only": ("a.csv", "a,b\n", r"train_file '.*a\.csv' must hold at least one row; got none"),
     "empty array": ("a.json", "[]", r"must hold at least one row; got none"),
-    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.json, \.jsonl, or .*; got '.*a\.txt'"),
+    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, or .*; got '.*a\.txt'"),
+    "quoted line break in tsv": ("a.tsv", 'a\tb\n"x\ny"\tz\n', r"line 2: must have the header's 2 columns \(a, b\)"),
+    "nameless column of tsv": ("a.tsv", "a\t\nx\ty\n", r"line 1: the header must name each column once"),
     "close extension": ("a.jsnl.gz", "x", r"train_file must end in .*\. Did you mean '\.jsonl?'\?"),
     "no extension": ("a", "x", r"train_file must end in"),
     "malformed line": ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl', line 2: must be one JSON object on each line"),
@@ -286,7 +347,7 @@ def test_a_name_that_cannot_be_reached_says_what_else_there_is(load, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
         ValueError,
-        match=r"Hub dataset that can be reached .* one of embedded:docstrings, embedded:modules, which need no "
+        match=r"Hub dataset that can be reached .* one of embedded:docstrings, embedded:modules, .*, which need no "
         r"network; got 'docstrings' \(Couldn't reach 'docstrings' on the Hub\)\. Did you mean 'embedded:docstrings'\?",
     ):
         load(dataset_name="docstrings")
@@ -303,7 +364,9 @@ def test_hub_names_reach_datasets_unchanged(load, monkeypatch, tmp_path):
 
     monkeypatch.setattr(datasets, "load_dataset", record)
     load(dataset_name="abisee/cnn_dailymail", dataset_config_name="3.0.0", token="secret")
-    assert calls == [(("abisee/cnn_dailymail", "3.0.0"), {"cache_dir": str(tmp_path / "cache"), "token": "secret"})]
+    ((name, arguments),) = calls
+    assert name == ("abisee/cnn_dailymail", "3.0.0")
+    assert arguments == {"cache_dir": str(tmp_path / "cache"), "token": "secret", "streaming": False}
 
 
 def test_a_configuration_that_a_folder_lacks_is_one_error(load, tmp_path):

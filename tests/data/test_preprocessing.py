@@ -4,11 +4,15 @@ import torch
 from hf_hybrid.data import preprocessing
 from hf_hybrid.data.preprocessing import (
     IGNORED_LABEL,
+    group_into_blocks,
     lead_baseline,
     plain_baselines,
     random_summaries,
+    sliding_windows,
     split_sentences,
+    tokenize_sentences,
     tokenize_summarization,
+    tokenize_texts,
 )
 from hf_hybrid.data.tokenizer import train_tokenizer
 
@@ -35,6 +39,48 @@ def test_the_prefix_goes_before_every_document(tokenizer):
     batch = tokenize(tokenizer, source_prefix="#", max_source_length=9)
     assert [tokenizer.decode(ids) for ids in batch["input_ids"]] == ["#abcdef</s>", "#ab</s>"]
     assert tokenize(tokenizer, source_prefix=None) == tokenize(tokenizer)
+
+
+def test_sentences_and_pairs_are_cut_the_longer_one_first(tokenizer):
+    batch = {"a": ["abcdef", "x"], "b": ["gh", "y"]}
+    one = tokenize_sentences(batch, tokenizer, columns=["a"], max_length=4)
+    assert [tokenizer.decode(ids) for ids in one["input_ids"]] == ["abc</s>", "x</s>"]
+    two = tokenize_sentences(batch, tokenizer, columns=["a", "b"], max_length=7, pad_to_max_length=True)
+    assert [tokenizer.decode(ids) for ids in two["input_ids"]] == ["abc</s>gh</s>", "x</s>y</s><pad><pad><pad>"]
+
+
+def test_texts_are_ended_and_lines_are_not(tokenizer):
+    batch = {"text": ["é\n", ""]}
+    texts = tokenize_texts(batch, tokenizer, column="text")
+    assert [tokenizer.decode(ids) for ids in texts["input_ids"]] == ["é\n</s>", "</s>"]
+    assert texts["num_bytes"] == [3, 0]
+    lines = tokenize_texts(batch, tokenizer, column="text", are_lines=True)
+    assert [tokenizer.decode(ids) for ids in lines["input_ids"]] == ["é\n", ""]
+    with pytest.raises(ValueError, match="column 'text' must hold text in every row; got NoneType"):
+        tokenize_texts({"text": ["a", None]}, tokenizer, column="text")
+
+
+def test_blocks_join_texts_and_drop_what_is_left():
+    blocks = group_into_blocks({"input_ids": [[1, 2, 3], [], [4, 5], [6, 7, 8]]}, block_size=3)["input_ids"]
+    assert [block.tolist() for block in blocks] == [[1, 2, 3], [4, 5, 6]]
+    assert group_into_blocks({"input_ids": [[1, 2]]}, block_size=3) == {"input_ids": []}
+
+
+@pytest.mark.parametrize("count", [2, 5, 10, 11, 12, 13, 40])
+@pytest.mark.parametrize(("length", "context"), [(10, 0), (10, 1), (10, 4), (10, 9), (2, 1)])
+def test_windows_score_every_token_but_the_first_once(count, length, context):
+    tokens = list(range(100, 100 + count))
+    scored = []
+    for position, window in enumerate(sliding_windows(tokens, length, context)):
+        ids, labels = window["input_ids"].tolist(), window["labels"].tolist()
+        start = position * (length - max(1, context))
+        assert ids == tokens[start : start + length]
+        for place, label in enumerate(labels):
+            assert label in (IGNORED_LABEL, ids[place])
+            if label != IGNORED_LABEL:
+                assert place >= max(1, context) or (start == 0 and place > 0)
+                scored.append(label)
+    assert scored == tokens[1:]
 
 
 def test_padding_is_ignored_by_the_loss_or_not(tokenizer):

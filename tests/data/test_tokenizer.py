@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, byte_tokenizer, train_tokenizer
 
 TEXTS = [
     f"The {a} of the {b} is read, written and closed again.\n" for a in ("file", "stream") for b in ("disk", "net")
@@ -32,6 +32,39 @@ def test_special_ids_and_the_appended_end(tokenizer):
         assert not {0, 2} & set(ids)
     assert tokenizer("the file", max_length=3, truncation=True)["input_ids"][-1] == 1
     assert list(tokenizer("the")) == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_bytes_are_tokens(text, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert len(tokenizer) == 259
+    for either in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = either(text)["input_ids"]
+        assert len(ids) == len(text.encode()) + 1
+        assert ids[-1] == 1
+        assert min(ids[:-1], default=3) >= 3
+        assert either.decode(ids, skip_special_tokens=True) == text
+
+
+def test_words_are_tokens_by_frequency(tmp_path):
+    texts = ["b a c b", "b <unk>\n\ta b </s>"]
+    tokenizer = train_tokenizer(iter(texts), 259, tokenizer_type="words")
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == ["<pad>", "</s>", "<unk>", "b", "a", "c"]
+    for either in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert either("a  <unk> d b\n")["input_ids"] == [4, 2, 2, 3, 1]
+    two, seen = (
+        train_tokenizer(iter(texts), 259, tokenizer_type="words", cache_dir=str(tmp_path), fingerprint="x"),
+        [],
+    )
+    again = train_tokenizer(iter(seen), 259, tokenizer_type="words", cache_dir=str(tmp_path), fingerprint="x")
+    assert again.get_vocab() == two.get_vocab() == tokenizer.get_vocab()
+    other = train_tokenizer(iter(texts), 259, cache_dir=str(tmp_path), fingerprint="x")  # of the same texts
+    assert other.get_vocab() != two.get_vocab()
+    with pytest.raises(ValueError, match="tokenizer_type must be bpe or words to be trained; got 'bytes'"):
+        train_tokenizer(texts, 259, tokenizer_type="bytes")
 
 
 @pytest.mark.parametrize("text", HARD)

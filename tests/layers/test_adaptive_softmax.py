@@ -113,12 +113,24 @@ def test_probabilities_sum_to_one(dtype, tied):
 def test_agrees_with_torchs_own(tied):
     embedding, softmax = make(tied)
     other = torchs_own(embedding, softmax)
-    hidden, labels = draw(40, WIDTH), draw_ids(40)
+    hidden, labels = draw(40, WIDTH).requires_grad_(), draw_ids(40)
     assert {0, 1, 2} == {0 if label < 10 else 1 if label < 23 else 2 for label in labels.tolist()}
     assert_close(softmax(hidden, embedding), other.log_prob(hidden), "float64")
     total, count = softmax.loss(hidden, labels, embedding)
     assert count == 40
     assert_close(total / count, other(hidden, labels).loss, "float64")
+    source = embedding if tied else softmax
+    ours = [hidden, softmax.class_weight, source.table_0]
+    theirs = [hidden, other.head.weight]
+    for index, tail in zip((1, 2), other.tail, strict=True):
+        ours += source.of_cluster(index)
+        theirs += [tail[1].weight, tail[0].weight]
+    gradients = list(torch.autograd.grad(total / count, ours))
+    wanted = list(torch.autograd.grad(other(hidden, labels).loss, theirs))
+    wanted[1:2] = wanted[1][10:], wanted[1][:10]  # one matrix there: the head's tokens, then the clusters
+    wanted[4::2] = [gradient.T for gradient in wanted[4::2]]
+    for one, expected in zip(gradients, wanted, strict=True):
+        assert_close(one, expected, "float64 gradient")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_hybrid.kernels.ssm_kernel import system
 from hf_hybrid.layers.hyena import Hyena
 from hf_hybrid.layers.s4 import S4
 from hf_hybrid.layers.s4d import S4D
@@ -45,6 +47,7 @@ CASES = {
     "hyena": Case(Hyena, {"max_length": 64}, "bfloat16"),
 }
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+KEEPING = pytest.mark.parametrize("case", [CASES[name] for name in ("s4", "s4d", "hyena")], ids=["s4", "s4d", "hyena"])
 EACH_FREEZE = pytest.mark.parametrize(
     ("case", "freeze"),
     [
@@ -66,6 +69,23 @@ def names_of(layer):
 
 def own_state(layer):
     return {name: tensor.detach().clone() for name, tensor in layer.own_tensors()}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The numbers of taps of all kernels computed; S5 has none."""
+    lengths = []
+
+    def count(function):
+        def counted(*args, **options):
+            lengths.append(next(x for x in args if isinstance(x, int)))
+            return function(*args, **options)
+
+        return counted
+
+    for owner, name in ((system, "s4_kernel"), (system, "s4d_kernel"), (Hyena, "_generate")):
+        monkeypatch.setattr(owner, name, count(getattr(owner, name)))
+    return lengths
 
 
 # function
@@ -257,7 +277,8 @@ def test_what_is_trained_grows_from_freeze_to_freeze(case):
 def test_gradient_checkpointing(case, freeze, use_reentrant):
     layer, u = case.make(freeze=freeze), draw(2, 30, SIZE).requires_grad_()
     leaves = [u, *layer.parameters()]
-    expected = torch.autograd.grad(layer(u).square().sum(), leaves)
+    fresh = copy.deepcopy(layer)
+    expected = torch.autograd.grad(fresh(u).square().sum(), [u, *fresh.parameters()])
     y = torch.utils.checkpoint.checkpoint(layer, u, use_reentrant=use_reentrant)
     y.square().sum().backward()
     for leaf, gradient in zip(leaves, expected, strict=True):
@@ -270,6 +291,8 @@ def test_postact_projection_is_no_ssm_parameter(case):
     own = [id(tensor) for _, tensor in layer.own_tensors()]
     assert [id(x) for x in ssm_parameters(layer)] == own
     assert not {id(x) for x in layer.output_linear.parameters()} & set(own)
+    getattr(layer, names_of(layer)[0]).requires_grad_(False)
+    assert [id(x) for x in ssm_parameters(layer)] == own[1:]
 
 
 # precision
@@ -395,24 +418,76 @@ def test_changes_are_seen(case, mode):
     check()
 
 
+@KEEPING
+def test_frozen_kernel_is_made_once(case, made):
+    layer = case.make()
+    for length in (30, 32, 17, 9, 1, 25):
+        layer(draw(2, length, SIZE).requires_grad_()).sum().backward()
+    assert made == [32]
+    layer(draw(2, 33, SIZE))
+    assert made == [32, 48]
+    layer.clear_cache()
+    layer(draw(2, 20, SIZE))
+    assert made == [32, 48, 24]
+    storages = [StorageWeakRef(tensor.untyped_storage()) for _, tensor in layer.own_tensors()]
+    layer.float()
+    assert all(storage.expired() for storage in storages)  # the old tensors are let go at once
+
+
+@KEEPING
+def test_edits_through_data_need_the_cache_cleared(case):
+    layer, u = case.make(), draw(2, 12, SIZE)
+    first = layer(u)
+    getattr(layer, names_of(layer)[0]).data.mul_(3)
+    assert_close(layer(u), first, "exact")
+    layer.clear_cache()
+    assert_close(layer(u), copy.deepcopy(layer)(u), "exact")
+    assert not torch.allclose(layer(u), first)
+
+
+@KEEPING
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_trained_kernel_is_kept_only_while_nothing_requires_a_gradient(case, training, made):
+    layer, u = case.make(freeze="none").train(training), draw(2, 12, SIZE)
+    layer(u)
+    with torch.no_grad():
+        layer(u)
+    assert len(made) == 2
+    for name in names_of(layer):
+        made.clear()
+        layer.requires_grad_(False)
+        layer(u), layer(u)
+        assert len(made) == 1
+        getattr(layer, name).requires_grad_(True)
+        layer(u)
+        with torch.no_grad():
+            layer(u)
+        assert len(made) == 3  # and the one kept before is dropped, or the next turn would make none
+
+
 @EACH
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"])
-def test_optimizers_are_seen_without_switching_modes(case, options):
-    layer, u = case.make(freeze="none", dtype=torch.float32), draw(2, 12, SIZE, dtype=torch.float32)
+def test_every_optimizer_step_is_seen(case, training, options):
+    layer, u = case.make(freeze="none", dtype=torch.float32).train(training), draw(2, 12, SIZE, dtype=torch.float32)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
-    last = layer(u)
+
+    @torch.no_grad()
+    def check():
+        fresh = copy.deepcopy(layer)  # copies keep nothing
+        y, state = layer(u, return_state=True)
+        expected, expected_state = fresh(u, return_state=True)
+        assert_close(y, expected, "exact")
+        assert_close(state, expected_state, "exact")
+        assert_close(layer(u), fresh(u), "exact")
+        assert_close(layer(u[:, :1], state=state), fresh(u[:, :1], state=state), "exact")
+        return y
+
     for _ in range(2):
         layer(u).square().sum().backward()
+        before = check()
         optimizer.step()
-        with torch.no_grad():
-            assert_close(layer(u), copy.deepcopy(layer)(u), "exact")
-            assert not torch.allclose(layer(u), last)
-            last = layer(u)
-    layer.eval()
-    with torch.no_grad():
-        assert_close(layer(u), last, "float32")
-        layer.train()
-        assert_close(layer(u), last, "float32")
+        assert not torch.allclose(check(), before)
 
 
 @EACH
@@ -430,21 +505,25 @@ def test_inference_first_and_training_afterwards(case, dtype):
 
 
 @EACH
-def test_copies_and_pickles_hold_the_tensors_alone(case):
+def test_copies_and_pickles_hold_the_tensors_alone(case, made):
     layer, u = case.make(), draw(2, 12, SIZE)
     expected = layer(u)
+    keeps = len(made)
     layer(u[:, :1], return_state=True)
     assert len(pickle.dumps(layer)) == len(pickle.dumps(case.make()))
     buffer = io.BytesIO()
     torch.save(layer, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False)):
+        made.clear()
         assert_close(other(u), expected, "exact")
+        assert len(made) == keeps
         with torch.no_grad():
             for _, tensor in other.own_tensors():
                 tensor.zero_()
         assert not torch.allclose(other(u), expected)
         assert_close(layer(u), expected, "exact")
+        assert len(made) == 2 * keeps
 
 
 # module
@@ -515,7 +594,9 @@ def repeated(source, shapes):
 
 @EACH
 @pytest.mark.parametrize(
-    "options", [{}, {"bidirectional": True, "freeze": "none", "postact": "gelu_glu"}], ids=["causal", "trained"]
+    "options",
+    [{}, {"bidirectional": True}, {"bidirectional": True, "freeze": "none", "postact": "gelu_glu"}],
+    ids=["causal", "bidirectional", "trained"],
 )
 def test_compiles_without_graph_breaks(case, options):
     torch._dynamo.reset()
@@ -527,6 +608,10 @@ def test_compiles_without_graph_breaks(case, options):
     gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in (actual, expected)]
     for one, other in zip(*gradients, strict=True):
         assert_close(one, other, "float64 gradient")
+    with torch.no_grad():
+        for _, tensor in layer.own_tensors():
+            tensor.mul_(0.75)
+    assert_close(compiled(u), layer(u), "float64")
 
 
 @EACH

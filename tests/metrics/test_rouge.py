@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from rouge_score import rouge_scorer
 
-from hf_hybrid.metrics import METRICS, load_metric
+from hf_hybrid.metrics import load_metric
 
 TYPES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 
@@ -111,8 +111,7 @@ def test_wrong_inputs_are_refused():
 
 def test_load_metric_names_what_it_knows():
     assert isinstance(load_metric("rouge"), evaluate.Metric)
-    assert list(METRICS) == ["rouge"]
-    with pytest.raises(ValueError, match=r"metric must be one of: rouge; got 'rogue'\. Did you mean 'rouge'\?"):
+    with pytest.raises(ValueError, match=r"metric must be one of: .*, rouge; got 'rogue'\. Did you mean 'rouge'\?"):
         load_metric("rogue")
     with pytest.raises(ValueError, match="config_name must be None: metric 'rouge' has no configurations; got 'en'"):
         load_metric("rouge", "en")

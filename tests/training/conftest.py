@@ -72,9 +72,9 @@ def arguments(data):
 def no_data(monkeypatch):
     """A function: from its call on, loading data fails the test, for what is wrong can be seen before."""
 
-    from hf_hybrid.training import summarization
+    from hf_hybrid.training import common
 
     def work(**kwargs):
         raise AssertionError("data were loaded before everything else was checked")
 
-    return lambda: monkeypatch.setattr(summarization, "load_raw_datasets", work)
+    return lambda: monkeypatch.setattr(common, "load_raw_datasets", work)

@@ -10,11 +10,12 @@ import yaml
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import hf_hybrid
-from hf_hybrid.training import summarization
-from hf_hybrid.training.arguments import ModelArguments, SummarizationArguments, SummarizationTrainingArguments
+from hf_hybrid.training import common, summarization
+from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments, run_command_line, translate_removed_flags
-from hf_hybrid.training.common import load_config
 from hf_hybrid.training.config_overrides import parse_config_overrides
+from hf_hybrid.training.data_arguments import SummarizationArguments
+from hf_hybrid.training.model_loading import load_config
 
 ROOT = Path(hf_hybrid.__file__).parent.parent
 GROUPS = (ModelArguments, SummarizationArguments, SummarizationTrainingArguments)
@@ -64,7 +65,7 @@ REFUSED = {
     ),
     "unknown preset": (
         ["--model_type", "spade", "--config_overrides", "preset=tinny,dropout=0"],
-        ["preset must be one of base, small, tiny; got 'tinny'. Did you mean 'tiny'?"],
+        ["preset must be one of base, small, tiny", "got 'tinny'. Did you mean 'tiny'?"],
     ),
     "preset in JSON": (["--model_type", "spade", "--config_overrides", '{"preset": 1}'], ["preset must be", "'1'"]),
     "preset without presets": (["--config_overrides", "preset=tiny"], ["T5Config has no field 'preset'"]),
@@ -80,6 +81,10 @@ REFUSED = {
     "embedded": (
         ["--dataset_name", "embedded:docstring"],
         ["embedded:docstring", "Did you mean 'embedded:docstrings'?"],
+    ),
+    "corpus of another script": (
+        ["--dataset_name", "embedded:docpairs"],
+        ["embedded:docstrings, embedded:modules", "got 'embedded:docpairs'"],
     ),
     "resume nothing": (["--resume_from_checkpoint", "true", "--do_train"], ["--do_train"]),
 }
@@ -98,7 +103,7 @@ def test_bad_arguments_are_refused_before_any_work(base, tmp_path, monkeypatch, 
     def work(**kwargs):
         raise AssertionError("data were loaded before the arguments were checked")
 
-    monkeypatch.setattr(summarization, "load_raw_datasets", work)
+    monkeypatch.setattr(common, "load_raw_datasets", work)
     more, expected = REFUSED[case]
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is looked at below
         summarization.main([*base, *more])
@@ -252,6 +257,7 @@ def test_arguments_from_a_file(tmp_path, suffix):
         "do_train": True,
         "pad_to_max_length": False,
         "learning_rate": 5e-5,
+        "dataset_name": "embedded:modules",
         "max_train_samples": None,
         "label_names": ["labels", "decoder_input_ids"],
         "lr_scheduler_kwargs": {"num_cycles": 2},
@@ -298,6 +304,7 @@ def test_arguments_from_a_file(tmp_path, suffix):
         ("led", "attention_window=8", {"attention_window": 8}),
         ("spade", "global_layers=[0,1],hidden_size=64", {"global_layers": [0, 1], "hidden_size": 64}),
         ("spade", "global_layers=bottom", {"global_layers": "bottom"}),
+        ("spade", "ssm_freeze=none,ssm_init=none", {"ssm_freeze": "none", "ssm_init": None}),
         ("spade", '{"global_layers": [0, 1], "dropout": 0.0}', {"global_layers": [0, 1], "dropout": 0.0}),
         ("t5", '{"num_layers": 2}', {"num_layers": 2}),
         ("bart", "id2label={0:a,1:b}", {"id2label": "{0:a,1:b}"}),

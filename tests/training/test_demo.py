@@ -118,7 +118,7 @@ def test_recipes_are_command_lines_that_are_understood(recipe, tmp_path):
 def summarization_config(model_args):
     from transformers import AutoModelForSeq2SeqLM
 
-    from hf_hybrid.training.common import load_config
+    from hf_hybrid.training.model_loading import load_config
 
     return load_config(model_args, AutoModelForSeq2SeqLM)
 

@@ -192,14 +192,14 @@ def test_a_language_is_checked_before_the_data_and_reaches_tokenizer_and_model(
     no_data()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.src_lang = tokenizer.tgt_lang = None
-    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
     argv = arguments("mbart", tmp_path / "out", "--do_eval", "--tokenizer_name", str(folder), overrides=MODELS["bart"])
     with pytest.raises(ValueError, match="--lang is required"):
         summarization.main(argv)
     with pytest.raises(ValueError, match="--lang xx is no language"):
         summarization.main([*argv, "--lang", "xx"])
     monkeypatch.undo()
-    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
     seen = []
     monkeypatch.setattr(summarization.SummarizationTrainer, "evaluate", lambda self, **kwargs: seen.append(self) or {})
     summarization.main([*argv, "--lang", "a", "--forced_bos_token", "b"])
@@ -238,7 +238,7 @@ def test_the_default_data_set_is_named_in_the_log(arguments, tmp_path, monkeypat
         asked.append(dataset_name)
         return load_raw_datasets(train_file=str(data["train"]), cache_dir=str(data["cache"]))
 
-    monkeypatch.setattr(summarization, "load_raw_datasets", load)
+    monkeypatch.setattr(common, "load_raw_datasets", load)
     argv = arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "1", "--save_strategy", "no")
     position = argv.index("--train_file")
     with caplog.at_level("INFO"):

@@ -15,15 +15,15 @@ class _Model(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.log_dt = nn.Parameter(torch.zeros(3))
+        self.C = nn.Parameter(torch.zeros(3))
         self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
 
-    def ssm_parameters(self):
-        yield self.log_dt
-        yield self.frozen
+    def ssm_parameters(self, dynamics):
+        return [self.log_dt, self.frozen] if dynamics else [self.C]
 
 
 def _optimizer(model):
-    decayed, plain = [model.linear.weight, model.log_dt], [model.linear.bias]
+    decayed, plain = [model.linear.weight, model.log_dt, model.C], [model.linear.bias]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2)
 
@@ -32,12 +32,14 @@ def _optimizer(model):
 def test_state_space_parameters_get_their_own_group(rate, expected):
     model = _Model()
     optimizer = _optimizer(model)
-    assert separate_ssm_parameters(optimizer, model, rate) == 1
-    assert separate_ssm_parameters(optimizer, model, rate) == 1  # nothing more happens
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
-    group = optimizer.param_groups[-1]
-    assert group["params"][0] is model.log_dt
-    assert (group["weight_decay"], group["lr"]) == (0.0, expected)
+    assert separate_ssm_parameters(optimizer, model, rate) == 2
+    assert separate_ssm_parameters(optimizer, model, rate) == 2  # nothing more happens
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]
+    others, dynamics = optimizer.param_groups[2:]
+    assert others["params"][0] is model.C
+    assert dynamics["params"][0] is model.log_dt
+    assert (others["weight_decay"], others["lr"]) == (0.0, 1e-2)
+    assert (dynamics["weight_decay"], dynamics["lr"]) == (0.0, expected)
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
@@ -71,11 +73,15 @@ def test_spade_trains_its_state_spaces_without_decay_and_at_their_own_rate(argum
         "--ssm_learning_rate", "0.001", "--lr_scheduler_type", "constant", overrides="ssm_freeze=none",
     )  # fmt: skip
     groups = trainer.optimizer.param_groups
-    owned = {id(parameter) for parameter in trainer.model.ssm_parameters() if parameter.requires_grad}
-    assert owned
-    assert {id(parameter) for parameter in groups[-1]["params"]} == owned
-    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.01, 0.1), (0.01, 0.0), (0.001, 0.0)]
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+
+    def inside(group):
+        return {names[id(parameter)].rsplit(".", 1)[-1] for parameter in group["params"]}
+
+    assert inside(groups[2]) == {"C", "D"}
+    assert inside(groups[3]) == {"B", "P", "log_A_real", "A_imag", "log_dt"}
+    rates = [(group["lr"], group["weight_decay"]) for group in groups]
+    assert rates == [(0.01, 0.1), (0.01, 0.0), (0.01, 0.0), (0.001, 0.0)]
     for parameter in groups[0]["params"]:
         assert "bias" not in names[id(parameter)].rsplit(".", 1)[-1]
         assert "norm" not in names[id(parameter)]

@@ -25,10 +25,7 @@ from .discrete import (
 from .hippo import diagonalize_legs, dplr_legs, hippo_legs
 from .s4d import (
     DISCRETIZATIONS,
-    S4DCache,
     S4DStep,
-    S4DSystem,
-    S4DTensors,
     discretize,
     s4d_block_powers,
     s4d_final_state,
@@ -37,22 +34,19 @@ from .s4d import (
     s4d_step,
     s4d_step_constants,
 )
-from .system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
+from .system import S4Cache, S4Tensors, fingerprint, frozen_s4_advance, frozen_s4_conv, s4_system
 
 __all__ = [
     "DISCRETIZATIONS",
     "S4Blocks",
     "S4Cache",
-    "S4DCache",
     "S4DStep",
-    "S4DSystem",
-    "S4DTensors",
     "S4Step",
-    "S4System",
     "S4Tensors",
     "diagonalize_legs",
     "discretize",
     "dplr_legs",
+    "fingerprint",
     "frozen_s4_advance",
     "frozen_s4_conv",
     "hippo_legs",
@@ -62,6 +56,7 @@ __all__ = [
     "s4_state_response",
     "s4_step",
     "s4_step_constants",
+    "s4_system",
     "s4d_block_powers",
     "s4d_final_state",
     "s4d_kernel",

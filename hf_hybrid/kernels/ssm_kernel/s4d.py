@@ -10,19 +10,15 @@ in complex128 by repeated squaring, then rounded; matrix products act on real an
 B batch · T length · H channels · S copies of (A, B) · N state size · M = N/2 modes · C output filters · R block length
 """
 
-from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import isqrt
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..long_conv import fft_length, kernel_spectrum, spectral_conv
 from ..long_conv import torch_impl as conv_impl
 from .discrete import BLOCK, check_system, full_precision
-from .system import _MAX_SPECTRA, _as_complex, _fingerprint
 from .torch_impl import _TILE, _recomputed
 
 DISCRETIZATIONS = ("zoh", "bilinear")
@@ -162,7 +158,7 @@ def s4d_final_state(
         added = gain * _complex(whole)
         for block in added.unflatten(1, (batch, length // BLOCK)).unbind(2):
             x = transition * x + block
-    return x.transpose(0, 1)
+    return x.transpose(0, 1).contiguous()
 
 
 def s4d_state_response(state: torch.Tensor, length: int, C: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
@@ -248,155 +244,3 @@ def s4d_kernel(
         part = slice(start, start + tile)
         parts.append(_recomputed(make, C[:, part], B[part], w[part], dt[part], length).to(out_dtype))
     return torch.cat(parts, dim=1)
-
-
-class S4DTensors(NamedTuple):
-    """What a layer stores of a system; complex numbers as a trailing dimension of 2.
-
-    Attributes:
-        C: `(C, H, M, 2)`.
-        B: `(1, S, M, 2)`.
-        log_A_real: ``log(-Re w)``, `(S, M)`.
-        A_imag: ``Im w``, `(S, M)`.
-        log_dt: `(H,)`.
-    """
-
-    C: torch.Tensor
-    B: torch.Tensor
-    log_A_real: torch.Tensor
-    A_imag: torch.Tensor
-    log_dt: torch.Tensor
-
-
-class S4DSystem:
-    """A system's kernel, spectra, step and powers, each made on first use and kept as long as the object.
-
-    Differentiable in the tensors and in every input.
-
-    Args:
-        tensors: The stored system.
-        discretization: As for `discretize`.
-        reuse: Whether the constants will serve other calls too; then they are made outside inference mode, spectra
-            hold as many taps as they can, and the longest kernel is kept.
-    """
-
-    def __init__(self, tensors: S4DTensors, discretization: str, *, reuse: bool):
-        self.stored, self.discretization, self.reuse = tensors.C.dtype, discretization, reuse
-        self.C, self.B = _as_complex(tensors.C), _as_complex(tensors.B[0])
-        self.w = torch.complex(-tensors.log_A_real.double().exp(), tensors.A_imag.double())
-        self.dt = tensors.log_dt.double().exp()
-        self._kernels: dict[torch.dtype, torch.Tensor] = {}
-        self._spectra: OrderedDict[tuple[int, int | None, torch.dtype], torch.Tensor] = OrderedDict()
-        self._steps: dict[torch.dtype, tuple[torch.Tensor, S4DStep]] = {}
-        self._powers: dict[torch.dtype, torch.Tensor] = {}
-
-    def _making(self) -> AbstractContextManager[object]:
-        # what one inference-mode call makes must serve a training step later
-        return torch.inference_mode(False) if self.reuse else nullcontext()
-
-    def dtype(self, u: torch.Tensor) -> torch.dtype:
-        """Real dtype of computations with `u`: the wider of u's and the stored one, float32 at least."""
-        return torch.promote_types(conv_impl.compute_dtype(u), self.stored)
-
-    def kernel(self, taps: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first taps, `(C, H, taps)`: a prefix of the longest kernel so far."""
-        kernel = self._kernels.get(dtype)
-        if kernel is None or kernel.shape[-1] < taps:
-            C = self.C.to(conv_impl.complex_dtype(dtype))
-            kernel = s4d_kernel(C, self.B, self.w, self.dt, taps, discretization=self.discretization)
-            self._kernels[dtype] = kernel
-        return kernel[..., :taps]
-
-    def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """Spectrum and transform length that serve inputs of `length`; filters beyond the first are reversed ones."""
-        n_fft = fft_length(length)
-        key = (n_fft, max_length, dtype)
-        if key in self._spectra:
-            self._spectra.move_to_end(key)
-            return self._spectra[key], n_fft
-        taps = n_fft // 2 if self.reuse else length
-        with self._making():
-            kernel = self.kernel(taps if max_length is None else min(taps, max_length), dtype)
-            self._spectra[key] = kernel_spectrum(kernel[0], n_fft, kernel[1] if kernel.shape[0] == 2 else None)
-        while len(self._spectra) > _MAX_SPECTRA:
-            self._spectra.popitem(last=False)
-        return self._spectra[key], n_fft
-
-    def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, S4DStep]:
-        """C and the decode step's constants, in the complex form of `dtype`."""
-        if dtype not in self._steps:
-            narrow = conv_impl.complex_dtype(dtype)
-            with self._making():
-                wide = s4d_step_constants(self.B, self.w, self.dt, self.discretization)
-                self._steps[dtype] = self.C.to(narrow), S4DStep(*(x.to(narrow) for x in wide))
-        return self._steps[dtype]
-
-    def powers(self, dtype: torch.dtype) -> torch.Tensor:
-        """The powers that advance a state by blocks."""
-        if dtype not in self._powers:
-            with self._making():
-                wide = s4d_step_constants(self.B, self.w, self.dt, self.discretization)
-                self._powers[dtype] = s4d_block_powers(wide, dtype)
-        return self._powers[dtype]
-
-    def convolve(self, u: torch.Tensor, skip: torch.Tensor | None, max_length: int | None) -> torch.Tensor:
-        """The convolution, `(B, T, H)` to `(B, T, H)` in u's dtype."""
-        spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
-        return spectral_conv(u, spectrum, n_fft, skip)
-
-    def advance(
-        self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, max_length: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Continue from a state, with the first output filter.
-
-        Args:
-            u: `(B, T, H)`.
-            state: `(B, H, M, 2)`; zeros when None.
-            skip: `(H,)` or None.
-            max_length: Taps of the convolution within `u`.
-
-        Returns:
-            y `(B, T, H)` in u's dtype and the next state `(B, H, M, 2)`.
-        """
-        dtype = self.dtype(u)
-        C, step = self.step(dtype)
-        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
-        if u.shape[1] == 1:
-            token = u[:, 0].to(dtype)
-            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
-            y, x = s4d_step(x, token, C, step)
-            y = y[:, 0] if skip is None else y[:, 0] + skip.to(dtype) * token
-            return y[:, None].to(u.dtype), torch.view_as_real(x)
-        powers = self.powers(dtype)
-        y = self.convolve(u.to(dtype), skip, max_length)
-        if x is not None:
-            y = y + s4d_state_response(x, u.shape[1], C, powers)[:, 0]
-        return y.to(u.dtype), torch.view_as_real(s4d_final_state(u, step, powers, x))
-
-
-class S4DCache:
-    """Keeps the constants of one frozen system until one of its tensors changes, as `S4Cache` does.
-
-    A change is seen by storage, version counter, dtype and device; an edit through ``.data`` is not, and wants
-    `clear`. Copies and unpickled copies start empty. Not for use under torch.compile, which sees none of these.
-    """
-
-    def __init__(self) -> None:
-        self._entry: tuple[tuple[Any, ...], S4DTensors, S4DSystem] | None = None
-
-    def __reduce__(self) -> tuple[type["S4DCache"], tuple[()]]:
-        return S4DCache, ()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entry = None
-
-    def system(self, tensors: S4DTensors, discretization: str) -> S4DSystem:
-        """The kept system if these are its tensors, a new one otherwise; `discretization` must stay the same."""
-        fingerprint = _fingerprint(tensors)  # type: ignore[arg-type]
-        if self._entry is None or self._entry[0] != fingerprint:
-            with torch.inference_mode(False):
-                # held on to, so that no other tensor can come to lie at the same address meanwhile
-                frozen = S4DTensors(*(x.detach() for x in tensors))
-                self._entry = fingerprint, frozen, S4DSystem(frozen, discretization, reuse=True)
-        return self._entry[2]

@@ -1,8 +1,8 @@
-"""An S4 system in the form a layer stores it, the constants derived from it, and a cache of these for frozen systems.
+"""An S4 or S4D system in the form a layer stores it, the constants derived from it, and a cache of these while frozen.
 
-Training a frozen S4 costs one convolution per step: kernel, spectra and step constants are made once and kept, outside
-the graph and the state dict. The cache sits behind ops that torch.compile does not look into, and is only a hint: the
-ops' results depend on their tensor arguments alone.
+Training beside a frozen system costs one convolution per step: kernel, spectra and step constants are made once and
+kept, outside the graph and the state dict. The cache sits behind ops that torch.compile does not look into, and is
+only a hint: the ops' results depend on their other arguments alone.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters
 """
@@ -10,7 +10,9 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 import itertools
 import weakref
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,6 +27,15 @@ from .discrete import (
     s4_step,
     s4_step_constants,
 )
+from .s4d import (
+    S4DStep,
+    s4d_block_powers,
+    s4d_final_state,
+    s4d_kernel,
+    s4d_state_response,
+    s4d_step,
+    s4d_step_constants,
+)
 from .torch_impl import s4_kernel
 
 _MAX_SPECTRA = 4
@@ -36,7 +47,7 @@ class S4Tensors(NamedTuple):
     Attributes:
         C: `(C, H, M, 2)`.
         B: `(1, S, M, 2)`.
-        P: `(1, S, M, 2)`.
+        P: `(1, S, M, 2)`; None without a low-rank term, in S4D.
         log_A_real: ``log(-Re w)``, `(S, M)`.
         A_imag: ``Im w``, `(S, M)`.
         log_dt: `(H,)`.
@@ -44,7 +55,7 @@ class S4Tensors(NamedTuple):
 
     C: torch.Tensor
     B: torch.Tensor
-    P: torch.Tensor
+    P: torch.Tensor | None
     log_A_real: torch.Tensor
     A_imag: torch.Tensor
     log_dt: torch.Tensor
@@ -54,27 +65,47 @@ def _as_complex(pair: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(pair.to(torch.float64).contiguous())
 
 
-class S4System:
+class _System:
     """A system's kernel, spectra, step and block constants, each made on first use and kept as long as the object.
 
-    Differentiable in the tensors and in every input.
+    Differentiable in the tensors and in every input. A subclass says how each is made and used.
 
     Args:
         tensors: The stored system.
-        reuse: Whether the constants will serve inputs of other lengths too; then spectra hold as many taps as they
-            can, and the longest kernel is kept.
+        discretization: As for `discretize`; ``"bilinear"`` where there is a low-rank term.
+        reuse: Whether the constants will serve other calls too; then they are made outside inference mode, spectra
+            hold as many taps as they can, and the longest kernel is kept.
     """
 
-    def __init__(self, tensors: S4Tensors, *, reuse: bool):
-        self.tensors = tensors
-        self.reuse = reuse
-        self.C, self.B, self.P = (_as_complex(x) for x in (tensors.C, tensors.B[0], tensors.P[0]))
+    _advance_token: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]]
+    _final_state: ClassVar[Callable[..., torch.Tensor]]
+
+    def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool):
+        self.tensors, self.discretization, self.reuse = tensors, discretization, reuse
+        self.C, self.B = _as_complex(tensors.C), _as_complex(tensors.B[0])
         self.w = torch.complex(-tensors.log_A_real.double().exp(), tensors.A_imag.double())
         self.dt = tensors.log_dt.double().exp()
         self._kernels: dict[torch.dtype, torch.Tensor] = {}
         self._spectra: OrderedDict[tuple[int, int | None, torch.dtype], torch.Tensor] = OrderedDict()
-        self._steps: dict[torch.dtype, tuple[torch.Tensor, S4Step]] = {}
-        self._blocks: dict[torch.dtype, S4Blocks] = {}
+        self._steps: dict[torch.dtype, tuple[torch.Tensor, Any]] = {}
+        self._blocks: dict[torch.dtype, Any] = {}
+
+    def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _make_step(self) -> Any:
+        """The step in complex128."""
+        raise NotImplementedError
+
+    def _make_blocks(self, step: Any, dtype: torch.dtype) -> Any:
+        raise NotImplementedError
+
+    def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _making(self) -> AbstractContextManager[object]:
+        # what one inference-mode call makes must serve a training step later
+        return torch.inference_mode(False) if self.reuse else nullcontext()
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
         """Real dtype of computations with `u`: the wider of u's and the stored one, float32 at least."""
@@ -84,9 +115,7 @@ class S4System:
         """The first taps, `(C, H, taps)`: a prefix of the longest kernel so far."""
         kernel = self._kernels.get(dtype)
         if kernel is None or kernel.shape[-1] < taps:
-            C = self.C.to(conv_impl.complex_dtype(dtype))
-            kernel = s4_kernel(C, self.B, self.P, self.w, self.dt, taps, "two_level")
-            self._kernels[dtype] = kernel
+            kernel = self._kernels[dtype] = self._make_kernel(self.C.to(conv_impl.complex_dtype(dtype)), taps)
         return kernel[..., :taps]
 
     def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -97,25 +126,27 @@ class S4System:
             self._spectra.move_to_end(key)
             return self._spectra[key], n_fft
         taps = n_fft // 2 if self.reuse else length
-        kernel = self.kernel(taps if max_length is None else min(taps, max_length), dtype)
-        self._spectra[key] = kernel_spectrum(kernel[0], n_fft, kernel[1] if kernel.shape[0] == 2 else None)
+        with self._making():
+            kernel = self.kernel(taps if max_length is None else min(taps, max_length), dtype)
+            self._spectra[key] = kernel_spectrum(kernel[0], n_fft, kernel[1] if kernel.shape[0] == 2 else None)
         while len(self._spectra) > _MAX_SPECTRA:
             self._spectra.popitem(last=False)
         return self._spectra[key], n_fft
 
-    def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, S4Step]:
+    def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """C and the decode step's constants, in the complex form of `dtype`."""
         if dtype not in self._steps:
-            wide = s4_step_constants(self.B, self.P, self.w, self.dt)
             narrow = conv_impl.complex_dtype(dtype)
-            self._steps[dtype] = self.C.to(narrow), S4Step(*(x.to(narrow) for x in wide))
+            with self._making():
+                wide = self._make_step()
+                self._steps[dtype] = self.C.to(narrow), type(wide)(*(x.to(narrow) for x in wide))
         return self._steps[dtype]
 
-    def blocks(self, dtype: torch.dtype) -> S4Blocks:
-        """The block constants."""
+    def blocks(self, dtype: torch.dtype) -> Any:
+        """What advances a state by blocks."""
         if dtype not in self._blocks:
-            wide = s4_step_constants(self.B, self.P, self.w, self.dt)
-            self._blocks[dtype] = s4_block_constants(self.C, wide, dtype)
+            with self._making():
+                self._blocks[dtype] = self._make_blocks(self._make_step(), dtype)
         return self._blocks[dtype]
 
     def convolve(
@@ -145,22 +176,73 @@ class S4System:
         if u.shape[1] == 1:
             token = u[:, 0].to(dtype)
             x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
-            y, x = s4_step(x, token, C, step)
+            y, x = self._advance_token(x, token, C, step)
             y = y[:, 0] if skip is None else y[:, 0] + skip.to(dtype) * token
             return y[:, None].to(u.dtype), torch.view_as_real(x)
         blocks = self.blocks(dtype)
         y = self.convolve(u.to(dtype), skip, max_length)
         if x is not None:
-            y = y + s4_state_response(x, u.shape[1], blocks)[:, 0]
-        return y.to(u.dtype), torch.view_as_real(s4_final_state(u, step, blocks, x))
+            y = y + self._response(x, u.shape[1], C, blocks)[:, 0]
+        return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, blocks, x))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+class _S4System(_System):
+    _advance_token = staticmethod(s4_step)
+    _final_state = staticmethod(s4_final_state)
+
+    def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool):
+        super().__init__(tensors, discretization, reuse=reuse)
+        assert tensors.P is not None
+        assert discretization == "bilinear"
+        self.P = _as_complex(tensors.P[0])
+
+    def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
+        return s4_kernel(C, self.B, self.P, self.w, self.dt, taps, "two_level")
+
+    def _make_step(self) -> S4Step:
+        return s4_step_constants(self.B, self.P, self.w, self.dt)
+
+    def _make_blocks(self, step: S4Step, dtype: torch.dtype) -> S4Blocks:
+        return s4_block_constants(self.C, step, dtype)
+
+    def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: S4Blocks) -> torch.Tensor:
+        return s4_state_response(x, length, blocks)
 
 
-def _fingerprint(tensors: S4Tensors) -> tuple[Any, ...]:
-    return tuple((x.data_ptr(), _version(x), x.dtype, x.device, x.shape) for x in tensors)
+class _S4DSystem(_System):
+    _advance_token = staticmethod(s4d_step)
+    _final_state = staticmethod(s4d_final_state)
+
+    def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
+        return s4d_kernel(C, self.B, self.w, self.dt, taps, discretization=self.discretization)
+
+    def _make_step(self) -> S4DStep:
+        return s4d_step_constants(self.B, self.w, self.dt, self.discretization)
+
+    def _make_blocks(self, step: S4DStep, dtype: torch.dtype) -> torch.Tensor:
+        return s4d_block_powers(step, dtype)
+
+    def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        return s4d_state_response(x, length, C, blocks)
+
+
+def s4_system(tensors: S4Tensors, discretization: str, *, reuse: bool = False) -> _System:
+    """The system that these tensors store: S4's with a low-rank term, S4D's without; arguments as for `_System`."""
+    kind = _S4DSystem if tensors.P is None else _S4System
+    return kind(tensors, discretization, reuse=reuse)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+    """What tells tensors from others and from their own later values, as long as they are held on to.
+
+    A change is seen by storage, version counter, dtype, device and shape. An edit through ``.data`` is not, nor are
+    the steps of a fused optimizer: of tensors that require a gradient, nothing must be kept.
+    """
+    return tuple(
+        (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, x.device, x.shape)
+        for x in tensors
+        if x is not None
+    )
 
 
 _handles = itertools.count(1)
@@ -168,15 +250,14 @@ _caches: "weakref.WeakValueDictionary[int, S4Cache]" = weakref.WeakValueDictiona
 
 
 class S4Cache:
-    """Keeps the constants of one frozen system until one of its tensors changes.
+    """Keeps the constants of one frozen system until one of its tensors changes, as far as `fingerprint` sees it.
 
-    A change is seen by storage, version counter, dtype and device; an edit through ``.data`` is not, and wants
-    `clear`. Copies and unpickled copies start empty.
+    What it does not see wants `clear`. Copies and unpickled copies start empty.
     """
 
     def __init__(self) -> None:
         self.handle = next(_handles)
-        self._entry: tuple[tuple[Any, ...], S4System] | None = None
+        self._entry: tuple[tuple[Any, ...], _System] | None = None
         _caches[self.handle] = self
 
     def __reduce__(self) -> tuple[type["S4Cache"], tuple[()]]:
@@ -186,40 +267,22 @@ class S4Cache:
         """Forget everything."""
         self._entry = None
 
-    def system(self, tensors: S4Tensors) -> S4System:
+    def system(self, tensors: S4Tensors, discretization: str) -> _System:
         """The kept system if these are its tensors, a new one otherwise.
 
         The system holds on to its tensors, so that no other tensor can come to lie at the same address meanwhile.
         """
-        fingerprint = _fingerprint(tensors)
-        entry = self._entry
-        if entry is None or entry[0] != fingerprint:
-            # what one inference-mode call makes must serve a training step later
-            with torch.inference_mode(False), torch.no_grad():
-                entry = fingerprint, _FrozenSystem(S4Tensors(*(x.detach() for x in tensors)), reuse=True)
-            self._entry = entry
-        return entry[1]
+        key = discretization, tensors.P is None, *fingerprint(tensors)
+        if self._entry is None or self._entry[0] != key:
+            with torch.inference_mode(False):
+                frozen = S4Tensors._make(None if x is None else x.detach() for x in tensors)
+                self._entry = key, s4_system(frozen, discretization, reuse=True)
+        return self._entry[1]
 
 
-class _FrozenSystem(S4System):
-    """A system whose constants never belong to a graph, whatever mode the call that first needs them runs in."""
-
-    def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        with torch.inference_mode(False), torch.no_grad():
-            return super().spectrum(length, max_length, dtype)
-
-    def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, S4Step]:
-        with torch.inference_mode(False), torch.no_grad():
-            return super().step(dtype)
-
-    def blocks(self, dtype: torch.dtype) -> S4Blocks:
-        with torch.inference_mode(False), torch.no_grad():
-            return super().blocks(dtype)
-
-
-def _system(handle: int, tensors: S4Tensors) -> S4System:
+def _system(handle: int, tensors: S4Tensors, discretization: str) -> _System:
     cache = _caches.get(handle)
-    return S4System(tensors, reuse=False) if cache is None else cache.system(tensors)
+    return s4_system(tensors, discretization) if cache is None else cache.system(tensors, discretization)
 
 
 @torch.library.custom_op("hf_hybrid::frozen_s4_conv", mutates_args=())
@@ -227,19 +290,20 @@ def frozen_s4_conv(
     u: torch.Tensor,
     C: torch.Tensor,
     B: torch.Tensor,
-    P: torch.Tensor,
+    P: torch.Tensor | None,
     log_A_real: torch.Tensor,
     A_imag: torch.Tensor,
     log_dt: torch.Tensor,
     skip: torch.Tensor | None,
+    discretization: str,
     max_length: int | None,
     adjoint: bool,
     handle: int,
 ) -> torch.Tensor:
-    """`S4System.convolve` with the constants of the cache `handle`, if there is one; differentiable in u only."""
+    """A system's `convolve` with the constants of the cache `handle`, if there is one; differentiable in u only."""
     tensors = S4Tensors(C, B, P, log_A_real, A_imag, log_dt)
     with torch.no_grad():
-        return _system(handle, tensors).convolve(u, skip, max_length, adjoint)
+        return _system(handle, tensors, discretization).convolve(u, skip, max_length, adjoint)
 
 
 @frozen_s4_conv.register_fake
@@ -248,16 +312,17 @@ def _(u: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, *tensors, max_length, adjoint, handle = inputs
+    _, *tensors, discretization, max_length, adjoint, handle = inputs
     ctx.save_for_backward(*tensors)
-    ctx.rest = max_length, adjoint, handle
+    ctx.rest = discretization, max_length, adjoint, handle
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    max_length, adjoint, handle = ctx.rest
+    discretization, max_length, adjoint, handle = ctx.rest
     if not ctx.needs_input_grad[0]:
-        return (None,) * 11
-    return frozen_s4_conv(grad, *ctx.saved_tensors, max_length, not adjoint, handle), *(None,) * 10
+        return (None,) * 12
+    transposed = frozen_s4_conv(grad, *ctx.saved_tensors, discretization, max_length, not adjoint, handle)
+    return transposed, *(None,) * 11
 
 
 frozen_s4_conv.register_autograd(_backward, setup_context=_setup_context)
@@ -269,18 +334,19 @@ def frozen_s4_advance(
     state: torch.Tensor | None,
     C: torch.Tensor,
     B: torch.Tensor,
-    P: torch.Tensor,
+    P: torch.Tensor | None,
     log_A_real: torch.Tensor,
     A_imag: torch.Tensor,
     log_dt: torch.Tensor,
     skip: torch.Tensor | None,
+    discretization: str,
     max_length: int | None,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`S4System.advance` with the constants of the cache `handle`, if there is one; not differentiable."""
+    """A system's `advance` with the constants of the cache `handle`, if there is one; not differentiable."""
     tensors = S4Tensors(C, B, P, log_A_real, A_imag, log_dt)
     with torch.no_grad():
-        return _system(handle, tensors).advance(u, state, skip, max_length)
+        return _system(handle, tensors, discretization).advance(u, state, skip, max_length)
 
 
 @frozen_s4_advance.register_fake

@@ -1,0 +1,361 @@
+"""Train, evaluate and apply a sentence classifier on GLUE or on other labelled sentences: ``run_glue.py``.
+
+Any `AutoModelForSequenceClassification` can be trained, from a checkpoint or from scratch; flags, output files and
+behaviour follow transformers' example script of the same name. Where they differ: the data of a task may come from
+files, all scores work without a network, labels of the test split are scored where there are any, an output folder
+with another run in it is refused instead of being resumed or written over, and what could silently be wrong is an
+error: a label that is not in the training split, columns that cannot be told apart, a checkpoint with other labels.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from hf_hybrid.data.classification import (
+    GLUE_TASKS,
+    Label,
+    Labels,
+    find_labels,
+    is_unlabelled,
+    label_column,
+    read_labels,
+    sentence_columns,
+)
+from hf_hybrid.data.columns import check_texts
+from hf_hybrid.data.loading import embedded_name
+from hf_hybrid.data.preprocessing import tokenize_sentences
+from hf_hybrid.metrics import load_metric
+from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
+from hf_hybrid.training.command_line import parse_arguments
+from hf_hybrid.training.common import (
+    asked_splits,
+    first_examples,
+    load_datasets,
+    map_rows,
+    prepare_run,
+    publish,
+    require_splits,
+    save_and_log,
+    train,
+    used_splits,
+)
+from hf_hybrid.training.data_arguments import GlueArguments, check_split_sources
+from hf_hybrid.training.model_loading import (
+    check_tokenizer_source,
+    fit_positions,
+    load_config,
+    load_model,
+    load_tokenizer,
+    train_new_tokenizer,
+)
+from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder
+from hf_hybrid.training.trainer import ScriptTrainer
+
+__all__ = ["load_splits", "main"]
+
+logger = logging.getLogger(__name__)
+
+_SECOND = "_mismatched"
+"""Ends the name of a second validation or test split, as in MNLI, whose scores end in ``_mm``."""
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Run the script.
+
+    Args:
+        argv: The command line without the program's name; `sys.argv` when None. ``--help`` lists the flags.
+
+    Returns:
+        The metrics of everything that was done, as in ``all_results.json``: ``train_loss``, ``eval_accuracy``, ...
+
+    Raises:
+        ValueError: A flag, a file or a folder cannot be used. All flags are checked before any work starts.
+        KeyboardInterrupt: Training was stopped with Ctrl-C, after saving a checkpoint.
+    """
+    model_args, data_args, training_args = parse_arguments(
+        (ModelArguments, GlueArguments, ScriptTrainingArguments), argv
+    )
+    check_split_sources(data_args, training_args)
+    new = model_args.model_name_or_path is None
+    config = load_config(model_args, AutoModelForSequenceClassification, preset=data_args.default_preset)
+    outputs = _outputs_without_training(data_args, training_args)
+    resume_from = prepare_run(training_args, model_args, outputs=outputs)
+    resized_positions = fit_positions(
+        config,
+        AutoModelForSequenceClassification,
+        {"max_position_embeddings": {"max_seq_length": data_args.max_seq_length}},
+        new=new,
+    )
+    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
+    if tokenizer is None:
+        check_tokenizer_source(data_args)
+
+    splits, columns, values, found = load_splits(data_args, training_args, model_args)
+    labels = _settle_labels(config, found, new=new, training=training_args.do_train)
+    if labels.are_numbers and training_args.label_smoothing_factor:
+        raise ValueError("--label_smoothing_factor needs labels that are names; those of these data are numbers")
+    ids = {name: labels.encode(members, name=name) for name, members in values.items()}
+    check_resumed_model(config, resume_from, new=new)
+    if tokenizer is None:
+        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
+    model = load_model(
+        model_args,
+        AutoModelForSequenceClassification,
+        config,
+        tokenizer,
+        seed=training_args.seed,
+        may_add_weights=training_args.do_train,
+        ignore_mismatched_sizes=data_args.ignore_mismatched_sizes,
+    )
+    if resized_positions is not None:
+        model.resize_position_embeddings(resized_positions)
+    if model.config.pad_token_id is None:  # decoders find a sequence's last token by it
+        model.config.pad_token_id = tokenizer.pad_token_id
+
+    datasets = {
+        name: _tokenize(rows, name, tokenizer, columns, ids.get(name), data_args, training_args)
+        for name, rows in splits.items()
+        if name.removesuffix(_SECOND) in asked_splits(training_args)
+    }
+    trainer = ScriptTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=datasets.get("train"),
+        eval_dataset=datasets.get("validation"),
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training_args.fp16 else None),
+        compute_metrics=partial(_compute_metrics, data_args.task_name, labels),
+    )
+
+    clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
+    metrics: dict[str, float] = {}
+    if training_args.do_train:
+        metrics |= train(trainer, resume_from)
+    if training_args.do_eval:
+        results: dict[str, float] = {}
+        for name in _both(datasets, "validation"):
+            results |= _marked({**trainer.evaluate(datasets[name]), "eval_samples": len(datasets[name])}, name)
+        save_and_log(trainer, "eval", results)
+        metrics |= results
+    if training_args.do_predict:
+        metrics |= _predict(trainer, {name: datasets[name] for name in _both(datasets, "test")}, labels, data_args)
+    publish(
+        trainer,
+        model_args,
+        task="text-classification",
+        dataset=data_args.dataset_name,
+        dataset_args=data_args.dataset_config_name,
+    )
+    return metrics
+
+
+def _predictions_file(data_args: GlueArguments, split: str = "test") -> str:
+    """``predict_results_TASK.txt``; without a task, under the embedded corpus's name or under none."""
+    corpus = None if data_args.dataset_name is None else embedded_name(data_args.dataset_name)
+    parts = ["predict_results", data_args.task_name or corpus]
+    return "_".join(filter(None, parts)) + ("-mm" if split.endswith(_SECOND) else "") + ".txt"
+
+
+def _outputs_without_training(data_args: GlueArguments, training_args: ScriptTrainingArguments) -> list[str]:
+    outputs = ["eval_results.json"] if training_args.do_eval else []
+    if training_args.do_predict:
+        files = (_predictions_file(data_args, split) for split in ("test", f"test{_SECOND}"))
+        outputs += ["predict_results.json", *files]
+    return outputs
+
+
+def _both(splits: dict[str, Dataset], name: str) -> list[str]:
+    return [split for split in (name, name + _SECOND) if split in splits]
+
+
+def _marked(metrics: dict[str, float], split: str) -> dict[str, float]:
+    """Tell the metrics of a second split from those of the first."""
+    return {f"{name}_mm": value for name, value in metrics.items()} if split.endswith(_SECOND) else metrics
+
+
+# ---- data ----
+
+
+def load_splits(
+    data_args: GlueArguments, training_args: ScriptTrainingArguments, model_args: ModelArguments
+) -> tuple[DatasetDict, tuple[str, ...], dict[str, list[Label]], Labels | None]:
+    """Load the splits that a run needs. Of MNLI's, the matched ones are called ``validation`` and ``test``.
+
+    Returns:
+        The splits, the one or two columns of sentences, the labels of the rows of every split that has any, and those
+        that there are in the first such split, which is the training split where it is used.
+
+    Raises:
+        ValueError: A split is missing that the run needs, or a column, or a row has no text, or labels are mixed.
+    """
+    task = data_args.task_name
+    header = None if task is None else GLUE_TASKS[task].tsv_header
+    raw = load_datasets(data_args, training_args, model_args, tsv_header=header)
+    raw = DatasetDict({name.removesuffix("_matched"): rows for name, rows in raw.items()})
+    require_splits(raw, training_args)
+    used = [split for name in used_splits(raw, training_args, model_args) for split in _both(raw, name)]
+    raw = DatasetDict({name: raw[name] for name in used})
+    scored = [name for name in used if not name.startswith("test")]
+    label = label_column(raw, needed=scored, named=data_args.label_column_name)
+    named = None if data_args.text_column_names is None else data_args.text_column_names.split(",")
+    columns = sentence_columns(raw, task=task, label=label, named=named)
+    splits, values = DatasetDict(), {}
+    for name, rows in raw.items():
+        splits[name] = check_texts(rows, columns, name=name, drop_empty=data_args.drop_empty_rows)
+        if label is not None and label in rows.column_names:
+            values[name] = read_labels(splits[name], label, name=name)
+        if name in values and name not in scored and is_unlabelled(values[name]):
+            del values[name]
+    if not values:
+        return splits, columns, values, None
+    first = next(iter(values))
+    feature = splits[first].features[label]
+    names = feature.names if isinstance(feature, ClassLabel) else None
+    return splits, columns, values, find_labels(values[first], name=first, names=names, task=task)
+
+
+def _tokenize(
+    split: Dataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: tuple[str, ...],
+    labels: Sequence[float] | None,
+    data_args: GlueArguments,
+    training_args: ScriptTrainingArguments,
+) -> Dataset:
+    inputs = map_rows(
+        first_examples(split, data_args.limits[name.removesuffix(_SECOND)]),
+        tokenize_sentences,
+        {
+            "tokenizer": tokenizer,
+            "columns": columns,
+            "max_length": data_args.max_seq_length,
+            "pad_to_max_length": data_args.pad_to_max_length,
+        },
+        data_args,
+        training_args,
+        desc=f"Tokenizing {name}",
+    )
+    return inputs if labels is None else inputs.add_column("labels", list(labels[: len(inputs)]))
+
+
+# ---- labels ----
+
+
+def _settle_labels(config: PreTrainedConfig, found: Labels | None, *, new: bool, training: bool) -> Labels:
+    """Decide on the labels and their ids, and write them into the configuration.
+
+    A checkpoint keeps its own ids where it knows the same names, or where the data have integers in place of names; it
+    is given the data's labels if it is going to be trained on them.
+
+    Args:
+        config: What `load_config` returned; changed in place.
+        found: The labels of the data, if they have any.
+        new: Whether the model begins from scratch.
+        training: Whether the model is going to be trained.
+
+    Raises:
+        ValueError: The checkpoint has other labels, or there are none to learn, or only one.
+    """
+    own: tuple[str, ...] = () if new else tuple(name for _, name in sorted((config.id2label or {}).items()))
+    if found is None and not own:
+        raise ValueError("a new model needs data with labels to know what it predicts; got none")
+    settled = _as_in_checkpoint(found, own, training=training) if own else found
+    if settled is None:
+        if not training:
+            asked = "a number" if found is None or found.are_numbers else ", ".join(found.names)
+            raise ValueError(
+                f"the labels of the data ({asked}) must be those of the checkpoint ({', '.join(own)}), unless it is "
+                "trained on them (--do_train)"
+            )
+        settled = found
+        if not _are_default(own):
+            logger.warning("The checkpoint's labels (%s) are replaced by those of the data.", ", ".join(own))
+    assert settled is not None
+    if len(settled.names) == 1:
+        raise ValueError(f"the training split must hold at least two different labels; got {settled.names[0]!r} alone")
+    names = settled.names or ("LABEL_0",)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: position for position, name in enumerate(names)}
+    config.problem_type = "regression" if settled.are_numbers else "single_label_classification"
+    return settled
+
+
+def _as_in_checkpoint(found: Labels | None, own: tuple[str, ...], *, training: bool) -> Labels | None:
+    """The data's labels with the checkpoint's names and ids; None where they do not fit each other."""
+    if found is None or found.are_numbers:
+        fits = found is None or len(own) == 1
+        return Labels(() if len(own) == 1 else own) if fits else None
+    if len(own) < len(found.names) or (training and len(own) > len(found.names)):
+        return None
+    positions = {name.casefold(): position for position, name in enumerate(own)}
+    if positions.keys() >= {name.casefold() for name in found.names}:
+        return Labels(own, {key: positions[found.names[place].casefold()] for key, place in found.ids.items()})
+    if all(isinstance(key, int) and key in range(len(own)) for key in found.ids):
+        return Labels(own, {key: int(key) for key in found.ids})
+    return found if _are_default(own) and len(own) == len(found.names) else None
+
+
+def _are_default(names: tuple[str, ...]) -> bool:
+    return names == tuple(f"LABEL_{position}" for position in range(len(names)))
+
+
+# ---- scores and predictions ----
+
+
+def _compute_metrics(task: str | None, labels: Labels, prediction: EvalPrediction) -> dict[str, float]:
+    outputs = _outputs(prediction.predictions, labels)
+    references: Any = prediction.label_ids
+    if task is not None and not labels.are_numbers:
+        to_task = _ids_of_task(task, labels)
+        outputs, references = to_task[outputs], to_task[references]
+    metric = (
+        load_metric("glue", task) if task is not None else load_metric("mse" if labels.are_numbers else "accuracy")
+    )
+    scores = metric.compute(predictions=outputs, references=references)
+    if len(scores) > 1:
+        scores["combined_score"] = float(np.mean(list(scores.values())))
+    return scores
+
+
+def _outputs(predictions: Any, labels: Labels) -> np.ndarray[Any, Any]:
+    """Predicted numbers, or ids of predicted labels."""
+    logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+    return logits[:, 0] if labels.are_numbers else np.argmax(logits, axis=1)
+
+
+def _ids_of_task(task: str, labels: Labels) -> np.ndarray[Any, Any]:
+    """The task's own id of each label of the model: scores such as F1 depend on which label is 1."""
+    known, names = GLUE_TASKS[task].labels, [name.casefold() for name in labels.names]
+    if not set(known) <= set(names):
+        return np.arange(len(names))
+    return np.array([known.index(name) if name in known else -1 for name in names])
+
+
+def _predict(
+    trainer: ScriptTrainer, datasets: dict[str, Dataset], labels: Labels, data_args: GlueArguments
+) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, rows in datasets.items():
+        output = trainer.predict(rows, metric_key_prefix="predict")
+        metrics |= _marked({**(output.metrics or {}), "predict_samples": len(rows)}, name)
+        if trainer.is_world_process_zero():
+            values = _outputs(output.predictions, labels)
+            words = [f"{value:3.3f}" if labels.are_numbers else labels.names[value] for value in values]
+            lines = ["index\tprediction", *(f"{index}\t{word}" for index, word in enumerate(words))]
+            path = Path(str(trainer.args.output_dir), _predictions_file(data_args, name))
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    save_and_log(trainer, "predict", metrics)
+    return metrics

@@ -48,8 +48,8 @@ class S4(nn.Module):
     Bidirectional (SPADE's encoder): y[t] = sum_{j>=0} k0[j] u[t-j] + sum_{j>=0} k1[j] u[t+1+j] + D u[t].
 
     Frozen tensors are persistent buffers, since loading a checkpoint makes every parameter trainable; names and
-    shapes of the state dict do not depend on what is frozen. As long as nothing is trained, kernels and spectra are
-    kept between calls. All tensors stay in float32 (or float64) when the model is cast to 16 bits.
+    shapes of the state dict do not depend on what is frozen. Kernels and spectra are kept between calls if no tensor
+    requires a gradient. All tensors stay in float32 (or float64) when the model is cast to 16 bits.
 
     Args:
         hidden_size: Channels H.
@@ -184,12 +184,6 @@ class S4(nn.Module):
         self.clear_cache()
         return super()._apply(keep_precision, recurse=False)
 
-    def train(self, mode: bool = True) -> "S4":
-        """Set the mode; constants kept during evaluation are dropped when training starts again."""
-        if mode and not self.training:
-            self.clear_cache()
-        return super().train(mode)
-
     def clear_cache(self) -> None:
         """Drop kept kernels and spectra; only needed after an edit through ``.data``, which nothing can see."""
         self._cache.clear()
@@ -260,23 +254,22 @@ class S4(nn.Module):
     def _tensors(self) -> S4Tensors:
         return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
 
-    def _is_trained_now(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in self._own_tensors())
-
-    def _handle(self) -> int:
-        """The cache to use: none while an optimizer may change the tensors in ways no version counter shows."""
+    def _is_trained(self) -> bool:
+        """Whether an optimizer may change the tensors; a fused one raises no version counter, so nothing is kept."""
         trained = any(tensor.requires_grad for _, tensor in self._own_tensors())
-        return 0 if trained and self.training else self._cache.handle
+        if trained:
+            self.clear_cache()
+        return trained
 
     def _convolve(self, u: torch.Tensor) -> torch.Tensor:
-        if self._is_trained_now():
+        if self._is_trained():
             return S4System(self._tensors(), reuse=False).convolve(u, self.D, self.max_length)
-        return frozen_s4_conv(u, *self._tensors(), self.D, self.max_length, False, self._handle())
+        return frozen_s4_conv(u, *self._tensors(), self.D, self.max_length, False, self._cache.handle)
 
     def _advance(self, u: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         differentiable = torch.is_grad_enabled() and (u.requires_grad or (state is not None and state.requires_grad))
-        if self._is_trained_now() or (differentiable and torch.compiler.is_compiling()):
+        if self._is_trained() or (differentiable and torch.compiler.is_compiling()):
             return S4System(self._tensors(), reuse=False).advance(u, state, self.D, self.max_length)
         if differentiable:
             return self._cache.system(self._tensors()).advance(u, state, self.D, self.max_length)
-        return frozen_s4_advance(u, state, *self._tensors(), self.D, self.max_length, self._handle())
+        return frozen_s4_advance(u, state, *self._tensors(), self.D, self.max_length, self._cache.handle)

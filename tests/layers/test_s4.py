@@ -385,18 +385,19 @@ def test_spectra_are_bounded():
     assert [n_fft for n_fft, *_ in spectra] == [24, 32, 48, 4]  # the one in use stays
 
 
-def test_trained_kernel_is_made_every_step_but_kept_in_evaluation(kernels_made):
+def test_trained_kernel_is_kept_only_while_nothing_requires_a_gradient(kernels_made):
     layer, u = make(freeze="none"), draw(2, 12, 6)
-    for _ in range(2):
+    for mode in (layer.train, layer.eval):
+        mode()
         layer(u)
-        with torch.no_grad():  # no version counter is trusted in training mode
+        with torch.no_grad():
             layer(u)
     assert len(kernels_made) == 4
-    layer.eval()
-    with torch.no_grad():
-        layer(u), layer(u)
+    layer.requires_grad_(False)
+    layer(u), layer(u)
     assert len(kernels_made) == 5
-    layer.train()
+    layer.requires_grad_(True)
+    layer(u)
     assert layer._cache._entry is None
 
 
@@ -434,15 +435,24 @@ def test_changes_are_seen(mode):
     check()
 
 
-def test_optimizers_are_seen_without_switching_modes():
-    for options in ({}, {"foreach": True}, {"fused": True}):
-        layer, u = make(freeze="none", dtype=torch.float32), draw(2, 12, 6, dtype=torch.float32)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
-        for _ in range(2):
-            layer(u).square().sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                assert_close(layer(u), double_sum(layer, u), "float32")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_every_optimizer_step_is_seen(training, options):
+    layer, u = make(freeze="none", dtype=torch.float32).train(training), draw(2, 12, 6, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
+
+    @torch.no_grad()
+    def check():
+        y, state = layer(u, return_state=True)
+        assert_close(y, double_sum(layer, u), "float32")
+        assert_close(layer(u), y, "float32")
+        assert_close(layer(u[:, :1], state=state), scan(layer, u[:, :1], state)[0], "float32")
+
+    for _ in range(2):
+        layer(u).square().sum().backward()
+        check()
+        optimizer.step()
+        check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -92,7 +92,7 @@ class ModelArguments:
     dtype: str = field(
         default="float32",
         metadata={
-            "help": "Precision of the loaded weights; auto takes the checkpoint's. Optimizers need float32 weights: "
+            "help": "Precision of the weights; auto takes the checkpoint's. Optimizers need float32 weights: "
             "use --bf16 for speed.",
             "choices": _DTYPES,
         },

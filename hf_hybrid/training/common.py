@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -36,6 +37,7 @@ from hf_hybrid.training.output_folder import (
 from hf_hybrid.training.trainer import stop_gently
 
 __all__ = [
+    "check_best_metric",
     "first_examples",
     "fit_config_to_tokenizer",
     "load_config",
@@ -102,6 +104,24 @@ def _show_log(training_args: TrainingArguments) -> None:
 
 
 # ---- configuration, tokenizer, model ----
+
+
+def check_best_metric(training_args: TrainingArguments, metrics: Sequence[str]) -> None:
+    """Check the name by which the best checkpoint is chosen, which Trainer looks up after the first evaluation only.
+
+    Args:
+        training_args: The training arguments.
+        metrics: What the script's evaluation reports, without the prefix ``eval_``.
+
+    Raises:
+        ValueError: ``--metric_for_best_model`` is none of them.
+    """
+    wanted = training_args.metric_for_best_model
+    if wanted is not None and wanted.removeprefix("eval_") not in metrics:
+        raise ValueError(
+            f"--metric_for_best_model must be one of {', '.join(metrics)}; got {wanted}."
+            f"{did_you_mean(wanted, metrics)}"
+        )
 
 
 def load_config(model_args: ModelArguments, auto_class: Any) -> PreTrainedConfig:
@@ -286,6 +306,8 @@ def fit_config_to_tokenizer(
         )
     if not vocab_size_is_given:
         config.vocab_size = ids
+        if hasattr(config, "decoder_vocab_size"):  # Marian
+            config.decoder_vocab_size = ids
     roles = ("eos_token_id", "pad_token_id", "bos_token_id")
     defaults = {role: getattr(config, role, None) for role in roles}
     given = {role: getattr(tokenizer, role) for role in roles}
@@ -328,7 +350,8 @@ def load_model(
     set_seed(seed)
     if model_args.model_name_or_path is None:
         try:
-            model = auto_class.from_config(config, trust_remote_code=model_args.trust_remote_code)
+            dtype = None if model_args.dtype == "auto" else model_args.dtype
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=model_args.trust_remote_code)
         except ValueError as error:
             raise ValueError(f"--model_type {config.model_type}: {error}") from error
         logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
@@ -388,9 +411,16 @@ def first_examples(split: Dataset, count: int | None) -> Dataset:
 def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
     """Train, save the model, the tokenizer and the trainer's state, and return the metrics.
 
+    A run that is resumed when nothing is left to train keeps the metrics that it wrote when it trained.
+
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last step is there to resume from.
     """
+    if resume_from is not None and _is_finished(trainer, resume_from):
+        trainer.save_model()
+        trainer.save_state()
+        path = Path(str(trainer.args.output_dir), "train_results.json")
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     with stop_gently(trainer):
         result = trainer.train(resume_from_checkpoint=resume_from)
     trainer.save_model()
@@ -398,6 +428,21 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
     save_and_log(trainer, "train", metrics)
     trainer.save_state()
     return metrics
+
+
+def _is_finished(trainer: Trainer, checkpoint: str) -> bool:
+    """Whether a checkpoint has had all the steps asked for; then load it, for Trainer would take one more."""
+    state = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+    planned = trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
+    more_epochs = trainer.args.max_steps < 1 and trainer.args.num_train_epochs > state.num_train_epochs
+    if more_epochs or state.global_step < planned:
+        return False
+    logger.warning("%s has had %d of %d steps: nothing is left to train.", checkpoint, state.global_step, planned)
+    best = state.best_model_checkpoint
+    wanted = best if trainer.args.load_best_model_at_end and best is not None and Path(best).is_dir() else checkpoint
+    trainer._load_from_checkpoint(wanted)
+    trainer.state = state
+    return True
 
 
 def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:

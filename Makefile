@@ -46,7 +46,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train a small SPADE summarizer on offline text and use it, in minutes
 	$(PY) -m hf_hybrid.training.demo
 
-demo-long: $(INSTALLED) ## The same with a larger model and more steps, in about forty minutes
+demo-long: $(INSTALLED) ## The same with a larger model and more steps, in half an hour to forty minutes
 	$(PY) -m hf_hybrid.training.demo --long
 
 test: $(INSTALLED) ## Run the tests on two processes, without network

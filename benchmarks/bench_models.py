@@ -10,7 +10,7 @@ Run it from the repository root::
 A cell is one model at one source length and precision. Each measurement of a cell is a process of its own: it builds
 the model with random weights, takes one training step to warm up (forward and backward, no optimizer) and then times
 further ones. The models take turns at each length, round after round, so that a disturbance hits all alike. A cell
-that runs out of time or memory is a row that says so, and is not tried again in later rounds.
+that runs out of time, or of the 8 GiB that it is given, is a row that says so, and is not tried again in later rounds.
 
 Peak memory is the process's peak resident set (VmHWM) less what was resident after the model was built and had taken
 one step on a few tokens: activations, gradients and temporaries, without weights, libraries and their start-up.

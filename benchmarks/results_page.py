@@ -33,6 +33,8 @@ def tables(path: Path) -> str:
 
 
 def _demo_table(results: dict[str, Any]) -> str:
+    if results["training_seconds"] is None:
+        raise ValueError("training_seconds must be known; this demo was interrupted: run it anew")
     minutes = results["training_seconds"] / 60
     return f"{scores_and_checks(results)}\n\nTraining took {minutes:.1f} minutes, its validation included."
 

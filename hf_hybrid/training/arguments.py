@@ -21,6 +21,7 @@ __all__ = [
     "check_positive",
 ]
 
+INIT_SOURCES = ("t5",)
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -54,6 +55,14 @@ class ModelArguments:
     )
     model_type: str | None = field(
         default=None, metadata={"help": "Architecture to train from scratch, such as spade, t5 or led."}
+    )
+    init_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "t5: start SPADE from --model_name_or_path, a checkpoint of T5, mT5, UMT5 or LongT5 (local). "
+            "--config_overrides then sets fields of SPADE that the checkpoint leaves open.",
+            "choices": INIT_SOURCES,
+        },
     )
     config_overrides: str | None = field(
         default=None,
@@ -97,18 +106,19 @@ class ModelArguments:
     dtype: str = field(
         default="float32",
         metadata={
-            "help": "Precision of the loaded weights; auto takes the checkpoint's. Optimizers need float32 weights: "
+            "help": "Precision of the weights; auto takes the checkpoint's. Optimizers need float32 weights: "
             "use --bf16 for speed.",
             "choices": _DTYPES,
         },
     )
 
     def __post_init__(self) -> None:
+        self._check_init_from()
         if self.model_name_or_path is None and self.model_type is None and self.config_name is None:
             raise ValueError(
                 "no model is named: give --model_name_or_path (a checkpoint) or --model_type (from scratch)"
             )
-        if self.model_name_or_path is not None and self.model_type is not None:
+        if self.model_name_or_path is not None and self.model_type is not None and self.init_from is None:
             raise ValueError(
                 f"--model_type {self.model_type} trains from scratch and cannot be combined with --model_name_or_path "
                 f"{self.model_name_or_path}; give one of them"
@@ -118,8 +128,8 @@ class ModelArguments:
                 f"--model_type {self.model_type} and --config_name {self.config_name} both name an architecture; "
                 "give one of them"
             )
-        if self.config_overrides is not None and self.model_type is None:
-            raise ValueError("--config_overrides only applies to a model from scratch; it needs --model_type")
+        if self.config_overrides is not None and self.model_type is None and self.init_from is None:
+            raise ValueError("--config_overrides only applies to a new model; it needs --model_type or --init_from")
         if self.tokenizer_vocab_size < MIN_VOCAB_SIZE:
             raise ValueError(
                 f"--tokenizer_vocab_size must be at least {MIN_VOCAB_SIZE}; got {self.tokenizer_vocab_size}"
@@ -131,6 +141,17 @@ class ModelArguments:
                 f"--tokenizer_type {self.tokenizer_type} makes a tokenizer and cannot be combined with one that is "
                 f"there: {self.tokenizer_name or self.model_name_or_path}"
             )
+
+    def _check_init_from(self) -> None:
+        check_choice("init_from", self.init_from, INIT_SOURCES)
+        if self.init_from is None:
+            return
+        if self.model_name_or_path is None:
+            raise ValueError(f"--init_from {self.init_from} needs --model_name_or_path, the checkpoint to start from")
+        if self.model_type not in (None, "spade"):
+            raise ValueError(f"--init_from {self.init_from} makes a spade model; got --model_type {self.model_type}")
+        if self.config_name is not None:
+            raise ValueError(f"--init_from {self.init_from} cannot be combined with --config_name {self.config_name}")
 
     @property
     def makes_tokenizer(self) -> bool:

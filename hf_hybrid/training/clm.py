@@ -26,6 +26,7 @@ from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
     asked_splits,
+    check_best_metric,
     load_datasets,
     map_rows,
     prepare_run,
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 _ROLE = {"is_decoder": True, "is_encoder_decoder": False}
 _POSITIONS = ("max_position_embeddings", "max_decoder_position_embeddings")
+_METRICS = ("loss", "accuracy", "perplexity", "tokens")
 _DEFAULT_BLOCK = 1024
 _LARGEST = math.log(np.finfo(np.float64).max)
 _TOKENS = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     check_split_sources(data_args, training_args, cut_from_train=("validation",))
     if data_args.streaming and training_args.do_train and training_args.max_steps < 1:
         raise ValueError("--streaming needs --max_steps, for a stream has no length; got none")
+    check_best_metric(training_args, _METRICS)
     new = model_args.model_name_or_path is None
     config = load_config(model_args, AutoModelForCausalLM, preset=data_args.default_preset, role=_ROLE)
     asked = asked_splits(training_args)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 
 from hf_hybrid.data.loading import embedded_name, load_raw_datasets
+from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.data_arguments import SPLITS, DataArguments
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
@@ -18,6 +19,7 @@ from hf_hybrid.training.trainer import stop_gently
 
 __all__ = [
     "asked_splits",
+    "check_best_metric",
     "first_examples",
     "load_datasets",
     "map_rows",
@@ -76,6 +78,24 @@ def _show_log(training_args: TrainingArguments) -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         package.addHandler(handler)
         package.propagate = False  # a library that sets up the root logger later would print everything twice
+
+
+def check_best_metric(training_args: TrainingArguments, metrics: Sequence[str]) -> None:
+    """Check the name by which the best checkpoint is chosen, which Trainer looks up after the first evaluation only.
+
+    Args:
+        training_args: The training arguments.
+        metrics: What the script's evaluation reports, without the prefix ``eval_``.
+
+    Raises:
+        ValueError: ``--metric_for_best_model`` is none of them.
+    """
+    wanted = training_args.metric_for_best_model
+    if wanted is not None and wanted.removeprefix("eval_") not in metrics:
+        raise ValueError(
+            f"--metric_for_best_model must be one of {', '.join(metrics)}; got {wanted}."
+            f"{did_you_mean(wanted, metrics)}"
+        )
 
 
 # ---- data ----
@@ -187,9 +207,16 @@ def map_rows(
 def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
     """Train, save the model, the tokenizer and the trainer's state, and return the metrics.
 
+    A run that is resumed when nothing is left to train keeps the metrics that it wrote when it trained.
+
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last step is there to resume from.
     """
+    if resume_from is not None and _is_finished(trainer, resume_from):
+        trainer.save_model()
+        trainer.save_state()
+        path = Path(str(trainer.args.output_dir), "train_results.json")
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     with stop_gently(trainer):
         result = trainer.train(resume_from_checkpoint=resume_from)
     trainer.save_model()
@@ -199,6 +226,21 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
     save_and_log(trainer, "train", metrics)
     trainer.save_state()
     return metrics
+
+
+def _is_finished(trainer: Trainer, checkpoint: str) -> bool:
+    """Whether a checkpoint has had all the steps asked for; then load it, for Trainer would take one more."""
+    state = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+    planned = trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
+    more_epochs = trainer.args.max_steps < 1 and trainer.args.num_train_epochs > state.num_train_epochs
+    if more_epochs or state.global_step < planned:
+        return False
+    logger.warning("%s has had %d of %d steps: nothing is left to train.", checkpoint, state.global_step, planned)
+    best = state.best_model_checkpoint
+    wanted = best if trainer.args.load_best_model_at_end and best is not None and Path(best).is_dir() else checkpoint
+    trainer._load_from_checkpoint(wanted)
+    trainer.state = state
+    return True
 
 
 def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:

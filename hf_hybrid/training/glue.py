@@ -37,10 +37,12 @@ from hf_hybrid.data.columns import check_texts
 from hf_hybrid.data.loading import embedded_name
 from hf_hybrid.data.preprocessing import tokenize_sentences
 from hf_hybrid.metrics import load_metric
+from hf_hybrid.metrics.glue import GLUE_SCORES
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
     asked_splits,
+    check_best_metric,
     first_examples,
     load_datasets,
     map_rows,
@@ -88,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         (ModelArguments, GlueArguments, ScriptTrainingArguments), argv
     )
     check_split_sources(data_args, training_args)
+    task = data_args.task_name
+    scores = ("accuracy", "mse") if task is None else (*GLUE_SCORES[task], "combined_score")
+    check_best_metric(training_args, ("loss", *scores))
     new = model_args.model_name_or_path is None
     config = load_config(model_args, AutoModelForSequenceClassification, preset=data_args.default_preset)
     outputs = _outputs_without_training(data_args, training_args)
@@ -107,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if labels.are_numbers and training_args.label_smoothing_factor:
         raise ValueError("--label_smoothing_factor needs labels that are names; those of these data are numbers")
     ids = {name: labels.encode(members, name=name) for name, members in values.items()}
-    check_resumed_model(config, resume_from, new=new)
+    if model_args.init_from is None:
+        check_resumed_model(config, resume_from, new=new)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
     model = load_model(
@@ -119,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         may_add_weights=training_args.do_train,
         ignore_mismatched_sizes=data_args.ignore_mismatched_sizes,
     )
+    if model_args.init_from is not None:
+        check_resumed_model(model.config, resume_from, new=False)  # whether its head is tied, its weights have said
     if resized_positions is not None:
         model.resize_position_embeddings(resized_positions)
     if model.config.pad_token_id is None:  # decoders find a sequence's last token by it

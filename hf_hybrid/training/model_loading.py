@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from hf_hybrid.data.tokenizer import byte_tokenizer, train_tokenizer
+from hf_hybrid.models.spade.conversion_spade import config_from_t5
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.command_line import one_line
@@ -62,7 +64,7 @@ def load_config(
         ValueError: The model type is unknown or has no class for the task, an override does not fit, or the folder is
             not a checkpoint.
     """
-    if model_args.model_type is not None:
+    if model_args.model_type is not None and model_args.init_from is None:
         config_class: Any = _config_class(model_args.model_type, auto_class)
         values = parse_config_overrides(model_args.config_overrides or "{}", config_class)
         if preset is not None and not values and hasattr(config_class, "from_preset"):
@@ -86,6 +88,8 @@ def load_config(
         config = AutoConfig.from_pretrained(name, **_hub_arguments(model_args))
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"--{flag} {name}: no configuration could be loaded. {one_line(error)}") from error
+    if model_args.init_from is not None:
+        return _config_from_t5(model_args, auto_class, config)
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
         raise ValueError(
@@ -96,6 +100,18 @@ def load_config(
             logger.warning("--%s %s: %s is set to %s.", flag, name, field, value)
             setattr(config, field, value)
     return config
+
+
+def _config_from_t5(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    config_class = _config_class("spade", auto_class)
+    flags = f"--init_from t5 --model_name_or_path {model_args.model_name_or_path}"
+    if auto_class is AutoModelForCausalLM:
+        raise ValueError(f"{flags}: a causal language model has no encoder that T5's could become")
+    overrides = parse_config_overrides(model_args.config_overrides or "{}", config_class)
+    try:
+        return config_from_t5(config, **overrides)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{flags}: {one_line(error)}") from error
 
 
 def _fitting(role: Mapping[str, Any] | None, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -273,6 +289,8 @@ def fit_config_to_tokenizer(
         )
     if not vocab_size_is_given:
         config.vocab_size = ids
+        if hasattr(config, "decoder_vocab_size"):  # Marian
+            config.decoder_vocab_size = ids
     roles = ("eos_token_id", "pad_token_id", "bos_token_id")
     defaults = {role: getattr(config, role, None) for role in roles}
     given = {role: getattr(tokenizer, role) for role in roles}
@@ -287,6 +305,20 @@ def fit_config_to_tokenizer(
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         starts_with_bos = defaults["bos_token_id"] is not None and given["bos_token_id"] is not None
         config.decoder_start_token_id = given["bos_token_id" if starts_with_bos else "pad_token_id"]
+
+
+def _start_from_t5(
+    model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig, *, may_add_weights: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Start SPADE from the checkpoint; the report is that of a checkpoint that lacks nothing."""
+    if not may_add_weights:
+        raise ValueError("--init_from t5 adds weights that must be trained (--do_train) before the model is used")
+    options = parse_config_overrides(model_args.config_overrides or "{}", type(config))
+    options |= {name: getattr(config, name) for name in ("id2label", "label2id", "problem_type")}  # set by the task
+    options |= {name: value for name, value in _hub_arguments(model_args).items() if name != "trust_remote_code"}
+    model_class = auto_class._model_mapping[type(config)]
+    model = model_class.from_t5(model_args.model_name_or_path, dtype=model_args.dtype, **options)
+    return model, {"missing_keys": [], "mismatched_keys": []}
 
 
 def load_model(
@@ -318,20 +350,24 @@ def load_model(
     set_seed(seed)
     if model_args.model_name_or_path is None:
         try:
-            model = auto_class.from_config(config, trust_remote_code=model_args.trust_remote_code)
+            dtype = None if model_args.dtype == "auto" else model_args.dtype
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=model_args.trust_remote_code)
         except ValueError as error:
             raise ValueError(f"--model_type {config.model_type}: {error}") from error
         logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
         return model
     try:
-        model, report = auto_class.from_pretrained(
-            model_args.model_name_or_path,
-            config=config,
-            dtype=model_args.dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=bool(ignore_mismatched_sizes),
-            **_hub_arguments(model_args),
-        )
+        if model_args.init_from is not None:
+            model, report = _start_from_t5(model_args, auto_class, config, may_add_weights=may_add_weights)
+        else:
+            model, report = auto_class.from_pretrained(
+                model_args.model_name_or_path,
+                config=config,
+                dtype=model_args.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=bool(ignore_mismatched_sizes),
+                **_hub_arguments(model_args),
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         message = f"--model_name_or_path {model_args.model_name_or_path}: {one_line(error)}"
         if ignore_mismatched_sizes is False and "ignore_mismatched_sizes" in message:
@@ -346,7 +382,8 @@ def load_model(
             f"--model_name_or_path {model_args.model_name_or_path} lacks {len(missing)} of the weights of "
             f"{type(model).__name__}, such as {missing[0]}; it must be trained (--do_train) before it is used"
         )
-    ids, rows = number_of_ids(tokenizer), model.get_input_embeddings().weight.shape[0]
+    table = getattr(model.get_input_embeddings(), "weight", None)  # an adaptive embedding has several
+    ids, rows = number_of_ids(tokenizer), model.config.vocab_size if table is None else table.shape[0]
     if ids > rows:
         model.resize_token_embeddings(ids)
         logger.warning(

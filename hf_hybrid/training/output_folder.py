@@ -80,11 +80,13 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
     """Resolve ``--resume_from_checkpoint`` to a folder that can be resumed from.
 
     Raises:
-        ValueError: The named folder is no complete checkpoint, or ``true`` found none.
+        ValueError: The named folder is no complete checkpoint, or ``true`` found none, or there is nothing to train.
     """
     wanted = training_args.resume_from_checkpoint
-    if wanted is None or not training_args.do_train:
+    if wanted is None:
         return None
+    if not training_args.do_train:
+        raise ValueError(f"--resume_from_checkpoint {wanted} needs --do_train")
     if wanted in ("auto", "true"):
         checkpoints = complete_checkpoints(str(training_args.output_dir))
         if not checkpoints and wanted == "true":

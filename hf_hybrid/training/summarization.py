@@ -33,6 +33,7 @@ from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingAr
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
     asked_splits,
+    check_best_metric,
     first_examples,
     load_datasets,
     map_rows,
@@ -65,6 +66,7 @@ _POSITIONS = {
     "max_decoder_position_embeddings": ("max_target_length", "val_max_target_length"),
 }
 """Configuration fields that limit a length, and the flags that ask for one."""
+_GENERATED_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len")
 _ROUGE_CHUNK = 200
 
 
@@ -85,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         (ModelArguments, SummarizationArguments, SummarizationTrainingArguments), argv
     )
     check_split_sources(data_args, training_args)
+    _check_evaluation(data_args, training_args)
     config = load_config(model_args, AutoModelForSeq2SeqLM, preset=data_args.default_preset)
     outputs = _outputs_without_training(training_args)
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
@@ -99,11 +102,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     _check_tokens(tokenizer, data_args)
     if tokenizer is None:
         check_tokenizer_source(data_args)
-    check_resumed_model(config, resume_from, new=model_args.model_name_or_path is None)
+    if model_args.init_from is None:
+        check_resumed_model(config, resume_from, new=model_args.model_name_or_path is None)
 
     splits, *columns = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
+    _check_room(tokenizer, data_args)
     model = load_model(
         model_args,
         AutoModelForSeq2SeqLM,
@@ -112,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         seed=training_args.seed,
         may_add_weights=training_args.do_train,
     )
+    if model_args.init_from is not None:
+        check_resumed_model(model.config, resume_from, new=False)  # whether its head is tied, its weights have said
     if resized_positions is not None:
         model.resize_position_embeddings(resized_positions)
     _prepare_generation(model, tokenizer, data_args, training_args)
@@ -148,6 +155,35 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         dataset_args=data_args.dataset_config_name,
     )
     return metrics
+
+
+def _check_evaluation(data_args: SummarizationArguments, training_args: SummarizationTrainingArguments) -> None:
+    """Check before training what Trainer looks at when it evaluates.
+
+    Raises:
+        ValueError: The metric that chooses a checkpoint does not exist, or there is no room to generate anything.
+    """
+    generated = training_args.predict_with_generate
+    check_best_metric(training_args, ("loss", *(_GENERATED_METRICS if generated else ())))
+    lengths = {
+        "val_max_target_length": data_args.val_max_target_length,
+        "generation_max_length": training_args.generation_max_length,
+    }
+    for flag, length in lengths.items():
+        if generated and length == 1:
+            raise ValueError(
+                f"--{flag} must be at least 2 with --predict_with_generate: a start token and one more; got 1"
+            )
+
+
+def _check_room(tokenizer: PreTrainedTokenizerBase, data_args: SummarizationArguments) -> None:
+    """Raise a ValueError if ``--max_source_length`` leaves nothing of any document."""
+    taken = len(tokenizer(data_args.source_prefix or "")["input_ids"])
+    if data_args.max_source_length <= taken:
+        raise ValueError(
+            f"--max_source_length must exceed the {taken} tokens that --source_prefix and special tokens take; "
+            f"got {data_args.max_source_length}"
+        )
 
 
 def _outputs_without_training(training_args: SummarizationTrainingArguments) -> list[str]:

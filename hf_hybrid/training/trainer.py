@@ -213,7 +213,7 @@ def stop_gently(trainer: Trainer) -> Iterator[None]:
         if request.made:
             raise KeyboardInterrupt("training was stopped at once. " + _how_to_continue(trainer))
         request.made = True
-        logger.warning("Ctrl-C: stopping after this step; press it again to stop at once.")
+        logger.warning("Ctrl-C: stopping after this step or evaluation; press it again to stop at once.")
 
     previous = signal.signal(signal.SIGINT, handle)
     trainer.add_callback(request)
@@ -222,7 +222,7 @@ def stop_gently(trainer: Trainer) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, previous)
         trainer.remove_callback(request)
-    if request.made and trainer.state.global_step < trainer.state.max_steps:
+    if request.made:
         raise KeyboardInterrupt(
             f"training stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. "
             + _how_to_continue(trainer)

@@ -135,8 +135,10 @@ def test_hidden_states_and_attentions_are_recorded(model_type, auto_class):
     assert_close(hidden[-1], base.encoder_last_hidden_state if encoder else base.last_hidden_state, "exact")
     if encoder:
         assert len(outputs.decoder_attentions) == len(outputs.cross_attentions) == model.config.num_decoder_layers
-    as_tuple = model(**tiny_inputs(model), return_dict=False)
-    assert isinstance(as_tuple, tuple)
+    for model.config.return_dict, options in ((True, {"return_dict": False}), (False, {})):
+        as_tuple = model(**tiny_inputs(model), **options)
+        assert isinstance(as_tuple, tuple)
+        assert_close(as_tuple[0], main_output(outputs), "exact")
 
 
 @every_decoder

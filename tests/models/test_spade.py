@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
 from hf_hybrid import SpadeConfig, SpadeEncoderModel, SpadeForConditionalGeneration, SpadeModel
 from hf_hybrid.kernels.ssm_kernel.reference import s4_scan
@@ -382,6 +382,14 @@ def test_padding_and_start_have_a_trained_embedding():
     assert table[model.config.pad_token_id].norm() > 0.5 * table.norm(dim=-1).mean()
     model(**tiny_inputs(model), labels=torch.randint(2, 64, (2, 7))).loss.backward()
     assert 0 < table.grad[model.config.pad_token_id].norm() < 10 * table.grad.norm(dim=-1).max()
+
+
+def test_a_decoders_cache_alone_is_enough():
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    inputs = tiny_inputs(model)
+    outputs = model(**inputs, past_key_values=DynamicCache())
+    assert_close(outputs.logits, model(**inputs).logits, "exact")
+    assert outputs.past_key_values.get_seq_length() == inputs["decoder_input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("given", [{}, {"decoder_input_ids": True, "decoder_inputs_embeds": True}])

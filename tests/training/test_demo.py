@@ -95,11 +95,12 @@ def test_an_interrupted_demo_goes_on_when_it_is_started_again(micro, tmp_path, m
         "main",
         lambda argv: resumed.append("--resume_from_checkpoint=auto" in argv) or summarization_main(argv),
     )
-    demo.run_demo(micro, tmp_path)
+    assert demo.run_demo(micro, tmp_path)["training_seconds"] is None
+    assert "Trained in" not in (tmp_path / "report.md").read_text(encoding="utf-8")
     history = json.loads((tmp_path / "trained" / "trainer_state.json").read_text(encoding="utf-8"))
     assert resumed == [True, False]
     assert history["global_step"] == 3
-    demo.run_demo(micro, tmp_path)  # a finished one is replaced
+    assert demo.run_demo(micro, tmp_path)["training_seconds"] > 0  # a finished one is replaced
     assert resumed[2:] == [False, False]
 
 

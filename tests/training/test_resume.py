@@ -78,6 +78,22 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(arguments, tmp_path,
         assert_close(tensor, expected[name], "float32 model")
 
 
+def test_ctrl_c_counts_in_the_last_evaluation_too(arguments, tmp_path, monkeypatch):
+    evaluate = SummarizationTrainer.evaluate
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(SummarizationTrainer, "evaluate", interrupted)
+    argv = arguments("t5", tmp_path / "out", *STEPS, "--eval_strategy", "steps", "--eval_steps", "3")
+    with pytest.raises(KeyboardInterrupt, match=r"after step 6 of 6.*--resume_from_checkpoint auto"):
+        summarization.main(argv)
+    assert not (tmp_path / "out" / "eval_results.json").exists()
+    assert complete_checkpoints(tmp_path / "out")[-1].endswith("checkpoint-6")
+
+
 def test_the_second_ctrl_c_stops_at_once(arguments, tmp_path, monkeypatch):
     _press_ctrl_c(monkeypatch, in_step=4, times=2)
     with pytest.raises(KeyboardInterrupt, match=r"at once.*--resume_from_checkpoint auto"):
@@ -163,6 +179,23 @@ def test_any_file_makes_a_folder_used(arguments, tmp_path):
         summarization.main(arguments("t5", tmp_path / "notes.txt", *STEPS))
     with pytest.raises(ValueError, match="already holds a run"):
         summarization.main(arguments("t5", tmp_path, *STEPS, "--resume_from_checkpoint", "auto"))
+
+
+def test_a_finished_run_keeps_its_results_when_it_is_resumed(arguments, used, caplog):
+    before = _read(used / "train_results.json")
+    metrics = summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
+    assert "has had 6 of 6 steps: nothing is left to train" in caplog.text
+    assert _read(used / "train_results.json") == before
+    assert before.items() <= _read(used / "all_results.json").items()
+    assert before.items() <= metrics.items()
+    assert before["train_loss"] > 0
+    weights, last = (load_file(folder / "model.safetensors") for folder in (used, used / "checkpoint-6"))
+    for name, tensor in last.items():
+        assert_close(weights[name], tensor, "exact")
+    further = summarization.main(
+        [*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto", "--max_steps", "8"]
+    )
+    assert further["train_runtime"] != before["train_runtime"]
 
 
 def test_permission_starts_anew_and_clears_old_checkpoints(arguments, used, caplog):

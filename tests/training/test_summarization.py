@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PegasusConfig
 
 from hf_hybrid.training import common, summarization
@@ -183,6 +184,56 @@ def test_a_named_tokenizer_is_checked_before_the_data(runs, arguments, tmp_path,
     no_data()
     with pytest.raises(ValueError, match=message):
         summarization.main([*arguments("t5", tmp_path / "out", "--do_eval", "--tokenizer_name", str(folder)), *more])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--predict_with_generate", "--metric_for_best_model", "rogue1"],
+            r"--metric_for_best_model must be one of loss, rouge1, .*; got rogue1\. Did you mean 'rouge1'\?",
+        ),
+        (["--metric_for_best_model", "eval_rouge1"], "--metric_for_best_model must be one of loss; got eval_rouge1"),
+        (
+            ["--predict_with_generate", "--val_max_target_length", "1"],
+            "--val_max_target_length must be at least 2 with --predict_with_generate",
+        ),
+        (
+            ["--predict_with_generate", "--generation_max_length", "1"],
+            "--generation_max_length must be at least 2 with --predict_with_generate",
+        ),
+        (["--resume_from_checkpoint", "auto"], "--resume_from_checkpoint auto needs --do_train"),
+    ],
+)
+def test_what_would_fail_at_the_first_evaluation_is_checked_before_the_data(
+    arguments, tmp_path, no_data, more, message
+):
+    no_data()
+    with pytest.raises(ValueError, match=message):
+        summarization.main([*arguments("t5", tmp_path / "out", "--do_eval"), *more])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max_source_length", "1"], "--max_source_length must exceed the 1 tokens .*; got 1"),
+        (
+            ["--source_prefix", "alpha beta " * 30],
+            r"--max_source_length must exceed the \d+ tokens that --source_prefix",
+        ),
+    ],
+)
+def test_a_source_length_that_leaves_nothing_of_a_document_is_refused(arguments, tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        summarization.main([*arguments("t5", tmp_path / "out", "--do_train"), *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_weights_of_a_new_model_may_have_another_precision(arguments, tmp_path):
+    argv = arguments("spade", tmp_path / "out", "--do_train", "--max_steps", "1", "--dtype", "bfloat16")
+    summarization.main(argv)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in weights.items() if ".ssm." not in name} == {torch.bfloat16}
 
 
 def test_a_language_is_checked_before_the_data_and_reaches_tokenizer_and_model(

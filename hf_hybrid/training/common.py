@@ -113,7 +113,8 @@ def load_datasets(
         **options: Further arguments of `load_raw_datasets`.
 
     Returns:
-        All splits there are; those of an embedded corpus, which come module by module, in random order.
+        All splits there are; those of an embedded corpus, which come module by module, in random order, and in a small
+        run as many rows of them as it takes examples.
 
     Raises:
         ValueError: The data cannot be loaded.
@@ -136,6 +137,8 @@ def load_datasets(
         )
     if data_args.dataset_name is not None and embedded_name(data_args.dataset_name) is not None:
         raw = raw.shuffle(seed=0)
+    if data_args.is_small_run:  # whatever it does with them, to train a tokenizer say, it does with few
+        raw = DatasetDict({split: first_examples(rows, data_args.limits.get(split)) for split, rows in raw.items()})
     return raw
 
 

@@ -367,19 +367,19 @@ def test_frozen_taps_are_made_once(filters_made):
     assert layer._kept is None
 
 
-def test_trained_taps_are_made_every_step_but_kept_in_evaluation(filters_made):
+def test_trained_taps_are_kept_only_while_nothing_requires_a_gradient(filters_made):
     layer, u = make(freeze="none"), draw(2, 12, H)
-    for _ in range(2):
+    for mode in (layer.train, layer.eval):
+        mode()
         layer(u)
-        with torch.no_grad():  # no version counter is trusted in training mode
+        with torch.no_grad():
             layer(u)
     assert filters_made == [12] * 4
-    layer.eval()
+    layer.requires_grad_(False)
+    layer(u), layer(u)
+    assert len(filters_made) == 5
+    layer.requires_grad_(True)
     layer(u)
-    with torch.no_grad():
-        layer(u), layer(u)
-    assert filters_made == [12] * 6
-    layer.train()
     assert layer._kept is None
 
 

@@ -5,7 +5,6 @@ E positional features · F width of the network
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -150,11 +149,6 @@ class Hyena(StateSpaceLayer):
             fan_in = self.embedding_size if name.startswith("mlp_in") else tensor.shape[-1]
             nn.init.uniform_(tensor, -(fan_in**-0.5), fan_in**-0.5)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Hyena":
-        self.clear_cache()
-        super()._apply(fn, recurse)
-        return self
-
     def clear_cache(self) -> None:
         """Drop kept taps; only needed after an edit through ``.data``, which nothing can see."""
         self._kept = None
@@ -211,13 +205,9 @@ class Hyena(StateSpaceLayer):
     def _taps(self, length: int) -> torch.Tensor:
         """Taps of all filters for inputs of a length, `(Z, O-1, min(length, L), H)`, kept while nothing is trained."""
         wanted = min(length, self.max_length)
+        if self._is_trained() or torch.compiler.is_compiling():  # no tracer sees an address
+            return self._generate(wanted)
         tensors = [tensor for _, tensor in self.own_tensors()]
-        if any(tensor.requires_grad for tensor in tensors):
-            # a fused optimizer changes them and raises no version counter
-            self.clear_cache()
-            return self._generate(wanted)
-        if torch.compiler.is_compiling():  # no tracer sees an address
-            return self._generate(wanted)
         key = fingerprint(tensors)
         if self._kept is None or self._kept[0] != key or self._kept[2].shape[2] < wanted:
             made = self._generate(min(fft_length(length) // 2, self.max_length))

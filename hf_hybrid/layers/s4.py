@@ -4,7 +4,6 @@ B batch · T length · H hidden size · S copies of (A, B) · N state size · M 
 """
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -99,11 +98,6 @@ class S4Base(StateSpaceLayer):
                 assert vector is not None
                 tensor.copy_(torch.view_as_real(vector))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "S4Base":
-        self.clear_cache()
-        super()._apply(fn, recurse)
-        return self
-
     def clear_cache(self) -> None:
         """Drop kept kernels and spectra; only needed after an edit through ``.data``, which nothing can see."""
         self._cache.clear()
@@ -114,13 +108,6 @@ class S4Base(StateSpaceLayer):
             f"{self.hidden_size}, state_size={self.state_size}, bidirectional={self.bidirectional}, "
             f"num_copies={self.num_copies}, max_length={self.max_length}, freeze={self.freeze!r}"
         )
-
-    def _is_trained(self) -> bool:
-        """Whether an optimizer may change the tensors; a fused one raises no version counter, so nothing is kept."""
-        trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
-        if trained:
-            self.clear_cache()
-        return trained
 
     def _run(
         self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool

@@ -143,7 +143,18 @@ class StateSpaceLayer(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
+        self.clear_cache()
         return super()._apply(keep_precision(fn), recurse=False)
+
+    def clear_cache(self) -> None:
+        """Drop what is kept between calls; only needed after an edit through ``.data``, which nothing can see."""
+
+    def _is_trained(self) -> bool:
+        """Whether an optimizer may change the tensors; a fused one raises no version counter, so nothing is kept."""
+        trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
+        if trained:
+            self.clear_cache()
+        return trained
 
     def forward(
         self,

@@ -367,22 +367,6 @@ def test_frozen_taps_are_made_once(filters_made):
     assert layer._kept is None
 
 
-def test_trained_taps_are_kept_only_while_nothing_requires_a_gradient(filters_made):
-    layer, u = make(freeze="none"), draw(2, 12, H)
-    for mode in (layer.train, layer.eval):
-        mode()
-        layer(u)
-        with torch.no_grad():
-            layer(u)
-    assert filters_made == [12] * 4
-    layer.requires_grad_(False)
-    layer(u), layer(u)
-    assert len(filters_made) == 5
-    layer.requires_grad_(True)
-    layer(u)
-    assert layer._kept is None
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_changes_are_seen(mode):
     layer, u = make(), draw(2, 12, H)

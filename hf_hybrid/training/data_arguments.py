@@ -98,7 +98,7 @@ class SummarizationArguments(DataArguments):
     """Which documents and summaries, how long, and how summaries are generated."""
 
     corpora = ("docstrings", "modules")
-    small_run: ClassVar = {"max_train_samples": 400, "max_eval_samples": 32, "max_predict_samples": 32}
+    small_run: ClassVar = {"max_train_samples": 160, "max_eval_samples": 32, "max_predict_samples": 32}
 
     lang: str | None = field(default=None, metadata={"help": "Language code, for multilingual tokenizers (mBART)."})
     text_column: str | None = field(default=None, metadata={"help": "Column with the documents."})

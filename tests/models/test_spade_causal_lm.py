@@ -211,9 +211,20 @@ def test_a_batch_of_prompts_of_unequal_length_generates_as_each_alone():
             assert torch.equal(together[row : row + 1], alone), options
 
 
+def test_a_cache_that_keeps_no_state_is_refused():
+    model = language_model()
+    inputs = tiny_inputs(model)
+    with pytest.raises(ValueError, match=r"past_key_values must be .* DynamicCache\(config=model.config\).* layer 0"):
+        model(**inputs, past_key_values=transformers.DynamicCache())
+    cache = transformers.DynamicCache(config=model.config)
+    assert_close(model(**inputs, past_key_values=cache).logits, model(**inputs).logits, "float32 decode")
+
+
 def test_only_the_last_logits_are_computed_on_request():
     model = language_model()
     inputs = tiny_inputs(model)
+    with pytest.raises(ValueError, match="logits_to_keep must be 0 together with labels"):
+        model(**inputs, labels=inputs["input_ids"], logits_to_keep=2)
     assert_close(model(**inputs, logits_to_keep=2).logits, model(**inputs).logits[:, -2:], "exact")
 
 

@@ -92,6 +92,13 @@ def test_heads_start_from_any_checkpoint_with_an_encoder(source, head, tmp_path)
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_masked_language_model_scales_what_its_head_reads():
+    plain = tiny_model("spade", "AutoModelForMaskedLM")
+    scaled = tiny_model("spade", "AutoModelForMaskedLM", scale_decoder_outputs=True)
+    inputs = tiny_inputs(plain)
+    assert_close(scaled(**inputs).logits, plain(**inputs).logits * 32**-0.5, "float32")
+
+
 def test_a_masked_language_models_head_is_the_embedding():
     model = tiny_model("spade", "AutoModelForMaskedLM")
     assert model.lm_head.weight is model.get_input_embeddings().weight

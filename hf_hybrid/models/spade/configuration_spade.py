@@ -166,14 +166,15 @@ class SpadeConfig(PreTrainedConfig):
             and decoder in any case (T5; without, T5 v1.1).
         scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``.
         adaptive_cutoffs: For a language model, token ids at which the next cluster of an adaptive input embedding and
-            adaptive softmax begins (Baevski and Auli 2019); an ordinary vocabulary when None.
+            adaptive softmax begins (Baevski and Auli 2019), ids being sorted by frequency; an ordinary vocabulary
+            when None.
         adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
         adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
         pooling: What a sequence classifier reads: the encoder's `"first"` or `"last"` kept token, or the `"mean"` of
             all kept ones.
         classifier_dropout: Dropout before the classification heads; that of `dropout` when None.
-        scale_decoder_outputs: Whether the decoder's output is multiplied by ``hidden_size ** -0.5`` before the
-            language modelling head (T5 with tied embeddings).
+        scale_decoder_outputs: Whether what a language modelling head reads is multiplied by ``hidden_size ** -0.5``
+            before it (T5 with tied embeddings).
         use_cache: Whether decoding returns its key, value and state cache.
         is_encoder_decoder: Whether the model has an encoder and a decoder.
         is_decoder: Whether this config describes a causal stack: a language model, or the view of a decoder.

@@ -420,7 +420,12 @@ class SpadeTokenMixer(nn.Module):
             attention_mask = attention_mask[:, -hidden_states.shape[1] :]
         if past_key_values is None:
             return self.ssm(hidden_states, attention_mask)
-        layer = past_key_values.layers[self.layer_idx]
+        layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
+        if not hasattr(layer, "recurrent_states"):
+            raise ValueError(
+                "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got one whose "
+                f"layer {self.layer_idx} is {type(layer).__name__}"
+            )
         state = layer.recurrent_states[0] if layer.has_previous_state[0] else None
         output, state = self.ssm(hidden_states, attention_mask, state=state, return_state=True)
         layer.update_recurrent_state(state)
@@ -954,6 +959,8 @@ class SpadeForCausalLM(SpadePreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         if labels is not None:
+            if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+                raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
             use_cache = False if use_cache is None else use_cache
         outputs = self.model(
             input_ids=input_ids,
@@ -1039,7 +1046,10 @@ class SpadeForMaskedLM(SpadePreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        hidden_states = outputs.last_hidden_state
+        if self.config.scale_decoder_outputs:
+            hidden_states = hidden_states * self.config.hidden_size**-0.5
+        logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
             loss = self.loss_function(

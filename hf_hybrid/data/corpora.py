@@ -55,7 +55,7 @@ def embedded_corpus(
 
     Every module belongs to one split as a whole, and a document that repeats an earlier one (more than about half of
     its runs of four words), or its summary, is left out of all of them. The first build reads some hundred megabytes
-    of source, takes about half a minute and makes all corpora; later calls, and processes that wait for the first,
+    of source, takes about a minute and makes all corpora; later calls, and processes that wait for the first,
     map its result.
 
     In ``docpairs`` every document and every summary of ``docstrings`` stands in one match and in one mismatch, so

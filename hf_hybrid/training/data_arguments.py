@@ -145,7 +145,7 @@ class GlueArguments(DataArguments):
     """Which sentences and labels, and how long."""
 
     corpora = ("docpairs",)
-    small_run: ClassVar = {"max_train_samples": 1000, "max_eval_samples": 300, "max_predict_samples": 300}
+    small_run: ClassVar = {"max_train_samples": 800, "max_eval_samples": 300, "max_predict_samples": 300}
 
     task_name: str | None = field(
         default=None,

@@ -191,6 +191,12 @@ def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
     return row | {"outcome": bad[0] if bad else "ok"}
 
 
+def _first_over_later(row: Row) -> Row:
+    if not row.get("first_step_s") or not row.get("step_s"):
+        return {}
+    return {"first_over_later": str(float(row["first_step_s"]) / float(row["step_s"]))}
+
+
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
     first = rows[0]
@@ -201,36 +207,33 @@ def report(rows: list[Row]) -> str:
         "random weights."
     ]
     lengths = sorted({int(row["length"]) for row in rows})
-    cells = {(row["model"], int(row["length"])): row for row in rows}
-    shown: dict[str, tuple[str, Callable[[int, float], float], str]] = {
-        "step_s": ("training: thousand tokens per second", lambda length, value: length / value / 1000, ".2f"),
-        "peak_mib": ("training: peak memory over the idle process, MiB", lambda _, value: value, ".0f"),
-        "first_step_s": ("training: first step at a length over later ones", lambda _, value: value, ".2f"),
-        "token_s": (
-            "decoding: milliseconds per token after a prompt of that length",
-            lambda _, value: 1e3 * value,
-            ".1f",
-        ),
-        "cache_mib": ("decoding: MiB held by the cache", lambda _, value: value, ".2f"),
-    }
-    for name, (title, shape, digits) in shown.items():
-        lines = []
-        for model in dict.fromkeys(row["model"] for row in rows):
-            line, points = [model], []
-            for length in lengths:
-                row = cells.get((model, length), {})
-                if not row.get(name):
-                    line.append(row.get("outcome", "-").split(":")[0])
-                    continue
-                value = float(row[name])
-                if name == "first_step_s":
-                    line.append(f"{value / float(row['step_s']):.2f}" if row.get("step_s") else "-")
-                    continue
-                points.append((length, value))
-                line.append(f"{shape(length, value):{digits}}")
-            lines.append(line if name == "first_step_s" else [*line, exponent(points)])
-        extra = [] if name == "first_step_s" else ["exponent 2k-16k (points)"]
-        parts += [f"**{title}**", markdown_table(["model", *map(str, lengths), *extra], lines)]
+    cells = {(row["model"], int(row["length"])): row | _first_over_later(row) for row in rows}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    columns = ["model", *map(str, lengths)]
+
+    def lines(name: str, shape: Callable[[int, float], str]) -> list[list[str]]:
+        def cell(model: str, length: int) -> str:
+            row = cells.get((model, length), {})
+            return shape(length, float(row[name])) if row.get(name) else row.get("outcome", "-").split(":")[0]
+
+        return [[model, *(cell(model, length) for length in lengths)] for model in models]
+
+    def growing(title: str, name: str, shape: Callable[[int, float], str]) -> list[str]:
+        table = lines(name, shape)
+        for line in table:
+            points = [(s, float(cells[line[0], s][name])) for s in lengths if cells.get((line[0], s), {}).get(name)]
+            line.append(exponent(points))
+        return [f"**{title}**", markdown_table([*columns, "exponent 2k-16k (points)"], table)]
+
+    parts += growing("training: thousand tokens per second", "step_s", lambda s, value: f"{s / value / 1000:.2f}")
+    parts += growing("training: peak memory over the idle process, MiB", "peak_mib", lambda _, value: f"{value:.0f}")
+    parts += [
+        "**training: first step at a length over later ones**",
+        markdown_table(columns, lines("first_over_later", lambda _, value: f"{value:.2f}")),
+    ]
+    title = "decoding: milliseconds per token after a prompt of that length"
+    parts += growing(title, "token_s", lambda _, value: f"{1e3 * value:.1f}")
+    parts += growing("decoding: MiB held by the cache", "cache_mib", lambda _, value: f"{value:.2f}")
     return "\n\n".join(parts)
 
 

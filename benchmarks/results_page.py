@@ -5,7 +5,7 @@ Run it from the repository root, after a measurement was made anew::
     python -m benchmarks.results_page
 
 A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``; what is between them is replaced. A ``.csv`` file
-is one of `bench_models` or `compare_on_data`, a ``.json`` file a copy of a demo's ``demo_results.json``.
+is one of the modules in `REPORTS`, a ``.json`` file a copy of a demo's ``demo_results.json``.
 """
 
 import csv
@@ -15,11 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_models, compare_on_data
+from benchmarks import bench_language_models, bench_models, compare_on_data
 from hf_hybrid.training.demo import scores_and_checks
 
 PAGE = Path("docs/results.md")
 RESULTS = Path("benchmarks/results")
+# a column that only this module's files have -> the module
+REPORTS = {"seed": compare_on_data, "token_s": bench_language_models, "precision": bench_models}
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
@@ -29,7 +31,8 @@ def tables(path: Path) -> str:
         return _demo_table(json.loads(path.read_text(encoding="utf-8")))
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return (compare_on_data if "seed" in rows[0] else bench_models).report(rows)
+    (report,) = (module.report for column, module in REPORTS.items() if column in rows[0])
+    return report(rows)
 
 
 def _demo_table(results: dict[str, Any]) -> str:

@@ -145,6 +145,12 @@ def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool
     if data_args.block_size is None:
         data_args.block_size = min([_DEFAULT_BLOCK, *limits])
     lengths = {"block_size": data_args.block_size, "eval_sequence_length": data_args.eval_sequence_length or 0}
+    memory = getattr(config, "ssm_l_max", None)
+    for flag, length in lengths.items():
+        if memory is not None and memory < length:
+            logger.warning(
+                "ssm_l_max %d is shorter than --%s %d: its layers see no further back.", memory, flag, length
+            )
     return fit_positions(config, AutoModelForCausalLM, dict.fromkeys(_POSITIONS, lengths), new=new)
 
 

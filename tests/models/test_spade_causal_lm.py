@@ -15,7 +15,7 @@ SHORT_MEMORY = {"hyena": {"ssm_l_max": 64}}  # of the tiny models here
 
 
 def language_model(**overrides) -> SpadeForCausalLM:
-    return tiny_model("spade", "AutoModelForCausalLM", is_decoder=True, is_encoder_decoder=False, **overrides)
+    return tiny_model("spade", "AutoModelForCausalLM", **overrides)
 
 
 def stored(model: nn.Module) -> int:
@@ -47,14 +47,13 @@ def test_a_language_models_defaults_are_the_papers():
     assert config.sliding_window == 512
 
 
-def test_an_encoder_decoders_config_makes_a_language_model_without_being_changed():
-    config = tiny_config("spade")
-    before = config.to_dict()
-    model = SpadeForCausalLM(config)
-    assert config.to_dict() == before
-    assert model.config.is_decoder
-    assert not model.config.is_encoder_decoder
-    assert not any("cross_attention" in name or "encoder" in name for name in model.state_dict())
+@pytest.mark.parametrize("role", [{}, {"is_encoder_decoder": False}, {"is_decoder": True}])
+def test_a_language_model_refuses_other_roles_configs(role, tmp_path):
+    with pytest.raises(ValueError, match="is_decoder must be True and is_encoder_decoder False for SpadeForCausalLM"):
+        SpadeForCausalLM(tiny_config("spade", **role))
+    tiny_model("spade", "AutoModelForSeq2SeqLM").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is_decoder must be True"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("model_class", [SpadeModel, SpadeForConditionalGeneration, SpadeEncoderModel])
@@ -234,7 +233,8 @@ def test_only_the_last_logits_are_computed_on_request():
 @pytest.mark.parametrize("adaptive", [None, [10, 30]])
 def test_label_smoothing_and_plain_loss_agree_through_trainer(adaptive, tmp_path):
     """Trainer's own label smoothing shifts labels only for models that it knows to be causal."""
-    model = language_model(adaptive_cutoffs=adaptive, adaptive_factor=2, dropout=0.0, attention_dropout=0.0)
+    vocabulary = {"adaptive_cutoffs": adaptive, "adaptive_factor": 2} if adaptive else {}
+    model = language_model(**vocabulary, dropout=0.0, attention_dropout=0.0)
     ids = tiny_inputs(model, batch=4)["input_ids"]
     losses = []
     for smoothing in (0.0, 1e-7):
@@ -292,6 +292,14 @@ def test_an_adaptive_vocabulary_cannot_be_resized():
         ({"hyena_order": 1}, "hyena_order must be at least 2; got 1"),
         ({"hyena_embedding_size": 4}, "hyena_embedding_size must be odd and at least 3; got 4"),
         ({"hyena_sine_frequency": 0.0}, "hyena_sine_frequency must be positive and finite; got 0.0"),
+        ({"ssm_type": "lstm", "ssm_use_D": False}, "ssm_use_D must be left at True for ssm_type lstm, which .* False"),
+        ({"ssm_type": "s5", "ssm_n_ssm": 2}, "ssm_n_ssm must be left at None for ssm_type s5"),
+        ({"ssm_type": "hyena", "ssm_dt_min": 0.01}, "ssm_dt_min must be left at 0.001 for ssm_type hyena"),
+        ({"hyena_order": 3}, "hyena_order must be left at 2 for ssm_type s4"),
+        ({"ssm_type": "s4d", "ssm_blocks": 1}, "ssm_blocks must be left at 4 for ssm_type s4d"),
+        ({"combine_alpha": 0.3}, "combine_alpha must be left at 0.5 for combine_mode concat"),
+        ({"combine_mode": "add", "concat_order": "global_local"}, "concat_order must be left at local_global for"),
+        ({"adaptive_dropout": 0.1}, "adaptive_dropout must be left at 0.0 for adaptive_cutoffs None"),
         ({"pooling": "max"}, "pooling must be one of first, mean, last; got 'max'"),
         ({"classifier_dropout": -0.1}, r"classifier_dropout must lie in \[0, 1\); got -0.1"),
     ],
@@ -299,3 +307,21 @@ def test_an_adaptive_vocabulary_cannot_be_resized():
 def test_bad_values_are_named(options, rule):
     with pytest.raises(Exception, match=rule):
         tiny_config("spade", **{"is_decoder": True, "is_encoder_decoder": False, **options})
+
+
+def test_a_model_with_a_state_is_refused_as_an_assistant():
+    model, assistant = language_model(global_layers="none"), language_model()
+    with pytest.raises(ValueError, match="assistant_model must not be stateful"):
+        model.generate(**tiny_inputs(model, batch=1), assistant_model=assistant, max_new_tokens=8, do_sample=False)
+
+
+def test_what_would_be_silently_ignored_is_refused_or_said(monkeypatch):
+    model, said = language_model(), []
+    inputs = tiny_inputs(model)
+    with pytest.raises(ValueError, match="shift_labels must be None"):
+        model(**inputs, shift_labels=inputs["input_ids"])
+    monkeypatch.setattr("hf_hybrid.models.spade.modeling_spade.logger.warning_once", said.append)
+    model(**inputs)
+    assert not said
+    model(**inputs, output_attentions=True)
+    assert said == ["output_attentions needs attn_implementation='eager': local attention keeps none."] * 2

@@ -21,6 +21,8 @@ TINY_CONFIGS = {
         "initializer_range": 0.2,  # outputs of ordinary size, so that comparisons mean something
     },
 }
+# where a config serves several roles, what it says for one of them
+ROLES = {("spade", "AutoModelForCausalLM"): {"is_decoder": True, "is_encoder_decoder": False}}
 MODEL_CLASSES = [
     (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)
 ]
@@ -58,8 +60,6 @@ DECODERS = {
             "adaptive_cutoffs": [10, 30],
             "adaptive_factor": 2,
             "scale_embeddings": True,
-            "is_decoder": True,
-            "is_encoder_decoder": False,
         },
     },
 }
@@ -67,13 +67,17 @@ DECODER_CASES = [(model_type, name, case) for model_type, name in GENERATIVE for
 
 
 def tiny_config(model_type: str, **overrides):
-    return transformers.AutoConfig.for_model(model_type, **{**TINY_CONFIGS[model_type], **overrides})
+    fields = {**TINY_CONFIGS[model_type], **overrides}
+    if fields.get("ssm_type") in ("hyena", "lstm") and "ssm_state_size" not in overrides:
+        fields.pop("ssm_state_size")  # they have none
+    return transformers.AutoConfig.for_model(model_type, **fields)
 
 
 def tiny_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
     """A tiny model in evaluation mode, the same one for the same seed."""
     torch.manual_seed(seed)
-    return getattr(transformers, auto_class).from_config(tiny_config(model_type, **overrides)).eval()
+    config = tiny_config(model_type, **{**ROLES.get((model_type, auto_class), {}), **overrides})
+    return getattr(transformers, auto_class).from_config(config).eval()
 
 
 def tiny_inputs(model, *, batch: int = 2, length: int = 11, target_length: int = 7, seed: int = 1) -> dict:

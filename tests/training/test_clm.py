@@ -2,6 +2,7 @@ import gzip
 import json
 import math
 import random
+import types
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from hf_hybrid import SpadeConfig
 from hf_hybrid.training import clm, common
 from hf_hybrid.training.data_arguments import ClmArguments
 from tests.training.conftest import MODELS
@@ -504,3 +506,11 @@ def test_rows_without_text_can_be_left_out(command, tmp_path):
     argv = command("gpt2", [], "--do_train", "--train_file", str(tmp_path / "train.jsonl"), "--drop_empty_rows")
     assert clm.main([*argv, "--max_steps", "1"])["train_samples"] == 82 // 32
     assert "train_loss" in clm.main([*argv, "--max_steps", "1", "--streaming", "--overwrite_output_dir"])
+
+
+def test_a_memory_shorter_than_the_blocks_is_warned_of(caplog):
+    lengths = types.SimpleNamespace(block_size=64, eval_sequence_length=None)
+    for memory, warned in ((64, False), (63, True)):
+        config = SpadeConfig(is_decoder=True, is_encoder_decoder=False, ssm_type="hyena", ssm_l_max=memory)
+        clm._fit_lengths(config, lengths, new=True)
+        assert ("ssm_l_max 63 is shorter than --block_size 64" in caplog.text) == warned

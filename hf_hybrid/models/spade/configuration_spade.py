@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import chain
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -34,6 +35,16 @@ SSM_FREEZES = {
     "lstm": ("none",),
 }
 SSM_TYPES = tuple(SSM_FREEZES)
+_STATE_SPACE = ("ssm_state_size", "ssm_dt_min", "ssm_dt_max", "ssm_use_D")
+_HYENA = ("order", "filter_size", "embedding_size", "sine_frequency", "short_kernel_size")
+# state space model -> fields that it alone of all reads, or that not all read
+SSM_FIELDS = {
+    "s4": (*_STATE_SPACE, "ssm_n_ssm"),
+    "s4d": (*_STATE_SPACE, "ssm_n_ssm"),
+    "s5": (*_STATE_SPACE, "ssm_blocks"),
+    "hyena": tuple(f"hyena_{name}" for name in _HYENA),
+    "lstm": (),
+}
 POSITIVE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -136,19 +147,19 @@ class SpadeConfig(PreTrainedConfig):
             normalised, side by side), `"add"` (a weighted sum of both, normalised), `"stack"` (attention reads the
             state space model's output), `"residual"` (attention plus a linear map of the state space model's
             normalised output, zero at first: the layer starts as a local one, for weights trained without).
-        combine_alpha: Weight of the global branch for `"add"`; the local one gets the rest.
-        concat_order: `"local_global"` (the paper) or `"global_local"` (the published code).
+        combine_alpha: For `"add"`, the weight of the global branch; the local one gets the rest.
+        concat_order: For `"concat"`, `"local_global"` (the paper) or `"global_local"` (the published code).
         ssm_type: The state space model: `"s4"`, `"s4d"`, `"s5"`, or in its place `"hyena"` or `"lstm"`.
-        ssm_state_size: Its state size N, even; of each channel (S4, S4D) or of the whole layer (S5). 64 when None, and
-            256 for S5.
+        ssm_state_size: Its state size N, even; of each channel (S4, S4D) or of the whole layer (S5). When None, 64 for
+            S4 and S4D, 256 for S5.
         ssm_init: Initial eigenvalues: of S4D `"lin"`, `"inv"` or `"legs"`, of S4 and S5 `"legs"`; the first of these
             when None.
         ssm_discretization: `"zoh"` or `"bilinear"` for S4D and S5, `"bilinear"` for S4; the first when None.
         ssm_blocks: HiPPO blocks that S5's state starts as.
         ssm_dt_min: Smallest initial step Δ.
         ssm_dt_max: Largest initial step Δ.
-        ssm_n_ssm: Independent copies of (A, B); when None, one where they are frozen and `hidden_size` where they are
-            trained.
+        ssm_n_ssm: Independent copies of (A, B) in S4 and S4D; when None, one where they are frozen and `hidden_size`
+            where they are trained.
         ssm_freeze: `"all"` (the paper; of Hyena the filters), `"ab_dt"` (train C and D only; S4, S4D and S5) or
             `"none"` (train everything). When None, `"all"`, but `"none"` for an LSTM.
         ssm_stop_gradient: Whether the gradient through the global branch to its input is cut, as in the published
@@ -170,8 +181,8 @@ class SpadeConfig(PreTrainedConfig):
             when None.
         adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
         adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
-        pooling: What a sequence classifier reads: the encoder's `"first"` or `"last"` kept token, or the `"mean"` of
-            all kept ones.
+        pooling: What a sequence classifier reads: the `"mean"` of the encoder's kept tokens, or the `"first"` (for
+            inputs that begin with a class token) or `"last"` of them.
         classifier_dropout: Dropout before the classification heads; that of `dropout` when None.
         scale_decoder_outputs: Whether what a language modelling head reads is multiplied by ``hidden_size ** -0.5``
             before it (T5 with tied embeddings).
@@ -251,7 +262,7 @@ class SpadeConfig(PreTrainedConfig):
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0
-    pooling: str = "first"
+    pooling: str = "mean"
     classifier_dropout: float | int | None = None
     scale_decoder_outputs: bool = False
     use_cache: bool = True
@@ -269,7 +280,8 @@ class SpadeConfig(PreTrainedConfig):
         Args:
             name: `"base"` (12+12 layers, width 768: the paper's), `"small"` (6+6, 512) or `"tiny"` (4+4, 256);
                 `"wikitext103"`, the paper's language model.
-            **overrides: Fields to set differently.
+            **overrides: Fields to set differently; of `"wikitext103"`, another `hidden_size` or `ssm_type` needs
+                another `ssm_n_ssm` with it, and another `vocab_size` other `adaptive_cutoffs`.
 
         Raises:
             ValueError: No preset has this name.
@@ -309,7 +321,7 @@ class SpadeConfig(PreTrainedConfig):
             "local_radius": 511 if causal else 128,
             "chunk_size": 512 if causal else 128,
             "share_relative_bias": causal,
-            "ssm_state_size": 256 if self.ssm_type == "s5" else 64,
+            "ssm_state_size": {"s4": 64, "s4d": 64, "s5": 256}.get(self.ssm_type),
             "ssm_freeze": freezes[0],
             "ssm_init": inits[0],
             "ssm_discretization": discretizations[0],
@@ -318,7 +330,7 @@ class SpadeConfig(PreTrainedConfig):
         }.items():
             if getattr(self, field) is None:
                 setattr(self, field, default)
-        if self.ssm_n_ssm is None:
+        if self.ssm_n_ssm is None and "ssm_n_ssm" in SSM_FIELDS.get(self.ssm_type, ()):
             self.ssm_n_ssm = self.hidden_size if self.ssm_freeze == "none" else 1
 
     def _spell_out_layers(self):
@@ -336,9 +348,9 @@ class SpadeConfig(PreTrainedConfig):
                 raise ValueError(f"{field} must be a positive integer; got {value}")
         if self.local_radius < 0:
             raise ValueError(f"local_radius must not be negative; got {self.local_radius}")
-        if self.ssm_state_size % 2:
+        if (self.ssm_state_size or 0) % 2:
             raise ValueError(f"ssm_state_size must be even; got {self.ssm_state_size}")
-        if self.hidden_size % self.ssm_n_ssm:
+        if self.hidden_size % (self.ssm_n_ssm or 1):
             raise ValueError(
                 f"ssm_n_ssm must divide hidden_size; got {self.ssm_n_ssm} and hidden_size {self.hidden_size}"
             )
@@ -366,6 +378,7 @@ class SpadeConfig(PreTrainedConfig):
             )
         self._validate_state_space()
         self._validate_adaptive_vocabulary()
+        self._check_unread()
         for stack in ("", "decoder_") if self.is_encoder_decoder else ("",):
             layers = self.num_decoder_layers if stack else self.num_hidden_layers
             attention, global_layers = getattr(self, f"{stack}attention_type"), getattr(self, f"{stack}global_layers")
@@ -398,6 +411,22 @@ class SpadeConfig(PreTrainedConfig):
                 f"hidden_act must name an activation of transformers; got {self.hidden_act!r}."
                 f"{did_you_mean(self.hidden_act, ACT2FN)}"
             )
+
+    def _check_unread(self):
+        """Refuse what another field leaves without effect."""
+        unread = {field: "ssm_type" for field in chain(*SSM_FIELDS.values()) if field not in SSM_FIELDS[self.ssm_type]}
+        if self.combine_mode != "add":
+            unread["combine_alpha"] = "combine_mode"
+        if self.combine_mode != "concat":
+            unread["concat_order"] = "combine_mode"
+        if self.adaptive_cutoffs is None:
+            unread |= dict.fromkeys(("adaptive_factor", "adaptive_dropout"), "adaptive_cutoffs")
+        for field, by in unread.items():
+            if getattr(self, field) != (default := getattr(type(self), field)):
+                raise ValueError(
+                    f"{field} must be left at {default} for {by} {getattr(self, by)}, which does not read it; "
+                    f"got {getattr(self, field)!r}"
+                )
 
     def _check_choice(self, field: str, allowed: tuple[str | None, ...], where: str = ""):
         if getattr(self, field) not in allowed:

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -47,6 +47,8 @@ from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
+
+logger = logging.get_logger(__name__)
 
 
 def eager_attention_forward(
@@ -218,6 +220,8 @@ class SpadeSelfAttention(nn.Module):
         # the blocked kernel serves whole sequences; a step over cached keys is short, and "eager" is dense on request
         whole = key.shape[1] == length and (attention_mask is None or attention_mask.dim() == 2)
         if self.config.attention_type != "full" and whole and self.config._attn_implementation != "eager":
+            if kwargs.get("output_attentions"):
+                logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
             window = self.config.attention_type == "window"
             reach = self.config.local_radius if window else self.config.chunk_size - 1
             reach = min(reach, max(length - 1, 0))
@@ -769,7 +773,24 @@ class SpadeModel(SpadePreTrainedModel):
         )
 
 
-class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
+class SpadeGenerationMixin(GenerationMixin):
+    """transformers' decoding, except what would need a recurrent state to be rolled back; before `PreTrainedModel`."""
+
+    @property
+    def _is_stateful(self) -> bool:
+        # by this transformers refuses assisted decoding of the model
+        return bool(self.config.get_text_config(decoder=True).global_layers)
+
+    def generate(self, *args, **kwargs):
+        if self._is_stateful and getattr(kwargs.get("generation_config"), "is_assistant", False):
+            raise ValueError(
+                f"assistant_model must not be stateful, since its rejected tokens are taken back; got a "
+                f"{type(self).__name__} whose decoder has global layers"
+            )
+        return super().generate(*args, **kwargs)
+
+
+class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
     """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks.
 
     Args:
@@ -783,11 +804,6 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         self.model = SpadeModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @property
-    def _is_stateful(self) -> bool:
-        # a recurrent state cannot be rolled back, so transformers must refuse assisted decoding
-        return bool(self.config.decoder_global_layers)
 
     @can_return_tuple
     def forward(
@@ -913,23 +929,26 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         )
 
 
-class SpadeForCausalLM(SpadePreTrainedModel, GenerationMixin):
+class SpadeForCausalLM(SpadeGenerationMixin, SpadePreTrainedModel):
     """SPADE causal language model (SPADE, section 4.2): a decoder without cross-attention, and a head.
 
     With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
     the loss needs only those of each label's cluster.
 
     Args:
-        config: The config. Whatever it says about an encoder, this model has none.
+        config: The config, with `is_decoder` True and `is_encoder_decoder` False.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
-        config = copy.deepcopy(config)
-        config.is_decoder, config.is_encoder_decoder = True, False
         super().__init__(config)
         config.validate()  # from_pretrained may have set fields without checking them
+        if not config.is_decoder or config.is_encoder_decoder:
+            raise ValueError(
+                f"is_decoder must be True and is_encoder_decoder False for SpadeForCausalLM, whose defaults depend on "
+                f"them; got {config.is_decoder} and {config.is_encoder_decoder}"
+            )
         self.model = SpadeStack(config)
         if config.adaptive_cutoffs is None:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -939,11 +958,6 @@ class SpadeForCausalLM(SpadePreTrainedModel, GenerationMixin):
                 self.model.embed_tokens, tied=config.tie_word_embeddings, dropout=config.adaptive_dropout
             )
         self.post_init()
-
-    @property
-    def _is_stateful(self) -> bool:
-        # a recurrent state cannot be rolled back, so transformers must refuse assisted decoding
-        return bool(self.config.global_layers)
 
     @can_return_tuple
     def forward(
@@ -958,6 +972,8 @@ class SpadeForCausalLM(SpadePreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        if kwargs.pop("shift_labels", None) is not None:
+            raise ValueError("shift_labels must be None: give labels, which are shifted here")
         if labels is not None:
             if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
                 raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")

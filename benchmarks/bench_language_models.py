@@ -1,4 +1,4 @@
-"""Causal language models beside named peers of the same size, on the CPU: training step, decoding, cache.
+"""Causal language models beside named peers of the same width and depth, on the CPU: training step, decoding, cache.
 
 Run it from the repository root::
 
@@ -210,6 +210,8 @@ def report(rows: list[Row]) -> str:
     cells = {(row["model"], int(row["length"])): row | _first_over_later(row) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = ["model", *map(str, lengths)]
+    sizes = ", ".join(f"{model} {int(cells[model, lengths[0]]['parameters']):,}" for model in models)
+    parts.append(f"Parameters: {sizes}.")
 
     def lines(name: str, shape: Callable[[int, float], str]) -> list[list[str]]:
         def cell(model: str, length: int) -> str:

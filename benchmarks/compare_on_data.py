@@ -1,4 +1,4 @@
-"""Train several small models from scratch on one data set, with several seeds and otherwise equal flags.
+"""Train several small models on one data set, with several seeds and otherwise equal flags.
 
 Run it from the repository root, with the folder of the data set (``train`` and ``validation`` files)::
 
@@ -7,11 +7,12 @@ Run it from the repository root, with the folder of the data set (``train`` and 
     python -m benchmarks.compare_on_data --report benchmarks/results/samsum.csv   # its table, as Markdown
 
 An experiment is a JSON file: the ``script`` (``summarization``, ``clm`` or ``glue``), its ``flags`` that all models
-share, ``models``, which have flags of their own, and ``scores``, the metrics to show.
+share, ``models``, which have flags of their own, and ``scores``, the metrics to show. The models begin from scratch,
+or where there is a ``start``, one more model with its flags, from what that one has learnt with the first seed.
 Every run is a process of its own with one thread, so that as many as there are cores can run side by side and the
 processor time of a run means the same for all. Beside the models stand rows that need no training: for summaries, the
 first words of each document (as many as the training summaries' median) and training summaries drawn at random; for
-labels, the most frequent one of the training split.
+labels, the most frequent one of the training split. What ``--out`` holds already is not trained again.
 """
 
 import argparse
@@ -45,22 +46,39 @@ AUTO_CLASSES = {
 
 
 def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int, folder: Path, out: Path) -> None:
-    """Train every model with every seed, rewriting the CSV after each run."""
+    """Train every model with every seed that the CSV lacks, rewriting it after each run."""
     script, scores = experiment["script"], tuple(experiment["scores"])
     files = {split: _data_file(data, split) for split in ("train", "validation")}
     common = stamp() | {"dataset": data.name}
-    baselines = BASELINES[script](files) if script in BASELINES else {}
-    rows = [{**common, "model": name, "seed": "", **_shown(result, scores)} for name, result in baselines.items()]
-    runs = {
-        (name, seed): (script, _flags(experiment["flags"] | flags, files, seed, folder / f"{_slug(name)}-{seed}"))
-        for seed in seeds
-        for name, flags in experiment["models"].items()
-    }
+    rows = _read(out) if out.exists() else []
+    if not rows and script in BASELINES:
+        baselines = BASELINES[script](files)
+        rows = [{**common, "model": name, "seed": "", **_shown(result, scores)} for name, result in baselines.items()]
+    done = {(row["model"], row["seed"]) for row in rows}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        for (name, seed), result in zip(runs, pool.map(_train, runs.values()), strict=True):
-            rows.append({**common, "model": name, "seed": str(seed), **_shown(result, scores)})
-            write_csv(out, (*COLUMNS, *scores), rows)
+
+        def train(runs: Sequence[tuple[str, int, dict[str, Any]]]) -> None:
+            runs = [run for run in runs if (run[0], str(run[1])) not in done]
+            folders = [folder / f"{_slug(name)}-{seed}" for name, seed, _ in runs]
+            flags = [
+                _flags(experiment["flags"] | own, files, seed, output_dir)
+                for output_dir, (_, seed, own) in zip(folders, runs, strict=True)
+            ]
+            for (name, seed, _), result in zip(runs, pool.map(_train, [script] * len(runs), flags), strict=True):
+                rows.append({**common, "model": name, "seed": str(seed), **_shown(result, scores)})
+                write_csv(out, (*COLUMNS, *scores), rows)
+
+        start = {}
+        for name, flags in experiment.get("start", {}).items():
+            train([(name, seeds[0], flags)])
+            start["model_name_or_path"] = folder / f"{_slug(name)}-{seeds[0]}"
+        train([(name, seed, start | flags) for seed in seeds for name, flags in experiment["models"].items()])
+
+
+def _read(path: Path) -> list[Row]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def _slug(name: str) -> str:
@@ -88,12 +106,11 @@ def _flags(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Pat
     }
 
 
-def _train(task: tuple[str, dict[str, Any]]) -> dict[str, float]:
+def _train(script: str, flags: dict[str, Any]) -> dict[str, float]:
     """Train in this process with one thread; its processor time includes start-up, evaluation and generation."""
     import torch
     import transformers
 
-    script, flags = task
     torch.set_num_threads(1)
     metrics = importlib.import_module(f"hf_hybrid.training.{script}").main(
         [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in flags.items()]
@@ -204,8 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = arguments.output_dir or Path("runs", arguments.experiment.stem)
         table = arguments.out or folder / "results.csv"
         run(experiment, arguments.data, arguments.seeds, arguments.jobs, folder, table)
-    with open(table, newline="", encoding="utf-8") as file:
-        print(report(list(csv.DictReader(file))))
+    print(report(_read(table)))
     return 0
 
 

@@ -1,11 +1,13 @@
 """Configuration, tokenizer and model of a run: loaded, or made anew and fitted to each other."""
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -73,7 +75,9 @@ def load_config(
             preset = values.pop("preset", None)
         try:
             values = _fitting(role, config_class) | values
-            return config_class(**values) if preset is None else config_class.from_preset(str(preset), **values)
+            config = config_class(**values) if preset is None else config_class.from_preset(str(preset), **values)
+            _check_buildable(auto_class, config)
+            return config
         except Exception as error:
             raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
     if model_args.model_name_or_path is not None:
@@ -95,11 +99,23 @@ def load_config(
         raise ValueError(
             f"--{flag} {name}: its architecture {config.model_type!r} has no class for {auto_class.__name__}"
         )
-    for field, value in _fitting(role, type(config)).items():
-        if getattr(config, field) != value:
-            logger.warning("--%s %s: %s is set to %s.", flag, name, field, value)
-            setattr(config, field, value)
+    if not config.is_encoder_decoder:  # its decoder alone is for the class of the task to make, or to refuse
+        for field, value in _fitting(role, type(config)).items():
+            if getattr(config, field) != value:
+                logger.warning("--%s %s: %s is set to %s.", flag, name, field, value)
+                setattr(config, field, value)
+    if not has_code:
+        try:
+            _check_buildable(auto_class, config)
+        except Exception as error:
+            raise ValueError(f"--{flag} {name}: {one_line(error)}") from error
     return config
+
+
+def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> None:
+    """Build the model without memory, so that what its class refuses is refused before data are read."""
+    with torch.device("meta"):
+        auto_class.from_config(copy.deepcopy(config))
 
 
 def _config_from_t5(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:

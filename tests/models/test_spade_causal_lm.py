@@ -32,6 +32,14 @@ def test_the_wikitext103_preset_has_the_papers_size():
     with torch.device("meta"):
         assert stored(SpadeForCausalLM(frozen)) == 249_234_688
         assert SpadeForCausalLM(trained).num_parameters() == 249_234_688
+        for ssm_type in SSM_TYPES:
+            config = SpadeConfig.from_preset("wikitext103", ssm_type=ssm_type, num_hidden_layers=1)
+            assert config.ssm_n_ssm == (1024 if ssm_type in ("s4", "s4d") else None)
+            SpadeForCausalLM(config)
+        plain = SpadeConfig.from_preset("wikitext103", adaptive_cutoffs=None, num_hidden_layers=1)
+        assert SpadeForCausalLM(plain).lm_head.weight.shape == (267_744, 1024)
+        with pytest.raises(Exception, match=r"ssm_n_ssm must be left at None for ssm_type s5, .*; got 512"):
+            SpadeConfig.from_preset("wikitext103", ssm_type="s5", ssm_n_ssm=512)
         untied = SpadeConfig.from_preset("wikitext103", tie_word_embeddings=False)
         assert stored(SpadeForCausalLM(untied)) == 249_234_688 - 45_393_920 + 89_737_216
         without = SpadeConfig.from_preset("wikitext103", global_layers="none")
@@ -300,6 +308,9 @@ def test_an_adaptive_vocabulary_cannot_be_resized():
         ({"combine_alpha": 0.3}, "combine_alpha must be left at 0.5 for combine_mode concat"),
         ({"combine_mode": "add", "concat_order": "global_local"}, "concat_order must be left at local_global for"),
         ({"adaptive_dropout": 0.1}, "adaptive_dropout must be left at 0.0 for adaptive_cutoffs None"),
+        ({"combine_mode": "Add", "combine_alpha": 0.3}, "combine_mode must be one of .* got 'Add'"),
+        ({"decoder_attention_type": "chunk"}, "decoder_attention_type must be left out for a language model"),
+        ({"decoder_global_layers": [0]}, r"decoder_global_layers must be left out .* got \[0\]"),
         ({"pooling": "max"}, "pooling must be one of first, mean, last; got 'max'"),
         ({"classifier_dropout": -0.1}, r"classifier_dropout must lie in \[0, 1\); got -0.1"),
     ],
@@ -325,3 +336,11 @@ def test_what_would_be_silently_ignored_is_refused_or_said(monkeypatch):
     assert not said
     model(**inputs, output_attentions=True)
     assert said == ["output_attentions needs attn_implementation='eager': local attention keeps none."] * 2
+
+
+def test_an_early_exit_drafts_for_the_whole_model():
+    model = language_model(global_layers="none", num_hidden_layers=3)
+    inputs = tiny_inputs(model, batch=1)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**inputs, **settings)
+    assert torch.equal(model.generate(**inputs, assistant_early_exit=1, **settings), expected)

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_hybrid import SpadeConfig
+from hf_hybrid import SpadeConfig, SpadeForConditionalGeneration
 from hf_hybrid.training import clm, common
+from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import ClmArguments
 from tests.training.conftest import MODELS
 
@@ -63,10 +64,10 @@ def command(tmp_path, data, files):
     return build
 
 
-def _from_checkpoint(argv, folder):
+def _from_checkpoint(argv, folder, flag="--model_name_or_path"):
     """The same command line for a checkpoint and its tokenizer."""
     position = argv.index("--model_type")
-    return [*argv[:position], "--model_name_or_path", str(folder), *argv[position + 6 :]]
+    return [*argv[:position], flag, str(folder), *argv[position + 6 :]]
 
 
 ALL = ("--do_train", "--do_eval", "--do_predict", "--max_steps", "2")
@@ -509,8 +510,23 @@ def test_rows_without_text_can_be_left_out(command, tmp_path):
 
 
 def test_a_memory_shorter_than_the_blocks_is_warned_of(caplog):
-    lengths = types.SimpleNamespace(block_size=64, eval_sequence_length=None)
-    for memory, warned in ((64, False), (63, True)):
-        config = SpadeConfig(is_decoder=True, is_encoder_decoder=False, ssm_type="hyena", ssm_l_max=memory)
-        clm._fit_lengths(config, lengths, new=True)
-        assert ("ssm_l_max 63 is shorter than --block_size 64" in caplog.text) == warned
+    for lengths, flag in (((64, None), "block_size"), ((8, 64), "eval_sequence_length")):
+        for memory, warned in ((64, False), (63, True)):
+            caplog.clear()
+            config = SpadeConfig(is_decoder=True, is_encoder_decoder=False, ssm_type="hyena", ssm_l_max=memory)
+            clm._fit_lengths(
+                config, types.SimpleNamespace(block_size=lengths[0], eval_sequence_length=lengths[1]), new=True
+            )
+            assert (f"ssm_l_max {memory} is shorter than --{flag} 64" in caplog.text) == warned
+
+
+def test_a_checkpoint_of_another_role_is_refused_before_data_are_read(command, tmp_path, no_data):
+    config = SpadeConfig(**parse_config_overrides(MODELS["spade"], SpadeConfig))
+    SpadeForConditionalGeneration(config).save_pretrained(tmp_path / "seq2seq")
+    argv = command("spade", ["train"], "--do_train")
+    no_data()
+    for flag in ("--model_name_or_path", "--config_name"):
+        with pytest.raises(
+            ValueError, match=f"{flag} .*seq2seq: is_decoder must be True and is_encoder_decoder False"
+        ):
+            clm.main(_from_checkpoint(argv, tmp_path / "seq2seq", flag))

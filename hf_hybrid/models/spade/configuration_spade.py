@@ -280,15 +280,18 @@ class SpadeConfig(PreTrainedConfig):
         Args:
             name: `"base"` (12+12 layers, width 768: the paper's), `"small"` (6+6, 512) or `"tiny"` (4+4, 256);
                 `"wikitext103"`, the paper's language model.
-            **overrides: Fields to set differently; of `"wikitext103"`, another `hidden_size` or `ssm_type` needs
-                another `ssm_n_ssm` with it, and another `vocab_size` other `adaptive_cutoffs`.
+            **overrides: Fields to set differently; of `"wikitext103"`, another `hidden_size` may need another
+                `ssm_n_ssm` with it, and another `vocab_size` other `adaptive_cutoffs`.
 
         Raises:
             ValueError: No preset has this name.
         """
         if name not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
-        return cls(**{**PRESETS[name], **overrides})
+        fields = {**PRESETS[name], **overrides}
+        choices = (fields.get(by, getattr(cls, by)) for by in ("ssm_type", "combine_mode", "adaptive_cutoffs"))
+        unread = _unread(*choices)
+        return cls(**{field: value for field, value in fields.items() if field in overrides or field not in unread})
 
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
@@ -378,7 +381,6 @@ class SpadeConfig(PreTrainedConfig):
             )
         self._validate_state_space()
         self._validate_adaptive_vocabulary()
-        self._check_unread()
         for stack in ("", "decoder_") if self.is_encoder_decoder else ("",):
             layers = self.num_decoder_layers if stack else self.num_hidden_layers
             attention, global_layers = getattr(self, f"{stack}attention_type"), getattr(self, f"{stack}global_layers")
@@ -411,22 +413,23 @@ class SpadeConfig(PreTrainedConfig):
                 f"hidden_act must name an activation of transformers; got {self.hidden_act!r}."
                 f"{did_you_mean(self.hidden_act, ACT2FN)}"
             )
+        self._check_unread()
 
     def _check_unread(self):
         """Refuse what another field leaves without effect."""
-        unread = {field: "ssm_type" for field in chain(*SSM_FIELDS.values()) if field not in SSM_FIELDS[self.ssm_type]}
-        if self.combine_mode != "add":
-            unread["combine_alpha"] = "combine_mode"
-        if self.combine_mode != "concat":
-            unread["concat_order"] = "combine_mode"
-        if self.adaptive_cutoffs is None:
-            unread |= dict.fromkeys(("adaptive_factor", "adaptive_dropout"), "adaptive_cutoffs")
-        for field, by in unread.items():
+        for field, by in _unread(self.ssm_type, self.combine_mode, self.adaptive_cutoffs).items():
             if getattr(self, field) != (default := getattr(type(self), field)):
                 raise ValueError(
                     f"{field} must be left at {default} for {by} {getattr(self, by)}, which does not read it; "
                     f"got {getattr(self, field)!r}"
                 )
+        if self.is_decoder and not self.is_encoder_decoder:
+            for field, default in (("decoder_attention_type", "full"), ("decoder_global_layers", [])):
+                if getattr(self, field) != default:
+                    raise ValueError(
+                        f"{field} must be left out for a language model, which reads "
+                        f"{field.removeprefix('decoder_')}; got {getattr(self, field)!r}"
+                    )
 
     def _check_choice(self, field: str, allowed: tuple[str | None, ...], where: str = ""):
         if getattr(self, field) not in allowed:
@@ -514,6 +517,19 @@ class SpadeConfig(PreTrainedConfig):
             view.global_layers = self.decoder_global_layers
             view.share_relative_bias = self.decoder_share_relative_bias
         return view
+
+
+def _unread(ssm_type: str, combine_mode: str, adaptive_cutoffs: list[int] | None) -> dict[str, str]:
+    """Say which fields have no effect, and by which other one."""
+    read = SSM_FIELDS.get(ssm_type, ())
+    unread = {field: "ssm_type" for field in chain(*SSM_FIELDS.values()) if field not in read}
+    if combine_mode != "add":
+        unread["combine_alpha"] = "combine_mode"
+    if combine_mode != "concat":
+        unread["concat_order"] = "combine_mode"
+    if adaptive_cutoffs is None:
+        unread |= dict.fromkeys(("adaptive_factor", "adaptive_dropout"), "adaptive_cutoffs")
+    return unread
 
 
 def _layer_list(field: str, value: list[int] | str, num_layers: int) -> list[int]:

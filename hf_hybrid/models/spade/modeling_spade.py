@@ -665,7 +665,7 @@ class SpadeStack(SpadePreTrainedModel):
                     f"decoder, which uses it in cross-attention too; got {tuple(encoder_attention_mask.shape)}"
                 )
             encoder_attention_mask = additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer where generation asks for an early exit
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,

@@ -16,12 +16,27 @@ from .models.spade import (
     SpadeModel,
     SpadePreTrainedModel,
 )
+from .models.srformer import (
+    SRformerBartConfig,
+    SRformerBartForConditionalGeneration,
+    SRformerBartModel,
+    SRformerT5Config,
+    SRformerT5ForConditionalGeneration,
+    SRformerT5Model,
+    patch_cross_attention,
+)
 from .version import __version__
 
 register()
 
 __all__ = [
     "ARCHITECTURES",
+    "SRformerBartConfig",
+    "SRformerBartForConditionalGeneration",
+    "SRformerBartModel",
+    "SRformerT5Config",
+    "SRformerT5ForConditionalGeneration",
+    "SRformerT5Model",
     "SpadeConfig",
     "SpadeEncoderModel",
     "SpadeForCausalLM",
@@ -33,5 +48,6 @@ __all__ = [
     "SpadeModel",
     "SpadePreTrainedModel",
     "__version__",
+    "patch_cross_attention",
     "register",
 ]

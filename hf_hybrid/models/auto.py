@@ -15,6 +15,14 @@ from .spade import (
     SpadeForTokenClassification,
     SpadeModel,
 )
+from .srformer import (
+    SRformerBartConfig,
+    SRformerBartForConditionalGeneration,
+    SRformerBartModel,
+    SRformerT5Config,
+    SRformerT5ForConditionalGeneration,
+    SRformerT5Model,
+)
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrainedModel]]]] = {
     "spade": (
@@ -29,6 +37,14 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrained
             "AutoModelForTextEncoding": SpadeEncoderModel,
             "AutoModelForTokenClassification": SpadeForTokenClassification,
         },
+    ),
+    "srformer_bart": (
+        SRformerBartConfig,
+        {"AutoModel": SRformerBartModel, "AutoModelForSeq2SeqLM": SRformerBartForConditionalGeneration},
+    ),
+    "srformer_t5": (
+        SRformerT5Config,
+        {"AutoModel": SRformerT5Model, "AutoModelForSeq2SeqLM": SRformerT5ForConditionalGeneration},
     ),
 }
 """Model type → its config class, and its model class for each Auto class."""

@@ -17,8 +17,10 @@ from hf_hybrid.models.auto import ARCHITECTURES, register
 from ..tolerances import assert_close
 from .golden import GOLDEN_FOLDER, golden_record
 from .tiny import (
+    ADAPTED,
     DECODER_CASES,
     DECODERS,
+    FIELD_NAMES,
     GENERATIVE,
     MODEL_CLASSES,
     TINY_CONFIGS,
@@ -317,7 +319,7 @@ def test_overfits_eight_samples(model_type, auto_class):
 def test_lora_attaches_and_trains(model_type, auto_class):
     model = tiny_model(model_type, auto_class)
     inputs = tiny_inputs(model)
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    model = get_peft_model(model, LoraConfig(target_modules=ADAPTED[model_type], r=2))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
@@ -389,5 +391,6 @@ def test_config_survives_json_and_refuses_wrong_types(model_type, tmp_path):
     config.save_pretrained(tmp_path)
     loaded = transformers.AutoConfig.from_pretrained(tmp_path)
     assert loaded.to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
-    with pytest.raises(Exception, match="hidden_size"):
+    width = FIELD_NAMES.get(model_type, {}).get("hidden_size", "hidden_size")
+    with pytest.raises(Exception, match=width):
         tiny_config(model_type, hidden_size="wide")

@@ -20,9 +20,47 @@ TINY_CONFIGS = {
         "num_labels": 3,
         "initializer_range": 0.2,  # outputs of ordinary size, so that comparisons mean something
     },
+    "srformer_bart": {
+        "vocab_size": 64,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "init_std": 0.2,
+        "segment_size": 3,
+        "decoder_horizon": 12,
+        "horizon_mode": "fixed",
+    },
+    "srformer_t5": {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+        "segment_size": 3,
+        "decoder_horizon": 12,
+        "horizon_mode": "fixed",
+    },
 }
 # where a config serves several roles, what it says for one of them
 ROLES = {("spade", "AutoModelForCausalLM"): {"is_decoder": True, "is_encoder_decoder": False}}
+# model type -> its own names for fields that the common tests set
+FIELD_NAMES = {
+    "srformer_t5": {
+        "dropout": "dropout_rate",
+        "attention_dropout": "dropout_rate",
+        "hidden_size": "d_model",
+        "initializer_range": None,  # T5 scales each of its draws by the widths of what it is drawn for
+    },
+    "srformer_bart": {"hidden_size": "d_model", "initializer_range": "init_std"},
+}
+# model type -> projections that adapters are usually put on
+ADAPTED = {"spade": ["q_proj", "v_proj"], "srformer_bart": ["q_proj", "v_proj"], "srformer_t5": ["q", "v"]}
 MODEL_CLASSES = [
     (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)
 ]
@@ -41,6 +79,20 @@ DECODERS = {
         "state space added": {"decoder_global_layers": [0], "combine_mode": "add"},
         "state space below": {"decoder_global_layers": [0], "combine_mode": "stack"},
         "absolute positions": {"decoder_position": "learned_absolute"},
+    },
+    **{
+        (model_type, "AutoModelForSeq2SeqLM"): {
+            "segmented recurrent": {},
+            "fewer tokens than segments": {"segment_size": 2, "decoder_horizon": 3},
+            "segmented": {"cross_attention_mode": "segmented"},
+            "recurrent": {"cross_attention_mode": "recurrent"},
+            "complements": {"cross_attention_mode": "no_raf", "mix": "sigma"},
+            "Transformer-XL": {"cross_attention_mode": "transformer_xl"},
+            "LongT5": {"cross_attention_mode": "longt5"},
+            "batch's segments": {"per_example_segments": False},
+            "full": {"cross_attention_mode": "full"},
+        }
+        for model_type in ("srformer_bart", "srformer_t5")
     },
     ("spade", "AutoModelForCausalLM"): {
         "window": {},
@@ -67,6 +119,8 @@ DECODER_CASES = [(model_type, name, case) for model_type, name in GENERATIVE for
 
 
 def tiny_config(model_type: str, **overrides):
+    names = FIELD_NAMES.get(model_type, {})
+    overrides = {names.get(name, name): value for name, value in overrides.items() if names.get(name, name)}
     fields = {**TINY_CONFIGS[model_type], **overrides}
     if fields.get("ssm_type") in ("hyena", "lstm") and "ssm_state_size" not in overrides:
         fields.pop("ssm_state_size")  # they have none

@@ -1,0 +1,194 @@
+"""Configuration of SRformer: that of T5 or BART, and how their decoder reads the document."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Self
+
+from huggingface_hub.dataclasses import strict
+from transformers import BartConfig, PreTrainedConfig, T5Config
+
+from hf_hybrid.suggestions import did_you_mean
+
+# mode -> what it adds to a layer: "states" of segments, "neurons" that make them
+MODES = {
+    "sr": ("states", "neurons"),
+    "segmented": (),
+    "recurrent": ("states", "neurons"),
+    "no_norm": ("states", "neurons"),
+    "no_raf": ("states",),
+    "own_segment": ("states", "neurons"),
+    "transformer_xl": (),
+    "longt5": (),
+    "full": (),
+}
+HORIZON_MODES = ("target_length", "fixed")
+MASK_MODES = ("exact", "official")
+MIXES = ("add", "sigma")
+NORM_TYPES = ("feature_l2", "frobenius", "none")
+
+
+@dataclass(kw_only=True)
+class SegmentedCrossAttentionFields:
+    """The fields that SRformer adds to its parents' configs, and their rules."""
+
+    segment_size: int = 64
+    cross_attention_mode: str = "sr"
+    decoder_horizon: int = 128
+    horizon_mode: str = "target_length"
+    per_example_segments: bool = True
+    mask_mode: str = "exact"
+    kv_clamp: float | int | None = None
+    norm_type: str = "feature_l2"
+    leak_init: float | int | None = None
+    threshold_init: float | int = 0.1
+    raf_surrogate: bool = False
+    mix: str = "add"
+
+    parent_model_type = ""
+    default_leak = 0.0
+
+    def __post_init__(self, **kwargs):
+        """Fill in the leak that the published code starts the parent with."""
+        if self.leak_init is None:
+            self.leak_init = self.default_leak
+        super().__post_init__(**kwargs)
+
+    def validate_segments(self):
+        """Check every field against its rule; part of the strict dataclass validation."""
+        for field in ("segment_size", "decoder_horizon"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be a positive integer; got {getattr(self, field)}")
+        for field, allowed in {
+            "cross_attention_mode": MODES,
+            "horizon_mode": HORIZON_MODES,
+            "mask_mode": MASK_MODES,
+            "norm_type": NORM_TYPES,
+            "mix": MIXES,
+        }.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(
+                    f"{field} must be one of {', '.join(allowed)}; got {value!r}.{did_you_mean(value, allowed)}"
+                )
+        if self.mask_mode == "official" and self.per_example_segments:
+            raise ValueError(
+                "per_example_segments must be False with mask_mode 'official', which segments the padded batch; got True"
+            )
+        if self.mix == "sigma" and (self.cross_attention_mode == "recurrent" or not self.has_states):
+            raise ValueError(
+                f"mix must be 'add' unless cross_attention_mode has a segmented and a recurrent part; got 'sigma' and "
+                f"cross_attention_mode {self.cross_attention_mode!r}"
+            )
+        for field in ("kv_clamp", "threshold_init"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{field} must be positive and finite; got {value}")
+        if not math.isfinite(self.leak_init):
+            raise ValueError(f"leak_init must be finite; got {self.leak_init}")
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the mode adds recurrent attention, O_R."""
+        return "states" in MODES[self.cross_attention_mode]
+
+    @property
+    def has_neurons(self) -> bool:
+        """Whether its states come from RAF neurons."""
+        return "neurons" in MODES[self.cross_attention_mode]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> Self:
+        """Load a config of this class, or turn one of its parent's into one.
+
+        Args:
+            pretrained_model_name_or_path: Name on the Hub, or folder, of an SRformer or of a plain T5 or BART.
+            **kwargs: As for every config; fields that are named are set.
+
+        Raises:
+            ValueError: It is a config of another kind.
+        """
+        values, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        model_type = values.get("model_type")
+        if model_type not in (cls.model_type, cls.parent_model_type):
+            raise ValueError(
+                f"pretrained_model_name_or_path must hold a model of type {cls.model_type} or {cls.parent_model_type} "
+                f"for {cls.__name__}; got {model_type} in {pretrained_model_name_or_path}"
+            )
+        return cls.from_dict({**values, "model_type": cls.model_type}, **kwargs)
+
+    @classmethod
+    def from_parent(cls, config: PreTrainedConfig, **fields) -> Self:
+        """Turn a config of the parent into one of this class.
+
+        Args:
+            config: A `T5Config` or `BartConfig`; left as it is.
+            **fields: Fields that SRformer adds.
+
+        Raises:
+            ValueError: A name is none of SRformer's fields.
+        """
+        known = SegmentedCrossAttentionFields.__dataclass_fields__
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{cls.__name__} adds no field {name!r}.{did_you_mean(name, known)}")
+        values = config.to_dict()
+        for name in ("model_type", "architectures", "transformers_version"):
+            values.pop(name, None)
+        return cls.from_dict({**values, "attn_implementation": config._attn_implementation, **fields})
+
+
+_FIELDS_DOC = """
+    Fields beside the parent's:
+
+    Args:
+        segment_size: Keys per segment of the document, in tokens.
+        cross_attention_mode: `"sr"` (the paper: attention to one segment, and recurrent attention to the rest),
+            `"segmented"` (to one segment alone); ablations of the paper's table 3: `"recurrent"` (I, the rest alone),
+            `"no_norm"` (II), `"no_raf"` (III), `"own_segment"` (IV); for comparison `"transformer_xl"` (keys of the
+            segment before through an RNN), `"longt5"` (the mean of every segment as a key), `"full"` (the parent).
+        decoder_horizon: Length of the target, in tokens, over which the segments are spread while decoding, unless
+            generate() is told a length.
+        horizon_mode: `"target_length"` (the paper: in training and evaluation the length of the batch's target) or
+            `"fixed"` (`decoder_horizon`, always and everywhere).
+        per_example_segments: Whether each document has its own number of segments, instead of the padded batch's.
+        mask_mode: `"exact"` (padding is in no sum) or `"official"` (as in the published code: padding is in the sums,
+            and BART attends to it).
+        kv_clamp: Bound on the entries of K^T V and of each segment's, before they are subtracted; None for none.
+        norm_type: norm(K): `"feature_l2"` (of each feature over all keys), `"frobenius"` or `"none"`.
+        leak_init: Initial leak of the RAF neurons; the published code's when None, 0.1 for T5 and 0.5 for BART. The
+            paper's appendix has 1.
+        threshold_init: Their initial threshold.
+        raf_surrogate: Whether their reset has a surrogate gradient.
+        mix: `"add"` (eq. 11) or `"sigma"` (eq. 10, with a trained weight that starts at 0.5).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or is of the wrong type. The error that
+            names the field, the value and the rule is its cause.
+"""
+
+
+@strict
+class SRformerT5Config(SegmentedCrossAttentionFields, T5Config):
+    """Configuration of an SRformer made of T5, T5 v1.1 or Flan-T5."""
+
+    __doc__ += _FIELDS_DOC
+    model_type = "srformer_t5"
+    parent_model_type = "t5"
+    default_leak = 0.1
+
+
+@strict
+class SRformerBartConfig(SegmentedCrossAttentionFields, BartConfig):
+    """Configuration of an SRformer made of BART."""
+
+    __doc__ += _FIELDS_DOC
+    model_type = "srformer_bart"
+    parent_model_type = "bart"
+    default_leak = 0.5
+    attribute_map = {**BartConfig.attribute_map, "num_decoder_layers": "decoder_layers"}
+
+    kv_clamp: float | int | None = 2.0
+
+
+__all__ = ["SRformerBartConfig", "SRformerT5Config"]

@@ -1,0 +1,107 @@
+"""SRformer made of BART: its decoder reads the document by segments.
+
+Names of modules are BART's, so that its checkpoints load; what is added stands in `cross_attention.py`.
+
+Shapes: B batch · T target length · L source length · D width · H heads · K head width.
+"""
+
+import torch
+from transformers import BartForConditionalGeneration, BartModel
+from transformers.generation import GenerationMixin
+from transformers.models.bart.modeling_bart import BartAttention, BartDecoder
+
+from .configuration_srformer import SRformerBartConfig
+from .cross_attention import SegmentedCrossAttention, SegmentedDecoder, SegmentedGeneration, SegmentedModel
+from .segments import Reading
+
+
+class SRformerBartAttention(SegmentedCrossAttention, BartAttention):
+    """BART's cross-attention, by segments.
+
+    Args:
+        config: The config.
+        layer_idx: Index of the layer, for the cache.
+    """
+
+    def __init__(self, config: SRformerBartConfig, layer_idx: int):
+        super().__init__(
+            config.d_model,
+            config.decoder_attention_heads,
+            dropout=config.attention_dropout,
+            is_decoder=True,
+            config=config,
+            layer_idx=layer_idx,
+        )
+        self.add_segments(config, self.num_heads, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        past_key_values=None,
+        attention_mask: torch.Tensor | None = None,
+        reading: Reading | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if reading is None:
+            return super().forward(
+                hidden_states,
+                key_value_states=key_value_states,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        output, probabilities = self.read(
+            self.q_proj(hidden_states), key_value_states, self.k_proj, self.v_proj, past_key_values, reading
+        )
+        return self.out_proj(output), probabilities
+
+
+class SRformerBartDecoder(SegmentedDecoder, BartDecoder):
+    """BART's decoder with segmented cross-attention.
+
+    Args:
+        config: The config.
+    """
+
+    config: SRformerBartConfig
+
+    def __init__(self, config: SRformerBartConfig):
+        super().__init__(config)
+        self.cross_attention_heads = config.decoder_attention_heads
+        for layer_idx, layer in enumerate(self.layers):
+            layer.encoder_attn = SRformerBartAttention(config, layer_idx)
+        self.post_init()
+
+
+class SRformerBartModel(SegmentedModel, BartModel):
+    """SRformer of BART without a head.
+
+    Args:
+        config: The config.
+    """
+
+    config: SRformerBartConfig
+
+    def __init__(self, config: SRformerBartConfig):
+        super().__init__(config)
+        self.decoder = SRformerBartDecoder(config)
+        self.post_init()
+
+
+class SRformerBartForConditionalGeneration(SegmentedGeneration, BartForConditionalGeneration, GenerationMixin):
+    """SRformer of BART with a language modelling head, for summarization and other text-to-text tasks.
+
+    Args:
+        config: The config.
+    """
+
+    config: SRformerBartConfig
+
+    def __init__(self, config: SRformerBartConfig):
+        super().__init__(config)
+        self.model = SRformerBartModel(config)
+        self.post_init()
+
+
+__all__ = ["SRformerBartForConditionalGeneration", "SRformerBartModel"]

@@ -1,0 +1,114 @@
+"""SRformer made of T5, T5 v1.1 or Flan-T5: their decoder reads the document by segments.
+
+Names of modules are T5's, so that its checkpoints load; what is added stands in `cross_attention.py`.
+
+Shapes: B batch · T target length · L source length · D width · H heads · K head width.
+"""
+
+import copy
+import math
+
+import torch
+from torch import nn
+from transformers import T5ForConditionalGeneration, T5Model
+from transformers import initialization as init
+from transformers.generation import GenerationMixin
+from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
+
+from .configuration_srformer import SRformerT5Config
+from .cross_attention import RAF, SegmentedCrossAttention, SegmentedDecoder, SegmentedGeneration, SegmentedModel
+from .segments import Reading
+
+
+class SRformerT5Attention(SegmentedCrossAttention, T5Attention):
+    """T5's cross-attention, by segments.
+
+    Args:
+        config: The decoder's config.
+        layer_idx: Index of the layer, for the cache.
+    """
+
+    def __init__(self, config: SRformerT5Config, layer_idx: int):
+        super().__init__(config, has_relative_attention_bias=False, layer_idx=layer_idx)
+        self.add_segments(config, config.num_heads, config.d_kv)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        past_key_values=None,
+        reading: Reading | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if reading is None:
+            return super().forward(
+                hidden_states,
+                mask=mask,
+                key_value_states=key_value_states,
+                position_bias=position_bias,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        output, probabilities = self.read(
+            self.q(hidden_states), key_value_states, self.k, self.v, past_key_values, reading
+        )
+        return self.o(output), None, probabilities  # T5's cross-attention has no position bias
+
+
+class SRformerT5Stack(SegmentedDecoder, T5Stack):
+    """T5's decoder with segmented cross-attention.
+
+    Args:
+        config: The decoder's view of the config.
+    """
+
+    config: SRformerT5Config
+
+    def __init__(self, config: SRformerT5Config):
+        super().__init__(config)
+        self.cross_attention_heads = config.num_heads
+        for layer_idx, block in enumerate(self.block):
+            block.layer[1].EncDecAttention = SRformerT5Attention(config, layer_idx)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, RAF):
+            # as torch draws a Linear; T5's own draw is for widths that its norms and embeddings have
+            init.kaiming_uniform_(module.linear.weight, a=math.sqrt(5))
+
+
+class SRformerT5Model(SegmentedModel, T5Model):
+    """SRformer of T5 without a head.
+
+    Args:
+        config: The config.
+    """
+
+    config: SRformerT5Config
+
+    def __init__(self, config: SRformerT5Config):
+        super().__init__(config)
+        self.decoder = SRformerT5Stack(copy.deepcopy(self.decoder.config))
+        self.post_init()
+
+
+class SRformerT5ForConditionalGeneration(SegmentedGeneration, T5ForConditionalGeneration, GenerationMixin):
+    """SRformer of T5 with a language modelling head, for summarization and other text-to-text tasks.
+
+    Args:
+        config: The config.
+    """
+
+    config: SRformerT5Config
+
+    def __init__(self, config: SRformerT5Config):
+        super().__init__(config)
+        self.decoder = SRformerT5Stack(copy.deepcopy(self.decoder.config))
+        self.post_init()
+
+
+__all__ = ["SRformerT5ForConditionalGeneration", "SRformerT5Model"]

@@ -18,11 +18,14 @@ from ..tolerances import assert_close
 from .golden import GOLDEN_FOLDER, golden_record
 from .tiny import (
     ADAPTED,
+    ALWAYS_TIED,
     DECODER_CASES,
     DECODERS,
     FIELD_NAMES,
     GENERATIVE,
     MODEL_CLASSES,
+    NEEDS_DICT,
+    PADDED_SIDES,
     TINY_CONFIGS,
     is_causal_lm,
     main_output,
@@ -94,8 +97,10 @@ def test_a_missing_weight_is_initialised_as_at_construction(model_type, auto_cla
             assert 0.5 < (first.float().std() / built.std()).item() < 2, f"{name} starts at another scale"
 
 
-@every_class
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "side"),
+    [(*names, side) for names in MODEL_CLASSES for side in PADDED_SIDES.get(names[0], ("left", "right"))],
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padding_changes_nothing(model_type, auto_class, side, attention):
     model = tiny_model(model_type, auto_class, attn_implementation=attention)
@@ -137,7 +142,8 @@ def test_hidden_states_and_attentions_are_recorded(model_type, auto_class):
     assert_close(hidden[-1], base.encoder_last_hidden_state if encoder else base.last_hidden_state, "exact")
     if encoder:
         assert len(outputs.decoder_attentions) == len(outputs.cross_attentions) == model.config.num_decoder_layers
-    for model.config.return_dict, options in ((True, {"return_dict": False}), (False, {})):
+    asked = ((True, {"return_dict": False}), (False, {}))
+    for model.config.return_dict, options in asked[: 1 if model_type in NEEDS_DICT else 2]:
         as_tuple = model(**tiny_inputs(model), **options)
         assert isinstance(as_tuple, tuple)
         assert_close(as_tuple[0], outputs[0], "exact")
@@ -184,13 +190,14 @@ def test_generate_with_padding_and_static_cache(model_type, auto_class, case):
     ids = tiny_inputs(model, batch=1)["input_ids"]
     settings = {"max_new_tokens": 10, "min_new_tokens": 10}
     expected = model.generate(input_ids=ids, **settings)
-    padding = torch.zeros(1, 5, dtype=torch.long)
-    left = {
-        "input_ids": torch.cat([padding, ids], 1),
-        "attention_mask": torch.cat([padding, torch.ones_like(ids)], 1),
+    padding, ones = torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)
+    left = "left" in PADDED_SIDES.get(model_type, ("left",))
+    padded = {
+        "input_ids": torch.cat([padding, ids] if left else [ids, padding], 1),
+        "attention_mask": torch.cat([padding, ones] if left else [ones, padding], 1),
     }
     start = 0 if model.config.is_encoder_decoder else padding.shape[1]
-    assert torch.equal(model.generate(**left, **settings)[:, start:], expected)
+    assert torch.equal(model.generate(**padded, **settings)[:, start:], expected)
     static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **settings)
     assert torch.equal(static, expected)
 
@@ -221,7 +228,7 @@ def test_gradient_checkpointing_changes_no_gradient(model_type, auto_class):
         layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
         for name, layer in layers.items():
             # a layer's own hooks lie outside of what is checkpointed, those of its parts inside
-            part = next(layer.children())
+            part = next(m for m in layer.modules() if m is not layer and not isinstance(m, nn.ModuleList))
             part.register_forward_pre_hook(lambda *_, count=calls[-1], name=name: count.update([name]))
         torch.manual_seed(4)  # dropout must draw the same masks
         main_output(model(**tiny_inputs(model))).square().mean().backward()
@@ -355,8 +362,10 @@ def test_half_precision(model_type, auto_class, dtype, tmp_path):
     assert nn.functional.cosine_similarity(cast.float().flatten(), expected.flatten(), dim=0) > 0.995
 
 
-@every_class
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "tied"),
+    [(*names, tied) for names in MODEL_CLASSES for tied in (True, False) if tied or names[0] not in ALWAYS_TIED],
+)
 def test_embeddings_resize(model_type, auto_class, tied):
     model = tiny_model(model_type, auto_class, tie_word_embeddings=tied)
     inputs = tiny_inputs(model)

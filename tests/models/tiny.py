@@ -59,6 +59,12 @@ FIELD_NAMES = {
     },
     "srformer_bart": {"hidden_size": "d_model", "initializer_range": "init_std"},
 }
+# model type -> sides on which documents may be padded, where not on both: BART's encoder counts positions from column 0
+PADDED_SIDES = {"srformer_bart": ("right",)}
+# model types whose config cannot ask for tuples, only a call: BART's forward reads its parts' outputs by name
+NEEDS_DICT = {"srformer_bart"}
+# model types whose resized embeddings are one table: BART's resizing makes it so, tied or not
+ALWAYS_TIED = {"srformer_bart"}
 # model type -> projections that adapters are usually put on
 ADAPTED = {"spade": ["q_proj", "v_proj"], "srformer_bart": ["q_proj", "v_proj"], "srformer_t5": ["q", "v"]}
 MODEL_CLASSES = [
@@ -89,7 +95,6 @@ DECODERS = {
             "complements": {"cross_attention_mode": "no_raf", "mix": "sigma"},
             "Transformer-XL": {"cross_attention_mode": "transformer_xl"},
             "LongT5": {"cross_attention_mode": "longt5"},
-            "batch's segments": {"per_example_segments": False},
             "full": {"cross_attention_mode": "full"},
         }
         for model_type in ("srformer_bart", "srformer_t5")

@@ -224,6 +224,13 @@ class SegmentedCrossAttention:
 class SegmentedPreTrainedModel:
     """Mixin for a parent's models: initialises what SRformer adds."""
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # For classes outside of it, transformers initialises no module without tensors of its own, and so would draw
+        # the projections in T5's attention a hundred times too large. The guard is for draws that would overwrite what
+        # a checkpoint holds; there are none here.
+        return False
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -277,7 +284,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
             inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            **kwargs,
+            **{"return_dict": True, **kwargs},
         )
 
     def _spreads_over_target(self, decoder_horizon: int | None) -> bool:
@@ -356,6 +363,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
 class SegmentedModel(SegmentedPreTrainedModel):
     """Mixin for a parent's model without a head."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -370,6 +378,14 @@ class SegmentedModel(SegmentedPreTrainedModel):
         decoder_horizon: int | None = None,
         **kwargs,
     ) -> Seq2SeqModelOutput:
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **kwargs,
+            )
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
         return super().forward(
@@ -382,6 +398,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
 
@@ -410,6 +427,14 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             use_cache = False if use_cache is None else use_cache
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **kwargs,
+            )
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
         outputs = super().forward(

@@ -68,7 +68,9 @@ def test_matches_the_reference(case, dtype):
         assert_close(one, other, ROW[dtype] + (" gradient" if index else ""))
 
 
-@pytest.mark.parametrize("shape", [{"segments": 1}, {"size": 1}, {"batch": 1, "heads": 1}, {"segments": 40, "size": 64}])
+@pytest.mark.parametrize(
+    "shape", [{"segments": 1}, {"size": 1}, {"batch": 1, "heads": 1}, {"segments": 40, "size": 64}]
+)
 def test_any_shape(shape):
     arguments = make(**shape)
     actual, expected = run(segment_recurrence, arguments), run(reference.segment_recurrence, arguments)

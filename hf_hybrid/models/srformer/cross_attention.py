@@ -15,7 +15,11 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
 from transformers.utils.generic import can_return_tuple
 
 from ...kernels import segment_recurrence
@@ -339,9 +343,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
     def _segment_cache(self, past_key_values: EncoderDecoderCache, horizon: int | None) -> SegmentCache | None:
         """Return the cache of documents if there is one, and check that it is of use."""
         if not isinstance(past_key_values, EncoderDecoderCache):
-            raise ValueError(
-                f"past_key_values must be an EncoderDecoderCache; got {type(past_key_values).__name__}"
-            )
+            raise ValueError(f"past_key_values must be an EncoderDecoderCache; got {type(past_key_values).__name__}")
         cache = past_key_values.cross_attention_cache
         if not isinstance(cache, SegmentCache):
             if any(past_key_values.is_updated.values()):

@@ -96,7 +96,11 @@ def cut(
     if config.mask_mode == "official":
         # padding is in the sums; T5 hides it from the softmax, but not what fills the last segment up; BART nothing
         kept = None
-        mask = None if mask is None or config.parent_model_type == "bart" else nn.functional.pad(mask, (0, pad), value=True)
+        mask = (
+            None
+            if mask is None or config.parent_model_type == "bart"
+            else nn.functional.pad(mask, (0, pad), value=True)
+        )
     elif pad:
         mask = states.new_ones(1, length, dtype=torch.bool) if mask is None else mask
         mask = nn.functional.pad(mask, (0, pad))

@@ -1,0 +1,341 @@
+"""SRformer's cross-attention beside the full one that it replaces: counted, timed, and its memory in training; on the CPU.
+
+Run it from the repository root::
+
+    python -m benchmarks.bench_cross_attention
+    python -m benchmarks.bench_cross_attention --out benchmarks/results/cross_attention_cpu.csv      # the kept record
+    python -m benchmarks.bench_cross_attention --report benchmarks/results/cross_attention_cpu.csv   # its tables
+
+T5-small's layer: width 512, 8 heads of 64, segments of 64, fp32. "full" is transformers' T5Attention with SDPA, without
+dropout, which SDPA would materialise. Each measurement is a process of its own, and the modes take turns at each length,
+round after round, as in `benchmarks.bench_models`, where it is written how peak memory is measured. What is measured:
+
+- decoding: one layer's cross-attention for one more token of eight documents, its projections of the query and of the
+  output included, keys and values and whatever else belongs to the documents being kept. The target goes on from token
+  to token, so that SRformer reads one segment after another. "preparation" is what is made of the documents before the
+  first token, projections of keys and values included.
+- training: forward and backward of one layer's cross-attention from given queries, keys and values, without any
+  projection, for one document; targets of 512 tokens.
+- a training step: peak memory of whole models made of BART, two layers of that width on each side, 128 target tokens.
+
+The counted multiply-adds and bytes are those of the equations, for one layer and document in 4-byte numbers, forward
+only: `count` says what is counted.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bench_models import (
+    Row,
+    exponent,
+    forget_peak,
+    in_process,
+    limit_memory,
+    markdown_table,
+    memory,
+    stamp,
+    what_went_wrong,
+    write_csv,
+)
+
+WIDTH, HEADS, HEAD_DIM, SEGMENT = 512, 8, 64, 64
+DECODED, BATCH = 128, 8  # tokens of a decoded target, documents
+TRAINED = 512  # tokens of a target in training
+STEP_TARGET, STEP_LAYERS, VOCABULARY = 128, 2, 1024
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+STEP_LENGTHS = (4096, 16384)
+MODES = ("full", "segmented", "sr")
+DEFAULT_OUT = Path("runs/bench/cross_attention_cpu.csv")
+# fmt: off
+COUNTED = ("training_multiply_adds", "training_bytes", "decoding_multiply_adds", "decoding_bytes")
+MEASURES = ("token_s", "preparation_s", "training_s", "training_peak_mib", "step_s", "step_peak_mib")
+COLUMNS = (
+    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "mode", "length", *COUNTED, *MEASURES,
+    "outcome",
+)
+# fmt: on
+
+
+def count(mode: str, target: int, length: int) -> dict[str, float]:
+    """Count multiply-adds and bytes of one layer's cross-attention, for one document and all heads.
+
+    With q target and k source tokens, head width d, segments of s, m of them visited (all, or as many as the target
+    has tokens), projections left out since all modes have them:
+
+    - full: q k d for scores and as much for the output; K and V (2 k d) read once per pass over the target in training,
+      and once per token in decoding; queries and outputs 2 q d.
+    - segmented: 2 q s d; in training K and V of the visited segments, in decoding 2 s d per token.
+    - sr: segmented, and K^T V (k d²), the K_i^T V_i of the visited segments (their m s d² are among it, and counted
+      again only where some segments are not visited), the RAF neurons' linear map m d³, norm(K) k d, and q d² for Q R.
+      Bytes: K and V once, P and R of each visited segment written and read (4 m d²), in decoding one R per token.
+
+    A decoded token's share of what is made once per document (K^T V, the states, the norm) is counted with it.
+    """
+    q, k, d, s = target, length, HEAD_DIM, SEGMENT
+    segments = -(-k // s)
+    visited = min(segments, q)
+    if mode == "full":
+        multiply_adds, once = 2 * q * k * d, 0
+        numbers, numbers_per_token, numbers_once = 2 * k * d + 2 * q * d, 2 * k * d + 2 * d, 0
+    else:
+        multiply_adds, once = 2 * q * s * d, 0
+        numbers, numbers_per_token, numbers_once = 2 * visited * s * d + 2 * q * d, 2 * s * d + 2 * d, 0
+    if mode == "sr":
+        again = 0 if visited == segments else visited * s * d * d
+        once = k * d * d + again + visited * d**3 + k * d
+        multiply_adds += once + q * d * d
+        numbers_once = 2 * k * d + 4 * visited * d * d
+        numbers = numbers_once + 2 * q * d
+        numbers_per_token += d * d
+    per_token = (multiply_adds - once) / q + once / q
+    values = (multiply_adds, 4 * numbers, per_token, 4 * (numbers_per_token + numbers_once / q))
+    return {name: HEADS * value for name, value in zip(COUNTED, values, strict=True)}
+
+
+def counted(mode: str, length: int) -> dict[str, float]:
+    """Count for targets of `DECODED` tokens."""
+    return count(mode, DECODED, length)
+
+
+# ---- measurements ----
+
+
+def build_decoder(mode: str, horizon: int) -> Any:
+    """Build a one-layer decoder with random weights, without dropout."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from hf_hybrid import SRformerT5Config, SRformerT5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"d_model": WIDTH, "d_kv": HEAD_DIM, "num_heads": HEADS, "d_ff": 4 * WIDTH}
+    shape |= {"num_layers": 1, "dropout_rate": 0.0, "vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
+    if mode == "full":
+        return T5ForConditionalGeneration(T5Config(**shape)).decoder
+    shape |= {"segment_size": SEGMENT, "horizon_mode": "fixed", "decoder_horizon": horizon}
+    return SRformerT5ForConditionalGeneration(SRformerT5Config(cross_attention_mode=mode, **shape)).decoder
+
+
+@torch.no_grad()
+def measure_decoding(pipe: Connection, mode: str, length: int, threads: int) -> None:
+    """Send the seconds of a layer's cross-attention for single tokens, and of what is made before the first."""
+    from hf_hybrid.models.srformer.segments import Reading
+
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        decoder = build_decoder(mode, DECODED).eval()
+        attention = decoder.block[0].layer[1].EncDecAttention
+        source = torch.randn(BATCH, length, WIDTH)
+        tokens = torch.full((BATCH, 1), 3)
+        for _ in range(2):  # the first one allocates
+            start = time.perf_counter()
+            cache = decoder(input_ids=tokens, encoder_hidden_states=source, use_cache=True).past_key_values
+            took = time.perf_counter() - start
+        pipe.send(("preparation_s", took))
+        hidden = torch.randn(BATCH, 1, WIDTH)
+        for position in range(1, DECODED):
+            start = time.perf_counter()
+            more = {}
+            if mode != "full":
+                kept = cache.cross_attention_cache
+                documents = kept.documents
+                more["reading"] = Reading(
+                    kept.segments,
+                    1,
+                    past=position,
+                    batch=BATCH,
+                    heads=HEADS,
+                    documents=documents,
+                    device=hidden.device,
+                )
+            attention(hidden, key_value_states=source, past_key_values=cache, **more)
+            if position > 8:
+                pipe.send(("token_s", time.perf_counter() - start))
+
+
+def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> None:
+    """Send the seconds of a layer's cross-attention, forward and backward, and its peak memory in MiB."""
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        decoder = build_decoder(mode, TRAINED).train()
+        attention = decoder.block[0].layer[1].EncDecAttention
+        for name in ("q", "k", "v", "o"):
+            setattr(attention, name, torch.nn.Identity())
+        hidden = torch.randn(1, TRAINED, WIDTH, requires_grad=True)
+        source = torch.randn(1, length, WIDTH, requires_grad=True)
+        grad = torch.randn(1, TRAINED, WIDTH)
+
+        def step(count: int) -> float:
+            hidden.grad = source.grad = None
+            start = time.perf_counter()
+            more, read = {}, source[:, :count]
+            if mode != "full":
+                more["reading"], read = decoder._plan(
+                    hidden[..., 0], read, None, None, use_cache=False, decoder_horizon=TRAINED
+                )
+            attention(hidden, key_value_states=read, **more)[0].backward(grad)
+            return time.perf_counter() - start
+
+        step(64)
+        idle = forget_peak()
+        step(length)
+        pipe.send(("training_peak_mib", memory("VmHWM") - idle))
+        for _ in range(5):
+            pipe.send(("training_s", step(length)))
+
+
+def measure_step(pipe: Connection, mode: str, length: int, threads: int) -> None:
+    """Send the seconds and the peak memory in MiB of a whole model's training step."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    from hf_hybrid import SRformerBartConfig, SRformerBartForConditionalGeneration
+
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        torch.manual_seed(0)
+        shape: dict[str, Any] = {"d_model": WIDTH, "vocab_size": VOCABULARY, "max_position_embeddings": length}
+        shape |= {"attn_implementation": "sdpa"}
+        for side in ("encoder", "decoder"):
+            shape |= {f"{side}_layers": STEP_LAYERS, f"{side}_attention_heads": HEADS, f"{side}_ffn_dim": 4 * WIDTH}
+        if mode == "full":
+            model = BartForConditionalGeneration(BartConfig(**shape)).train()
+        else:
+            config = SRformerBartConfig(cross_attention_mode=mode, segment_size=SEGMENT, **shape)
+            model = SRformerBartForConditionalGeneration(config).train()
+        source = torch.randint(3, VOCABULARY, (1, length))
+        labels = torch.randint(3, VOCABULARY, (1, STEP_TARGET))
+
+        def step(count: int) -> float:
+            model.zero_grad(set_to_none=True)
+            start = time.perf_counter()
+            model(input_ids=source[:, :count], labels=labels).loss.backward()
+            return time.perf_counter() - start
+
+        step(64)
+        model.zero_grad(set_to_none=True)
+        idle = forget_peak()
+        step(length)
+        pipe.send(("step_peak_mib", memory("VmHWM") - idle))
+        pipe.send(("step_s", step(length)))
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure every cell, rewriting the CSV after each round, and return its rows."""
+    common = stamp() | {"threads": str(arguments.threads)}
+    cells = [(mode, length) for length in arguments.lengths for mode in MODES]
+    found: dict[tuple[str, int], list[tuple[str, Any]]] = {cell: [] for cell in cells}
+    rows: list[Row] = []
+    for number in range(arguments.rounds):
+        for cell in cells:
+            targets: list[Callable[..., None]] = [measure_decoding, measure_training]
+            if cell[1] in STEP_LENGTHS:
+                targets.append(measure_step)
+            for target in targets:
+                found[cell] += in_process(target, (*cell, arguments.threads), arguments.time_limit)
+            row = describe(cell, found[cell])
+            print(number + 1, *(row.get(name, "-") for name in ("mode", "length", *MEASURES, "outcome")), flush=True)
+        rows = [common | describe(cell, found[cell]) for cell in cells]
+        write_csv(arguments.out, COLUMNS, rows)
+    return rows
+
+
+def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
+    """Turn what a cell's processes sent into its columns: medians, and the largest peak."""
+    mode, length = cell
+    bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
+    row = {"mode": mode, "length": str(length), "outcome": bad[0] if bad else "ok"}
+    row |= {name: f"{value:.0f}" for name, value in counted(mode, length).items()}
+    for name in MEASURES:
+        values = [float(value) for kind, value in found if kind == name]
+        if values:
+            row[name] = f"{max(values):.0f}" if name.endswith("mib") else f"{statistics.median(values):.5g}"
+    return row
+
+
+# ---- the tables ----
+
+Shape = Callable[[float], str]
+
+
+def report(rows: list[Row]) -> str:
+    """Return the tables of a CSV's rows as Markdown."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
+    parts = [
+        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. Width {WIDTH}, {HEADS} heads, segments "
+        f"of {SEGMENT}, fp32."
+    ]
+    cells = {(row["mode"], int(row["length"])): row for row in rows}
+    lengths = sorted({length for _, length in cells})
+
+    def table(title: str, name: str, shape: Shape, ratio: str) -> None:
+        shown = [length for length in lengths if any(cells[mode, length].get(name) for mode in MODES)]
+        lines = []
+        for mode in MODES:
+            values = [cells[mode, length].get(name) for length in shown]
+            points = [(length, float(value)) for length, value in zip(shown, values, strict=True) if value]
+            line = [
+                shape(float(value)) if value else cells[mode, length]["outcome"]
+                for value, length in zip(values, shown, strict=True)
+            ]
+            lines.append([mode, *line, exponent(points)])
+        full, ours = ([cells[mode, length].get(name) for length in shown] for mode in ("full", "sr"))
+        ratios = [f"{float(a) / float(b):.2f}" if a and b else "-" for a, b in zip(full, ours, strict=True)]
+        lines.append([ratio, *ratios, ""])
+        parts.extend([f"**{title}**", markdown_table(["mode", *map(str, shown), "exponent 2k-16k (points)"], lines)])
+
+    millions, kib = (lambda value: f"{value / 1e6:.2f}"), (lambda value: f"{value / 1024:.0f}")
+    milliseconds, mib = (lambda value: f"{1e3 * value:.2f}"), (lambda value: f"{value:.0f}")
+    of_q = f"a target of {DECODED} tokens"
+    table(f"counted, {of_q} at once: million multiply-adds", "training_multiply_adds", millions, "full / sr")
+    table(f"counted, {of_q} at once: KiB moved", "training_bytes", kib, "full / sr")
+    table(
+        f"counted, each of {DECODED} decoded tokens: million multiply-adds",
+        "decoding_multiply_adds",
+        millions,
+        "full / sr",
+    )
+    table(f"counted, each of {DECODED} decoded tokens: KiB moved", "decoding_bytes", kib, "full / sr")
+    table(f"decoding: milliseconds per token of {BATCH} documents", "token_s", milliseconds, "full / sr")
+    table("decoding: milliseconds of preparation", "preparation_s", milliseconds, "full / sr")
+    table(
+        f"training: milliseconds forward and backward, {TRAINED} target tokens",
+        "training_s",
+        milliseconds,
+        "full / sr",
+    )
+    table("training: peak memory of it, MiB", "training_peak_mib", mib, "full / sr")
+    table("a whole model's training step: seconds", "step_s", lambda value: f"{value:.2f}", "full / sr")
+    table("a whole model's training step: peak memory, MiB", "step_peak_mib", mib, "full / sr")
+    return "\n\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
+    arguments = parser.parse_args(argv)
+    if arguments.report:
+        with open(arguments.report, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = run(arguments)
+    print(report(rows))
+    return 1 if any(row["outcome"].startswith("failed") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

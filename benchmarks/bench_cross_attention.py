@@ -1,4 +1,4 @@
-"""SRformer's cross-attention beside the full one that it replaces: counted, timed, and its memory in training; on the CPU.
+"""SRformer's cross-attention beside the full one that it replaces, on the CPU: counted, timed, memory in training.
 
 Run it from the repository root::
 
@@ -6,9 +6,10 @@ Run it from the repository root::
     python -m benchmarks.bench_cross_attention --out benchmarks/results/cross_attention_cpu.csv      # the kept record
     python -m benchmarks.bench_cross_attention --report benchmarks/results/cross_attention_cpu.csv   # its tables
 
-T5-small's layer: width 512, 8 heads of 64, segments of 64, fp32. "full" is transformers' T5Attention with SDPA, without
-dropout, which SDPA would materialise. Each measurement is a process of its own, and the modes take turns at each length,
-round after round, as in `benchmarks.bench_models`, where it is written how peak memory is measured. What is measured:
+T5-small's layer: width 512, 8 heads of 64, segments of 64, fp32. "full" is transformers' T5Attention with SDPA and
+without dropout, for which SDPA would store the scores. Each measurement is a process of its own, and the modes take
+turns at each length, round after round, as in `benchmarks.bench_models`, where it is written how peak memory is
+measured. What is measured:
 
 - decoding: one layer's cross-attention for one more token of eight documents, its projections of the query and of the
   output included, keys and values and whatever else belongs to the documents being kept. The target goes on from token
@@ -71,8 +72,8 @@ def count(mode: str, target: int, length: int) -> dict[str, float]:
     With q target and k source tokens, head width d, segments of s, m of them visited (all, or as many as the target
     has tokens), projections left out since all modes have them:
 
-    - full: q k d for scores and as much for the output; K and V (2 k d) read once per pass over the target in training,
-      and once per token in decoding; queries and outputs 2 q d.
+    - full: q k d for scores and as much for the output; K and V (2 k d), read once for a whole target in training and
+      once per token in decoding; queries and outputs, 2 q d.
     - segmented: 2 q s d; in training K and V of the visited segments, in decoding 2 s d per token.
     - sr: segmented, and K^T V (k d²), the K_i^T V_i of the visited segments (their m s d² are among it, and counted
       again only where some segments are not visited), the RAF neurons' linear map m d³, norm(K) k d, and q d² for Q R.
@@ -262,59 +263,39 @@ def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
 
 # ---- the tables ----
 
-Shape = Callable[[float], str]
-
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
     first = rows[0]
     versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     parts = [
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. Width {WIDTH}, {HEADS} heads, segments "
-        f"of {SEGMENT}, fp32."
+        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. Width {WIDTH}, {HEADS} heads, "
+        f"segments of {SEGMENT}, fp32."
     ]
     cells = {(row["mode"], int(row["length"])): row for row in rows}
     lengths = sorted({length for _, length in cells})
 
-    def table(title: str, name: str, shape: Shape, ratio: str) -> None:
+    def table(title: str, name: str, digits: int, unit: float = 1) -> None:
         shown = [length for length in lengths if any(cells[mode, length].get(name) for mode in MODES)]
         lines = []
         for mode in MODES:
-            values = [cells[mode, length].get(name) for length in shown]
-            points = [(length, float(value)) for length, value in zip(shown, values, strict=True) if value]
-            line = [
-                shape(float(value)) if value else cells[mode, length]["outcome"]
-                for value, length in zip(values, shown, strict=True)
-            ]
-            lines.append([mode, *line, exponent(points)])
-        full, ours = ([cells[mode, length].get(name) for length in shown] for mode in ("full", "sr"))
-        ratios = [f"{float(a) / float(b):.2f}" if a and b else "-" for a, b in zip(full, ours, strict=True)]
-        lines.append([ratio, *ratios, ""])
+            values = {length: float(value) for length in shown if (value := cells[mode, length].get(name))}
+            line = [f"{values[s] / unit:.{digits}f}" if s in values else cells[mode, s]["outcome"] for s in shown]
+            lines.append([mode, *line, exponent(list(values.items()))])
+        pairs = [(cells["full", length].get(name), cells["sr", length].get(name)) for length in shown]
+        lines.append(["full / sr", *(f"{float(a) / float(b):.2f}" if a and b else "-" for a, b in pairs), ""])
         parts.extend([f"**{title}**", markdown_table(["mode", *map(str, shown), "exponent 2k-16k (points)"], lines)])
 
-    millions, kib = (lambda value: f"{value / 1e6:.2f}"), (lambda value: f"{value / 1024:.0f}")
-    milliseconds, mib = (lambda value: f"{1e3 * value:.2f}"), (lambda value: f"{value:.0f}")
-    of_q = f"a target of {DECODED} tokens"
-    table(f"counted, {of_q} at once: million multiply-adds", "training_multiply_adds", millions, "full / sr")
-    table(f"counted, {of_q} at once: KiB moved", "training_bytes", kib, "full / sr")
-    table(
-        f"counted, each of {DECODED} decoded tokens: million multiply-adds",
-        "decoding_multiply_adds",
-        millions,
-        "full / sr",
-    )
-    table(f"counted, each of {DECODED} decoded tokens: KiB moved", "decoding_bytes", kib, "full / sr")
-    table(f"decoding: milliseconds per token of {BATCH} documents", "token_s", milliseconds, "full / sr")
-    table("decoding: milliseconds of preparation", "preparation_s", milliseconds, "full / sr")
-    table(
-        f"training: milliseconds forward and backward, {TRAINED} target tokens",
-        "training_s",
-        milliseconds,
-        "full / sr",
-    )
-    table("training: peak memory of it, MiB", "training_peak_mib", mib, "full / sr")
-    table("a whole model's training step: seconds", "step_s", lambda value: f"{value:.2f}", "full / sr")
-    table("a whole model's training step: peak memory, MiB", "step_peak_mib", mib, "full / sr")
+    table(f"counted, {DECODED} tokens at once: million multiply-adds", "training_multiply_adds", 2, 1e6)
+    table(f"counted, {DECODED} tokens at once: KiB moved", "training_bytes", 0, 1024)
+    table(f"counted, each of {DECODED} decoded tokens: million multiply-adds", "decoding_multiply_adds", 2, 1e6)
+    table(f"counted, each of {DECODED} decoded tokens: KiB moved", "decoding_bytes", 0, 1024)
+    table(f"decoding: milliseconds per token of {BATCH} documents", "token_s", 2, 1e-3)
+    table("decoding: milliseconds of preparation", "preparation_s", 0, 1e-3)
+    table(f"training: milliseconds forward and backward, {TRAINED} target tokens", "training_s", 1, 1e-3)
+    table("training: peak memory of it, MiB", "training_peak_mib", 0)
+    table("a whole model's training step: seconds", "step_s", 2)
+    table("a whole model's training step: peak memory, MiB", "step_peak_mib", 0)
     return "\n\n".join(parts)
 
 

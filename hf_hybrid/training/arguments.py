@@ -21,7 +21,8 @@ __all__ = [
     "check_positive",
 ]
 
-INIT_SOURCES = ("t5",)
+INIT_TARGETS = {"t5": ("spade", "srformer_t5"), "bart": ("srformer_bart",)}
+INIT_SOURCES = tuple(INIT_TARGETS)
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -59,8 +60,9 @@ class ModelArguments:
     init_from: str | None = field(
         default=None,
         metadata={
-            "help": "t5: start SPADE from --model_name_or_path, a checkpoint of T5, mT5, UMT5 or LongT5 (local). "
-            "--config_overrides then sets fields of SPADE that the checkpoint leaves open.",
+            "help": "Start another architecture from --model_name_or_path. t5: SPADE from a checkpoint of T5, mT5, "
+            "UMT5 or LongT5 (local), or with --model_type srformer_t5 SRformer from one of T5; bart: SRformer from "
+            "one of BART. --config_overrides then sets fields that the checkpoint leaves open.",
             "choices": INIT_SOURCES,
         },
     )
@@ -148,10 +150,19 @@ class ModelArguments:
             return
         if self.model_name_or_path is None:
             raise ValueError(f"--init_from {self.init_from} needs --model_name_or_path, the checkpoint to start from")
-        if self.model_type not in (None, "spade"):
-            raise ValueError(f"--init_from {self.init_from} makes a spade model; got --model_type {self.model_type}")
+        targets = INIT_TARGETS[self.init_from]
+        if self.model_type not in (None, *targets):
+            raise ValueError(
+                f"--init_from {self.init_from} makes a {' or '.join(targets)} model; "
+                f"got --model_type {self.model_type}"
+            )
         if self.config_name is not None:
             raise ValueError(f"--init_from {self.init_from} cannot be combined with --config_name {self.config_name}")
+
+    @property
+    def init_type(self) -> str | None:
+        """Model type that is started from another's checkpoint; None where none is."""
+        return None if self.init_from is None else self.model_type or INIT_TARGETS[self.init_from][0]
 
     @property
     def makes_tokenizer(self) -> bool:

@@ -93,7 +93,7 @@ def load_config(
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"--{flag} {name}: no configuration could be loaded. {one_line(error)}") from error
     if model_args.init_from is not None:
-        return _config_from_t5(model_args, auto_class, config)
+        return _config_from_source(model_args, auto_class, config)
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
         raise ValueError(
@@ -118,14 +118,15 @@ def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> None:
         auto_class.from_config(copy.deepcopy(config))
 
 
-def _config_from_t5(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
-    config_class = _config_class("spade", auto_class)
-    flags = f"--init_from t5 --model_name_or_path {model_args.model_name_or_path}"
+def _config_from_source(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    config_class: Any = _config_class(str(model_args.init_type), auto_class)
+    flags = f"--init_from {model_args.init_from} --model_name_or_path {model_args.model_name_or_path}"
     if auto_class is AutoModelForCausalLM:
         raise ValueError(f"{flags}: a causal language model has no encoder that T5's could become")
     overrides = parse_config_overrides(model_args.config_overrides or "{}", config_class)
+    make = config_from_t5 if model_args.init_type == "spade" else config_class.from_parent
     try:
-        return config_from_t5(config, **overrides)
+        return make(config, **overrides)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{flags}: {one_line(error)}") from error
 
@@ -373,7 +374,7 @@ def load_model(
         logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
         return model
     try:
-        if model_args.init_from is not None:
+        if model_args.init_type == "spade":
             model, report = _start_from_t5(model_args, auto_class, config, may_add_weights=may_add_weights)
         else:
             model, report = auto_class.from_pretrained(

@@ -19,8 +19,8 @@ CASES = {
     "some visited": {"visited": torch.tensor([[0, 2, 4], [1, 3, 6]])},
     "the same visited by all, clamped": {"visited": torch.tensor([[0, 3, 6]]), "clamp": 2.0, "surrogate": True},
     "own of some visited": {"visited": torch.tensor([[0, 2], [1, 3]]), "source": "segment"},
-    "no neurons": {name: None for name in NEURON},
-    "no neurons, some visited": {"visited": torch.tensor([[0, 2, 4]]), **{name: None for name in NEURON}},
+    "no neurons": dict.fromkeys(NEURON),
+    "no neurons, some visited": {"visited": torch.tensor([[0, 2, 4]]), **dict.fromkeys(NEURON)},
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -128,7 +128,7 @@ def test_without_leak_a_state_knows_its_segment_alone():
 
 
 def test_the_complements_are_linear_in_the_values():
-    arguments = {**make(), **{name: None for name in NEURON}}
+    arguments = {**make(), **dict.fromkeys(NEURON)}
     other = {**arguments, "value": make(seed=3)["value"]}
     both = {**arguments, "value": 2 * arguments["value"] - other["value"]}
     expected = 2 * segment_recurrence(**arguments) - segment_recurrence(**other)
@@ -195,7 +195,7 @@ def test_inputs_are_not_written_and_may_be_strided():
 
 def test_bfloat16_subtracts_in_float32():
     """P is a small difference of large products: rounded before it is taken, it would be noise."""
-    arguments = {**make(torch.bfloat16, segments=2, size=64), **{name: None for name in NEURON}}
+    arguments = {**make(torch.bfloat16, segments=2, size=64), **dict.fromkeys(NEURON)}
     arguments["key"][:, :, 1] *= 1e-3
     states = segment_recurrence(**arguments)[:, :, 0]  # the complement of the large segment is the small one
     exact = torch.matmul(arguments["key"][:, :, 1].double().mT, arguments["value"][:, :, 1].double())

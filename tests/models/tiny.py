@@ -59,7 +59,7 @@ FIELD_NAMES = {
     },
     "srformer_bart": {"hidden_size": "d_model", "initializer_range": "init_std"},
 }
-# model type -> sides on which documents may be padded, where not on both: BART's encoder counts positions from column 0
+# model type -> sides on which documents may be padded, where not on both: BART counts positions from column 0
 PADDED_SIDES = {"srformer_bart": ("right",)}
 # model types whose config cannot ask for tuples, only a call: BART's forward reads its parts' outputs by name
 NEEDS_DICT = {"srformer_bart"}

@@ -36,6 +36,49 @@ def command(arguments, t5, output_dir, *more):
     ]
 
 
+@pytest.fixture(scope="module")
+def bart(arguments, tmp_path_factory):
+    """A BART and a tokenizer, as the script leaves it."""
+    folder = tmp_path_factory.mktemp("bart")
+    summarization.main(arguments("bart", folder, "--do_train", "--max_steps", "1"))
+    return folder
+
+
+@pytest.mark.parametrize("source", ["t5", "bart"])
+def test_srformer_starts_from_its_parent(arguments, source, tmp_path, request):
+    """One segment is the parent, so a run without learning ends where it began; then it learns and is resumed."""
+    folder, output = request.getfixturevalue(source), tmp_path / "out"
+    build = [*without_model(arguments(source, output)), "--init_from", source, "--model_name_or_path", str(folder)]
+    build += ["--model_type", f"srformer_{source}", "--seed", "3", "--do_train", "--save_steps", "1"]
+    more = ["--config_overrides", "segment_size=48", "--max_steps", "1", "--learning_rate", "0"]
+    summarization.main([*build, *more, "--output_dir", str(tmp_path / "still")])
+    model, parent = (AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (tmp_path / "still", folder))
+    assert (model.config.model_type, model.config.segment_size) == (f"srformer_{source}", 48)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(model(ids, decoder_input_ids=ids).logits, parent(ids, decoder_input_ids=ids).logits)
+
+    evaluate = ["--do_eval", "--predict_with_generate", "--config_overrides", "segment_size=6"]
+    metrics = summarization.main([*build, *evaluate, "--max_steps", "2"])
+    assert {"eval_rouge1", "train_loss"} <= metrics.keys()
+    summarization.main([*build, *evaluate, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_srformer_starts_from_nothing_else(arguments, t5, bart, tmp_path):
+    def fails(source, folder, *more):
+        flags = ["--init_from", source, "--model_name_or_path", str(folder), "--model_type", f"srformer_{source}"]
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is looked at below
+            summarization.main([*without_model(arguments(source, tmp_path / "out")), *flags, *more])
+        return str(raised.value)
+
+    assert "SRformerT5Config is made from a model of type t5; got bart" in fails("t5", bart, "--do_train")
+    assert "SRformerBartConfig is made from a model of type bart; got t5" in fails("bart", t5, "--do_train")
+    assert "adds no field 'd_model'" in fails("t5", t5, "--do_train", "--config_overrides", "d_model=64")
+    message = fails("t5", t5, "--do_eval")
+    assert "lacks 3 of the weights of SRformerT5ForConditionalGeneration" in message
+    assert "it must be trained (--do_train) before it is used" in message
+
+
 def test_a_run_starts_from_t5_and_is_resumed(arguments, t5, tmp_path):
     more = ["--config_overrides", "local_radius=5,ssm_state_size=8", "--do_train", "--save_steps", "1", "--seed", "3"]
     summarization.main(command(arguments, t5, tmp_path, *more, "--max_steps", "1", "--learning_rate", "0"))
@@ -70,13 +113,17 @@ def test_what_cannot_start(arguments, t5, tmp_path, more, message):
         ({"init_from": "t5", "model_type": "spade"}, "--init_from t5 needs --model_name_or_path"),
         (
             {"init_from": "t5", "model_name_or_path": "a", "model_type": "led"},
-            "--init_from t5 makes a spade model; got --model_type led",
+            "--init_from t5 makes a spade or srformer_t5 model; got --model_type led",
         ),
         (
             {"init_from": "t5", "model_name_or_path": "a", "config_name": "b"},
             "cannot be combined with --config_name b",
         ),
-        ({"init_from": "bart", "model_name_or_path": "a"}, "--init_from must be one of t5; got 'bart'"),
+        ({"init_from": "gpt2", "model_name_or_path": "a"}, "--init_from must be one of t5, bart; got 'gpt2'"),
+        (
+            {"init_from": "bart", "model_name_or_path": "a", "model_type": "srformer_t5"},
+            "--init_from bart makes a srformer_bart model; got --model_type srformer_t5",
+        ),
         ({"config_overrides": "dropout=0", "model_name_or_path": "a"}, "it needs --model_type or --init_from"),
     ],
 )

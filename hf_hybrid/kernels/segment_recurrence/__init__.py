@@ -24,7 +24,8 @@ def segment_recurrence(
 ) -> Tensor:
     """Accumulate and fire over the segments that a target visits, in the order in which it visits them.
 
-    Shapes: `B` batch · `H` heads · `M` segments · `S` segment size · `K` key dim · `V` value dim · `N` visited segments.
+    Shapes: `B` batch · `H` heads · `M` segments · `S` segment size · `K` key dim · `V` value dim · `N` visited
+    segments.
 
         P[i] = K^T V - K[i]^T V[i]                        (SRformer, section 3.2, eq. 16)
         m[n] = leak a[n-1] + P[i(n)] W^T                  (section 3.3 and appendix A.2: RAF neurons)
@@ -37,10 +38,10 @@ def segment_recurrence(
     O(M S K V + N K V^2) multiplications and N K V numbers per head; saved for the backward are the inputs alone.
 
     Args:
-        key: `(B, H, M, S, K)`, float64, float32, bfloat16 or float16; zero at keys that are to be ignored. Heads come
-            before segments, as in the states.
+        key: `(B, H, M, S, K)`, float64, float32, bfloat16 or float16; zero at keys that are to be ignored. Heads
+            come before segments, as in the states.
         value: `(B, H, M, S, V)` in key's dtype, zero where key is.
-        weight: W, `(V, V)`, shared by all heads. None together with `leak` and `threshold`: no neurons, R[n] = P[i(n)].
+        weight: W, `(V, V)`, shared by all heads. None with `leak` and `threshold`: no neurons, R[n] = P[i(n)].
         leak: One number, how much of a membrane is left after a segment.
         threshold: One positive number.
         visited: i(n), `(B or 1, N)`, int64; all segments in order when None.
@@ -52,8 +53,8 @@ def segment_recurrence(
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        R, `(B, H, N, K, V)` in key's dtype, computed in float32, or float64 for float64 input. It can be differentiated
-        once, in key, value, weight, leak and threshold.
+        R, `(B, H, N, K, V)` in key's dtype, computed in float32, or float64 for float64 input. It can be
+        differentiated once, in key, value, weight, leak and threshold.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.

@@ -73,7 +73,7 @@ class SegmentedCrossAttentionFields:
                 )
         if self.mask_mode == "official" and self.per_example_segments:
             raise ValueError(
-                "per_example_segments must be False with mask_mode 'official', which segments the padded batch; got True"
+                "per_example_segments must be False with mask_mode 'official', which cuts the padded batch; got True"
             )
         if self.mix == "sigma" and (self.cross_attention_mode == "recurrent" or not self.has_states):
             raise ValueError(
@@ -126,8 +126,12 @@ class SegmentedCrossAttentionFields:
             **fields: Fields that SRformer adds.
 
         Raises:
-            ValueError: A name is none of SRformer's fields.
+            ValueError: The config is of another kind, or a name is none of SRformer's fields.
         """
+        if config.model_type != cls.parent_model_type:
+            raise ValueError(
+                f"{cls.__name__} is made from a model of type {cls.parent_model_type}; got {config.model_type}"
+            )
         known = SegmentedCrossAttentionFields.__dataclass_fields__
         for name in fields:
             if name not in known:

@@ -1,6 +1,7 @@
 """SRformer made of BART: its decoder reads the document by segments.
 
-Names of modules are BART's, so that its checkpoints load; what is added stands in `cross_attention.py`.
+Names of modules are BART's, so that its checkpoints load; what is added stands in `cross_attention.py` and in
+`modeling_srformer.py`.
 
 Shapes: B batch · T target length · L source length · D width · H heads · K head width.
 """
@@ -11,7 +12,8 @@ from transformers.generation import GenerationMixin
 from transformers.models.bart.modeling_bart import BartAttention, BartDecoder
 
 from .configuration_srformer import SRformerBartConfig
-from .cross_attention import SegmentedCrossAttention, SegmentedDecoder, SegmentedGeneration, SegmentedModel
+from .cross_attention import SegmentedCrossAttention
+from .modeling_srformer import SegmentedDecoder, SegmentedGeneration, SegmentedModel
 from .segments import Reading
 
 

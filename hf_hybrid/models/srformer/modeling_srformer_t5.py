@@ -1,6 +1,7 @@
 """SRformer made of T5, T5 v1.1 or Flan-T5: their decoder reads the document by segments.
 
-Names of modules are T5's, so that its checkpoints load; what is added stands in `cross_attention.py`.
+Names of modules are T5's, so that its checkpoints load; what is added stands in `cross_attention.py` and in
+`modeling_srformer.py`.
 
 Shapes: B batch · T target length · L source length · D width · H heads · K head width.
 """
@@ -16,7 +17,8 @@ from transformers.generation import GenerationMixin
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 from .configuration_srformer import SRformerT5Config
-from .cross_attention import RAF, SegmentedCrossAttention, SegmentedDecoder, SegmentedGeneration, SegmentedModel
+from .cross_attention import RAF, SegmentedCrossAttention
+from .modeling_srformer import SegmentedDecoder, SegmentedGeneration, SegmentedModel
 from .segments import Reading
 
 

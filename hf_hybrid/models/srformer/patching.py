@@ -12,7 +12,7 @@ from transformers import (
     T5Model,
 )
 
-from .cross_attention import SegmentedPreTrainedModel
+from .modeling_srformer import SegmentedPreTrainedModel
 from .modeling_srformer_bart import SRformerBartForConditionalGeneration, SRformerBartModel
 from .modeling_srformer_t5 import SRformerT5ForConditionalGeneration, SRformerT5Model
 

@@ -75,8 +75,8 @@ def cut(
         horizon: Length of the target.
 
     Returns:
-        The segments, and the encoder's output as long as M segments, each document at the beginning of its row, whatever
-        side it was padded on, if it has segments of its own.
+        The segments, and the encoder's output as long as M segments; where each document has segments of its own, it
+        stands at the beginning of its row, whatever side it was padded on.
     """
     batch, length, _ = states.shape
     size, number = config.segment_size, -(-length // config.segment_size)
@@ -158,17 +158,17 @@ def _warn_of_skipped_segments(number: int, horizon: int) -> None:
         return
     _told.add("skipped")
     logger.warning(
-        f"A document has {number} segments and its target only {horizon} tokens, each of which attends to one segment: "
-        f"{number - horizon} segments are skipped. A longer target or decoder_horizon, or a larger segment_size, reads "
-        f"all of them. This is said once."
+        f"A document has {number} segments and its target only {horizon} tokens, each of which attends to one: "
+        f"{number - horizon} segments are skipped. A longer target or decoder_horizon, or a larger segment_size, "
+        f"reads all of them. This is said once."
     )
 
 
 class Reading:
     """What one call of the decoder reads: for each of its tokens, a slot of its row's document.
 
-    Consecutive tokens mostly read the same segment. They are laid into tiles of g tokens that read one segment each, so
-    that keys and states are fetched once per tile and never once per token. A decoding step is one tile of one token.
+    Consecutive tokens mostly read the same segment. They are laid into tiles of g tokens that read one segment each,
+    so that keys and states are fetched once per tile, not once per token. A decoding step is one tile of one token.
 
     Args:
         segments: How the documents are cut.

@@ -1,0 +1,318 @@
+"""What SRformer's models of T5 and of BART share: mixins that stand before the parent's classes.
+
+The decoder plans once per call what all its layers read; the model with a head has a loss that may be accumulated, and
+tells generation's length to the plan.
+
+Shapes: B batch · D documents · T tokens of this call · L source length.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationConfig
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from .cross_attention import RAF, SegmentedCrossAttention
+from .segments import Reading, SegmentCache, cut
+
+
+class SegmentedPreTrainedModel:
+    """Mixin for a parent's models: initialises what SRformer adds."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # For classes outside of it, transformers initialises no module without tensors of its own, and so would draw
+        # the projections in T5's attention a hundred times too large. The guard is for draws that would overwrite what
+        # a checkpoint holds; there are none here.
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, RAF):
+            module.reset_parameters()
+        elif isinstance(module, SegmentedCrossAttention) and hasattr(module, "sigma"):
+            init.constant_(module.sigma, 0.5)
+        elif isinstance(module, nn.RNN):
+            bound = module.hidden_size**-0.5
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
+
+
+class SegmentedDecoder(SegmentedPreTrainedModel):
+    """Mixin for a parent's decoder: plans once per call what all layers read."""
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        use_cache: bool | None = None,
+        decoder_horizon: int | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        if encoder_hidden_states is not None:
+            if encoder_hidden_states.shape[1] == 0:
+                raise ValueError(
+                    f"encoder_hidden_states must hold at least one position; got {tuple(encoder_hidden_states.shape)}"
+                )
+            if self.config.cross_attention_mode != "full":
+                if use_cache is None and past_key_values is None and self._spreads_over_target(decoder_horizon):
+                    use_cache = False  # a step that went on from it would be of a target of another length
+                kwargs["reading"], encoder_hidden_states = self._plan(
+                    input_ids if inputs_embeds is None else inputs_embeds,
+                    encoder_hidden_states,
+                    encoder_attention_mask,
+                    past_key_values,
+                    use_cache=bool(use_cache),
+                    decoder_horizon=decoder_horizon,
+                )
+                encoder_attention_mask = None
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **{"return_dict": True, **kwargs},
+        )
+
+    def _spreads_over_target(self, decoder_horizon: int | None) -> bool:
+        return decoder_horizon is None and self.config.horizon_mode == "target_length"
+
+    def _plan(
+        self,
+        inputs: torch.Tensor,
+        source: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: EncoderDecoderCache | None,
+        *,
+        use_cache: bool,
+        decoder_horizon: int | None,
+    ) -> tuple[Reading, torch.Tensor]:
+        """Say what each token of `inputs` `(B, T)` reads; cut `source` `(D, L, width)` unless a cache has it cut."""
+        batch, length = inputs.shape[:2]
+        cache = None
+        if past_key_values is not None:
+            cache = self._segment_cache(past_key_values, decoder_horizon)
+        if cache is not None:
+            segments, documents = cache.segments, cache.documents
+        else:
+            horizon = decoder_horizon
+            if horizon is None:
+                whole = self._spreads_over_target(None) and past_key_values is None and not use_cache
+                horizon = length if whole else self.config.decoder_horizon
+            segments, source = cut(self.config, source, attention_mask, horizon)
+            documents = None
+            if batch != source.shape[0]:
+                if batch % source.shape[0]:
+                    raise ValueError(
+                        f"decoder inputs must have as many rows as encoder_hidden_states, {source.shape[0]}, or a "
+                        f"multiple (beams); got {batch}"
+                    )
+                documents = torch.arange(source.shape[0], device=inputs.device)
+                documents = documents.repeat_interleave(batch // source.shape[0])
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if isinstance(past, torch.Tensor):  # a static cache counts in place
+            past = past.clone()
+        reading = Reading(
+            segments,
+            length,
+            past=past,
+            batch=batch,
+            heads=self.cross_attention_heads,
+            documents=documents,
+            device=inputs.device,
+        )
+        return reading, source
+
+    def _segment_cache(self, past_key_values: EncoderDecoderCache, horizon: int | None) -> SegmentCache | None:
+        """Return the cache of documents if there is one, and check that it is of use."""
+        if not isinstance(past_key_values, EncoderDecoderCache):
+            raise ValueError(f"past_key_values must be an EncoderDecoderCache; got {type(past_key_values).__name__}")
+        cache = past_key_values.cross_attention_cache
+        if not isinstance(cache, SegmentCache):
+            if any(past_key_values.is_updated.values()):
+                raise ValueError(
+                    f"past_key_values must come from an SRformer with the same cross_attention_mode; got one whose "
+                    f"cross_attention_cache is a {type(cache).__name__}"
+                )
+            return None
+        if cache.segments is None:
+            past_key_values.cross_attention_cache = DynamicCache()
+            return None
+        if horizon is not None and horizon != cache.segments.horizon:
+            raise ValueError(
+                f"decoder_horizon must be {cache.segments.horizon}, for which past_key_values was made; got {horizon}"
+            )
+        return cache
+
+
+class SegmentedModel(SegmentedPreTrainedModel):
+    """Mixin for a parent's model without a head."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: tuple[torch.Tensor] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        decoder_horizon: int | None = None,
+        **kwargs,
+    ) -> Seq2SeqModelOutput:
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **kwargs,
+            )
+        if decoder_horizon is not None:
+            kwargs["decoder_horizon"] = decoder_horizon
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+
+
+class SegmentedGeneration(SegmentedPreTrainedModel):
+    """Mixin for a parent's model with a head: its loss, and how generation knows the length of the target."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: tuple[torch.Tensor] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        decoder_horizon: int | None = None,
+        **kwargs,
+    ) -> Seq2SeqLMOutput:
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        if labels is not None:
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            use_cache = False if use_cache is None else use_cache
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **kwargs,
+            )
+        if decoder_horizon is not None:
+            kwargs["decoder_horizon"] = decoder_horizon
+        outputs = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        if labels is None:
+            return outputs
+        # the parents' own loss ignores num_items_in_batch, and so is wrong by a factor where gradients are accumulated
+        loss = self.loss_function(
+            logits=outputs.logits,
+            labels=labels,
+            vocab_size=self.config.vocab_size,
+            shift_labels=labels,  # the decoder's inputs are shifted already
+            num_items_in_batch=num_items_in_batch,
+        )
+        return Seq2SeqLMOutput(loss=loss, **outputs)
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args,
+        decoder_horizon: int | None = None,
+        **kwargs,
+    ):
+        """Generate as every model of transformers does, with the segments spread over the length that is asked for.
+
+        Args:
+            inputs: As everywhere.
+            generation_config: As everywhere.
+            *args: As everywhere.
+            decoder_horizon: Length of the target, in tokens, over which the segments are spread. When None: with
+                `horizon_mode="fixed"` the config's `decoder_horizon`; otherwise `max_new_tokens` or `max_length - 1`,
+                whether given here or by a generation config, and without either the config's `decoder_horizon`.
+                Tokens beyond it read the last segment.
+            **kwargs: As everywhere.
+
+        Raises:
+            ValueError: `decoder_horizon` is not positive.
+        """
+        if decoder_horizon is None:
+            decoder_horizon = self._generation_horizon(generation_config, kwargs)
+        elif decoder_horizon < 1:
+            raise ValueError(f"decoder_horizon must be a positive integer; got {decoder_horizon}")
+        return super().generate(inputs, generation_config, *args, decoder_horizon=decoder_horizon, **kwargs)
+
+    def _generation_horizon(self, generation_config: GenerationConfig | None, options: dict) -> int | None:
+        cache = getattr(options.get("past_key_values"), "cross_attention_cache", None)
+        if getattr(cache, "segments", None) is not None:
+            return None  # the cache's
+        if self.config.horizon_mode == "fixed":
+            return self.config.decoder_horizon
+        prompt = options.get("decoder_input_ids")
+        beyond_start = 0 if prompt is None else prompt.shape[1] - 1
+        sources = [config for config in (generation_config, self.generation_config) if config is not None]
+        for field, more in (("max_new_tokens", beyond_start), ("max_length", -1)):
+            lengths = [options.get(field), *(getattr(source, field, None) for source in sources)]
+            length = next((length for length in lengths if length is not None), None)
+            if length is not None:
+                return max(length + more, 1)
+        return self.config.decoder_horizon
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: torch.Tensor | None = None, **kwargs
+    ) -> tuple[torch.Tensor, dict]:
+        """Repeat rows for beams, but not documents: the beams of a document read it together."""
+        shared = {}
+        if self.config.cross_attention_mode != "full":
+            shared = {name: kwargs.pop(name) for name in ("encoder_outputs", "attention_mask") if name in kwargs}
+        expands_documents = is_encoder_decoder and not shared
+        input_ids, kwargs = super()._expand_inputs_for_generation(expand_size, expands_documents, input_ids, **kwargs)
+        return input_ids, {**kwargs, **shared}

@@ -97,7 +97,7 @@ def test_the_checks_see_what_is_wrong(tmp_path):
 def test_the_readmes_python_does_what_it_says(tmp_path, monkeypatch):
     """Statement by statement, so that both models it makes are seen: the saved one and the loaded one."""
     monkeypatch.chdir(tmp_path)
-    (source,) = blocks(README, "python")
+    source, patching = blocks(README, "python")
     torch.manual_seed(0)
     names, models = {}, []
     for statement in ast.parse(source).body:
@@ -112,6 +112,9 @@ def test_the_readmes_python_does_what_it_says(tmp_path, monkeypatch):
     with torch.no_grad():
         expected, actual = (m(input_ids=document, decoder_input_ids=summary).logits for m in (built, loaded))
     assert_close(actual, expected, "exact")
+    exec(compile(patching, "README.md", "exec"), names)
+    assert names["srformer"] is names["t5"]
+    assert names["srformer"].config.model_type == "srformer_t5"
 
 
 PAGES_WITH_PYTHON = [page for page in pages(ROOT)[1:] if blocks(page.read_text(encoding="utf-8"), "python")]

@@ -35,7 +35,7 @@ from .srformer import (
     random,
     seq2seq,
 )
-from .tiny import tiny_config, tiny_inputs, tiny_labels
+from .tiny import tiny_config, tiny_inputs, tiny_labels, tiny_model
 
 # the parents as special cases
 
@@ -558,6 +558,27 @@ def test_configs_of_other_models_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"must hold a model of type {kinds} .*; got mbart in"):
             config_class.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_tensor_is_made_where_the_document_is(mode):
+    """On a device without memory, where every tensor that an operation makes is looked at; a GPU would refuse it."""
+
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            outputs = func(*args, **(kwargs or {}))
+            for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+                assert not isinstance(output, torch.Tensor) or output.device.type == "meta", func
+            return outputs
+
+    hidden, source = torch.empty(4, 9, 32, device="meta"), torch.empty(4, 11, 32, device="meta")
+    for fields in ({}, {"segment_size": 2}):
+        module = attentions(tiny_model("srformer_t5", "AutoModel", cross_attention_mode=mode, **fields))[0].to("meta")
+        for mask in (None, torch.ones(4, 11, dtype=torch.long, device="meta")):
+            for horizon, past in ((9, 0), (3, 0), (12, 5)):
+                with Devices():
+                    output = attend(module, hidden, source, mask=mask, horizon=horizon, past=past)
+                assert (output.device.type, output.shape) == ("meta", hidden.shape)
 
 
 @every_type

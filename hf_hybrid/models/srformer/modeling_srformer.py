@@ -66,15 +66,13 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
                     f"encoder_hidden_states must hold at least one position; got {tuple(encoder_hidden_states.shape)}"
                 )
             if self.config.cross_attention_mode != "full":
-                if use_cache is None and past_key_values is None and self._spreads_over_target(decoder_horizon):
-                    use_cache = False  # a step that went on from it would be of a target of another length
+                inputs = input_ids if inputs_embeds is None else inputs_embeds
+                if decoder_horizon is None and past_key_values is None and not use_cache:
+                    decoder_horizon = self._target_length(inputs)
+                    # a step that went on from it would be of a target of another length
+                    use_cache = use_cache if decoder_horizon is None else False
                 kwargs["reading"], encoder_hidden_states = self._plan(
-                    input_ids if inputs_embeds is None else inputs_embeds,
-                    encoder_hidden_states,
-                    encoder_attention_mask,
-                    past_key_values,
-                    use_cache=bool(use_cache),
-                    decoder_horizon=decoder_horizon,
+                    inputs, encoder_hidden_states, encoder_attention_mask, past_key_values, decoder_horizon
                 )
                 encoder_attention_mask = None
         return super().forward(
@@ -88,8 +86,8 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
             **{"return_dict": True, **kwargs},
         )
 
-    def _spreads_over_target(self, decoder_horizon: int | None) -> bool:
-        return decoder_horizon is None and self.config.horizon_mode == "target_length"
+    def _target_length(self, inputs: torch.Tensor) -> int | None:
+        return inputs.shape[1] if self.config.horizon_mode == "target_length" else None
 
     def _plan(
         self,
@@ -97,45 +95,43 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         source: torch.Tensor,
         attention_mask: torch.Tensor | None,
         past_key_values: EncoderDecoderCache | None,
-        *,
-        use_cache: bool,
-        decoder_horizon: int | None,
+        horizon: int | None,
     ) -> tuple[Reading, torch.Tensor]:
         """Say what each token of `inputs` `(B, T)` reads; cut `source` `(D, L, width)` unless a cache has it cut."""
-        batch, length = inputs.shape[:2]
-        cache = None
-        if past_key_values is not None:
-            cache = self._segment_cache(past_key_values, decoder_horizon)
+        if horizon is not None and horizon < 1:
+            raise ValueError(f"decoder_horizon must be a positive integer; got {horizon}")
+        cache = None if past_key_values is None else self._segment_cache(past_key_values, horizon)
         if cache is not None:
             segments, documents = cache.segments, cache.documents
         else:
-            horizon = decoder_horizon
-            if horizon is None:
-                whole = self._spreads_over_target(None) and past_key_values is None and not use_cache
-                horizon = length if whole else self.config.decoder_horizon
-            segments, source = cut(self.config, source, attention_mask, horizon)
-            documents = None
-            if batch != source.shape[0]:
-                if batch % source.shape[0]:
-                    raise ValueError(
-                        f"decoder inputs must have as many rows as encoder_hidden_states, {source.shape[0]}, or a "
-                        f"multiple (beams); got {batch}"
-                    )
-                documents = torch.arange(source.shape[0], device=inputs.device)
-                documents = documents.repeat_interleave(batch // source.shape[0])
+            documents = self._documents(inputs, source)
+            segments, source = cut(self.config, source, attention_mask, horizon or self.config.decoder_horizon)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if isinstance(past, torch.Tensor):  # a static cache counts in place
             past = past.clone()
         reading = Reading(
             segments,
-            length,
+            inputs.shape[1],
             past=past,
-            batch=batch,
+            batch=inputs.shape[0],
             heads=self.cross_attention_heads,
             documents=documents,
             device=inputs.device,
         )
         return reading, source
+
+    @staticmethod
+    def _documents(inputs: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+        """Document of each row, `(B,)`, where several rows in succession, beams, read each document."""
+        rows, documents = inputs.shape[0], source.shape[0]
+        if rows == documents:
+            return None
+        if rows % documents:
+            raise ValueError(
+                f"decoder inputs must have as many rows as encoder_hidden_states, {documents}, or a multiple (beams); "
+                f"got {rows}"
+            )
+        return torch.arange(documents, device=inputs.device).repeat_interleave(rows // documents)
 
     def _segment_cache(self, past_key_values: EncoderDecoderCache, horizon: int | None) -> SegmentCache | None:
         """Return the cache of documents if there is one, and check that it is of use."""
@@ -286,8 +282,6 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
         """
         if decoder_horizon is None:
             decoder_horizon = self._generation_horizon(generation_config, kwargs)
-        elif decoder_horizon < 1:
-            raise ValueError(f"decoder_horizon must be a positive integer; got {decoder_horizon}")
         return super().generate(inputs, generation_config, *args, decoder_horizon=decoder_horizon, **kwargs)
 
     def _generation_horizon(self, generation_config: GenerationConfig | None, options: dict) -> int | None:

@@ -35,6 +35,8 @@ class Segments:
     """Keys that enter sums, `(B or 1, M S)`; all when None."""
     visible: torch.Tensor | None = None
     """Keys that the softmax over a slot's segment sees, `(B or 1, N, keys of a slot)`; all when None."""
+    device: torch.device | None = None
+    """Where the documents are."""
 
     @property
     def slots(self) -> int:
@@ -45,7 +47,7 @@ class Segments:
         """Segment of each slot, `(B or 1, N)`; None where slot and segment are the same for all documents."""
         if self.slots == self.number:
             return None
-        slots = torch.arange(self.slots, device=None if self.counts is None else self.counts.device)
+        slots = torch.arange(self.slots, device=self.device)
         if self.counts is None:
             return (slots * self.number // self.horizon).clamp_max(self.number - 1)[None]
         counts = self.counts[:, None]
@@ -108,7 +110,7 @@ def cut(
         kept = states.new_ones(1, length, dtype=torch.bool) if kept is None else kept
         kept = nn.functional.pad(kept, (0, pad))
         states = nn.functional.pad(states, (0, 0, 0, pad))
-    segments = Segments(size=size, number=number, horizon=horizon, counts=counts, kept=kept)
+    segments = Segments(size=size, number=number, horizon=horizon, counts=counts, kept=kept, device=states.device)
     if mask is not None:
         segments = replace(segments, visible=_visible(config.cross_attention_mode, segments, mask))
     return segments, states

@@ -141,6 +141,8 @@ def test_skipped_segments_are_told_once(caplog, monkeypatch):
     model = seq2seq("srformer_t5", segment_size=2, decoder_horizon=8)
     with caplog.at_level(logging.WARNING):
         model(**tiny_inputs(model, length=16))
+        padded = tiny_inputs(model, length=40)
+        model(**padded, attention_mask=(torch.arange(40) < 16).long().expand(2, -1))
         assert "segments" not in caplog.text
         model(**tiny_inputs(model, length=23))
         assert "12 segments and its target only 8 tokens" in caplog.text

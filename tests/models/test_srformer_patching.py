@@ -110,10 +110,47 @@ def test_what_cannot_be_patched():
     with pytest.raises(Exception, match="segment_size must be a positive integer; got 0"):
         hf_hybrid.patch_cross_attention(base, segment_size=0)
     base.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"must be a plain T5ForConditionalGeneration, .* such as extra.bias"):
+    with pytest.raises(
+        ValueError, match=r"must be a plain T5ForConditionalGeneration, .* got extra.bias, which a plain"
+    ):
         hf_hybrid.patch_cross_attention(base)
     assert type(base) is T5ForConditionalGeneration
     assert not attentions(base)
     base.hf_device_map = {"encoder": 0, "decoder": 1}
     with pytest.raises(ValueError, match="model must lie on one device; got hf_device_map"):
         hf_hybrid.patch_cross_attention(base)
+
+
+@pytest.mark.parametrize("model_type", PARENTS)
+def test_patching_refuses_what_it_would_lose(model_type):
+    base = parent(model_type)
+    layers = base.get_decoder().block if model_type == "srformer_t5" else base.get_decoder().layers
+    last = layers[-1]
+    del layers[-1]
+    with pytest.raises(ValueError, match=r"plain .* before anything is changed; got no .*, which its config asks for"):
+        hf_hybrid.patch_cross_attention(base)
+    layers.append(last)
+    base.lm_head.weight = torch.nn.Parameter(torch.zeros(3, 32))
+    with pytest.raises(ValueError, match=r"got lm_head.weight of shape \(3, 32\) instead of \(64, 32\)"):
+        hf_hybrid.patch_cross_attention(base)
+    base = parent(model_type)
+    base.get_encoder().forward = base.get_encoder().forward
+    with pytest.raises(ValueError, match=r"a forward of its own on .*encoder"):
+        hf_hybrid.patch_cross_attention(base)
+
+
+@pytest.mark.parametrize("model_type", PARENTS)
+def test_patching_leaves_modes_as_they_are(model_type):
+    base = parent(model_type).train()
+    base.get_encoder().eval()
+    patched = hf_hybrid.patch_cross_attention(base)
+    assert patched.training
+    assert patched.get_decoder().training
+    assert not any(module.training for module in patched.get_encoder().modules())
+
+
+@pytest.mark.parametrize("model_type", PARENTS)
+def test_a_plain_config_is_refused(model_type):
+    base = parent(model_type)
+    with pytest.raises(ValueError, match=f"config must be a SRformer.*Config, .* got {type(base.config).__name__}"):
+        type(hf_hybrid.patch_cross_attention(parent(model_type)))(base.config)

@@ -8,6 +8,7 @@ Shapes: B batch · D documents · T tokens of this call · L source length.
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
@@ -18,12 +19,21 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from .configuration_srformer import SegmentedCrossAttentionFields
 from .cross_attention import RAF, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
 class SegmentedPreTrainedModel:
     """Mixin for a parent's models: initialises what SRformer adds."""
+
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        if not isinstance(config, SegmentedCrossAttentionFields):
+            raise ValueError(
+                f"config must be a {self.config_class.__name__}, as its from_parent makes one; "
+                f"got {type(config).__name__}"
+            )
+        super().__init__(config, *args, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -103,6 +113,10 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         cache = None if past_key_values is None else self._segment_cache(past_key_values, horizon)
         if cache is not None:
             segments, documents = cache.segments, cache.documents
+            if cache.rows not in (None, inputs.shape[0]):
+                raise ValueError(
+                    f"decoder inputs must have as many rows as past_key_values, {cache.rows}; got {inputs.shape[0]}"
+                )
         else:
             documents = self._documents(inputs, source)
             segments, source = cut(self.config, source, attention_mask, horizon or self.config.decoder_horizon)

@@ -1,5 +1,6 @@
 """Turn a T5 or BART that is in memory into an SRformer."""
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -16,6 +17,7 @@ from .modeling_srformer import SegmentedPreTrainedModel
 from .modeling_srformer_bart import SRformerBartForConditionalGeneration, SRformerBartModel
 from .modeling_srformer_t5 import SRformerT5ForConditionalGeneration, SRformerT5Model
 
+NEW_TENSORS = re.compile(r"\.(raf|rnn_k|rnn_v)\.|\.sigma$")
 PATCHED = {
     T5Model: SRformerT5Model,
     T5ForConditionalGeneration: SRformerT5ForConditionalGeneration,
@@ -28,8 +30,9 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
     """Give a T5 or BART that is in memory SRformer's cross-attention.
 
     The object becomes an SRformer, with a config of its own; classes, other models and the model's old config stay as
-    they are. All parameters stay the same objects, on their device and in their dtype, so that an optimizer that holds
-    them keeps doing so; what is new is drawn from the current seed, and an optimizer must be told about it.
+    they are, but hooks and attributes that were put on the object's modules do not stay. All parameters stay the same
+    objects, on their device and in their dtype, so that an optimizer that holds them keeps doing so; what is new is drawn
+    from the current seed, and an optimizer must be told about it.
 
     Args:
         model: A `T5Model`, `T5ForConditionalGeneration`, `BartModel` or `BartForConditionalGeneration`.
@@ -40,8 +43,8 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
         The model itself.
 
     Raises:
-        ValueError: It is of another class, or patched already, or something was added to it: an adapter, quantization,
-            a distribution over devices. The model is left as it was.
+        ValueError: It is of another class, or patched already, or something was added to it or taken from it: an
+            adapter, quantization, offloading, layers, a distribution over devices. The model is left as it was.
         huggingface_hub.errors.StrictDataclassError: A field breaks its rule.
     """
     if isinstance(model, SegmentedPreTrainedModel):
@@ -57,10 +60,11 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
     with torch.device("meta"):
         patched = patched_class(config)
     old, new = _tensors(model), _tensors(patched)
-    strange = sorted(set(old) - set(new))
-    if getattr(model, "is_quantized", False) or strange:
-        what = f"{len(strange)} tensors that a plain one has not, such as {strange[0]}" if strange else "quantization"
-        raise ValueError(f"model must be a plain {type(model).__name__}, patched before anything is added; got {what}")
+    what = _what_is_not_plain(model, old, new)
+    if what is not None:
+        raise ValueError(
+            f"model must be a plain {type(model).__name__}, patched before anything is changed; got {what}"
+        )
     reference = model.get_input_embeddings().weight
     for name, tensor in new.items():
         if name not in old:
@@ -69,7 +73,9 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
         setattr(patched.get_submodule(parent), leaf, old.get(name, tensor))
     _draw_what_is_new(patched, old.values())
     patched.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # whether a head is tied, weights have said
-    patched.train(model.training)
+    modules = dict(model.named_modules())
+    for name, module in patched.named_modules():
+        module.training = modules[name].training if name in modules else model.training
     patched.name_or_path = model.name_or_path
     if model.can_generate():
         patched.generation_config = model.generation_config
@@ -81,6 +87,25 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
     vars(model).clear()
     vars(model).update(vars(patched))
     return model
+
+
+def _what_is_not_plain(
+    model: PreTrainedModel, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
+) -> str | None:
+    """Say what was added to a model, or taken from it, that the patched one would not have."""
+    if getattr(model, "is_quantized", False):
+        return "quantization"
+    for name in sorted(set(old) - set(new)):
+        return f"{name}, which a plain one has not"
+    for name, tensor in new.items():
+        if name not in old and not NEW_TENSORS.search(name):
+            return f"no {name}, which its config asks for"
+        if name in old and old[name].shape != tensor.shape:
+            return f"{name} of shape {tuple(old[name].shape)} instead of {tuple(tensor.shape)}"
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook") or "forward" in vars(module):
+            return f"a forward of its own on {name or 'the model'} (accelerate's, when it offloads)"
+    return None
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -82,8 +82,6 @@ def cut(
     """
     batch, length, _ = states.shape
     size, number = config.segment_size, -(-length // config.segment_size)
-    if number > horizon:
-        _warn_of_skipped_segments(number, horizon)
     pad = number * size - length
     mask = None if attention_mask is None else _padding_mask(attention_mask, batch, length)
     counts = None
@@ -94,6 +92,8 @@ def cut(
         order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         states = states.take_along_dim(order[..., None], dim=1)
         mask = torch.arange(length, device=states.device) < lengths[:, None]
+    if number > horizon:
+        _warn_of_skipped_segments(number, counts, horizon)
     kept = mask
     if config.mask_mode == "official":
         # padding is in the sums; T5 hides it from the softmax, but not what fills the last segment up; BART nothing
@@ -155,14 +155,17 @@ def _padding_mask(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 _told: set[str] = set()
 
 
-def _warn_of_skipped_segments(number: int, horizon: int) -> None:
+def _warn_of_skipped_segments(number: int, counts: torch.Tensor | None, horizon: int) -> None:
     if torch.compiler.is_compiling() or "skipped" in _told:
+        return
+    most = number if counts is None else int(counts.max())  # of padding there is nothing to skip
+    if most <= horizon:
         return
     _told.add("skipped")
     logger.warning(
-        f"A document has {number} segments and its target only {horizon} tokens, each of which attends to one: "
-        f"{number - horizon} segments are skipped. A longer target or decoder_horizon, or a larger segment_size, "
-        f"reads all of them. This is said once."
+        f"A document has {most} segments and its target only {horizon} tokens, each of which attends to one segment: "
+        f"{most - horizon} segments are skipped. A longer target or decoder_horizon, or a larger segment_size, reads "
+        f"all of them. This is said once."
     )
 
 
@@ -332,8 +335,19 @@ class SegmentCache(DynamicCache):
             self.layers.append(SegmentLayer())
         self.layers[layer_idx].memory = memory
 
+    def _memory(self) -> SegmentMemory | None:
+        return next((layer.memory for layer in self.layers if layer.memory is not None), None)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows B of the target that it is for; None before anything is kept."""
+        if self.documents is not None:
+            return self.documents.shape[0]
+        memory = self._memory()
+        return None if memory is None else memory.documents
+
     def _rows(self) -> torch.Tensor | None:
-        memory = next((layer.memory for layer in self.layers if layer.memory is not None), None)
+        memory = self._memory()
         if memory is None or self.documents is not None:
             return self.documents
         tensor = memory.states if memory.keys is None else memory.keys

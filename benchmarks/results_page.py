@@ -15,13 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_language_models, bench_models, compare_on_data
+from benchmarks import bench_cross_attention, bench_language_models, bench_models, compare_on_data
 from hf_hybrid.training.demo import scores_and_checks
 
 PAGE = Path("docs/results.md")
 RESULTS = Path("benchmarks/results")
 # a column that only this module's files have -> the module
-REPORTS = {"seed": compare_on_data, "token_s": bench_language_models, "precision": bench_models}
+REPORTS = {
+    "seed": compare_on_data,
+    "cache_mib": bench_language_models,
+    "mode": bench_cross_attention,
+    "precision": bench_models,
+}
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 

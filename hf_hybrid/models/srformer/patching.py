@@ -31,8 +31,8 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
 
     The object becomes an SRformer, with a config of its own; classes, other models and the model's old config stay as
     they are, but hooks and attributes that were put on the object's modules do not stay. All parameters stay the same
-    objects, on their device and in their dtype, so that an optimizer that holds them keeps doing so; what is new is drawn
-    from the current seed, and an optimizer must be told about it.
+    objects, on their device and in their dtype, so that an optimizer that holds them keeps doing so; what is new is
+    drawn from the current seed, and an optimizer must be told about it.
 
     Args:
         model: A `T5Model`, `T5ForConditionalGeneration`, `BartModel` or `BartForConditionalGeneration`.

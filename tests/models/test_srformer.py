@@ -601,3 +601,24 @@ def test_bad_inputs(model_type):
         model(encoder_outputs=something, decoder_input_ids=target[:, :1], past_key_values=foreign)
     with pytest.raises(ValueError, match="decoder_horizon must be a positive integer; got 0"):
         model.generate(torch.ones(1, 5, dtype=torch.long), decoder_horizon=0)
+
+
+@pytest.mark.parametrize(("mode", "drops"), [("segmented", True), ("recurrent", False)])
+@every_type
+def test_dropout_is_on_the_softmaxs_probabilities_alone(model_type, mode, drops):
+    model = seq2seq(model_type, cross_attention_mode=mode, attention_dropout=0.5)
+    module = attentions(model)[0].train()
+    hidden, source = torch.randn(2, 12, 32), torch.randn(2, 21, 32)
+    trained, expected = attend(module, hidden, source), attend(module.eval(), hidden, source)
+    assert torch.equal(trained, expected) != drops
+
+
+@every_type
+def test_the_loss_counts_the_items_it_is_told_of(model_type):
+    model = seq2seq(model_type)
+    inputs, labels = tiny_inputs(model), tiny_labels(model)
+    labels[0, 3:] = -100
+    items = int((labels != -100).sum())
+    loss = model(input_ids=inputs["input_ids"], labels=labels).loss
+    counted = model(input_ids=inputs["input_ids"], labels=labels, num_items_in_batch=2 * items).loss
+    assert_close(2 * counted, loss, "float32")

@@ -164,6 +164,8 @@ def measure_decoding(pipe: Connection, mode: str, length: int, threads: int) -> 
 
 def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> None:
     """Send the seconds of a layer's cross-attention, forward and backward, and its peak memory in MiB."""
+    from hf_hybrid.models.srformer.segments import Reading, cut
+
     with what_went_wrong(pipe):
         limit_memory(threads)
         decoder = build_decoder(mode, TRAINED).train()
@@ -179,8 +181,9 @@ def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> 
             start = time.perf_counter()
             more, read = {}, source[:, :count]
             if mode != "full":
-                more["reading"], read = decoder._plan(
-                    hidden[..., 0], read, None, None, use_cache=False, decoder_horizon=TRAINED
+                segments, read = cut(attention.config, read, None, TRAINED)
+                more["reading"] = Reading(
+                    segments, TRAINED, past=0, batch=1, heads=HEADS, documents=None, device=read.device
                 )
             attention(hidden, key_value_states=read, **more)[0].backward(grad)
             return time.perf_counter() - start

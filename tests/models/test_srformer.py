@@ -599,8 +599,9 @@ def test_bad_inputs(model_type):
     assert isinstance(foreign, EncoderDecoderCache)
     with pytest.raises(ValueError, match=r"past_key_values must come from an SRformer .* is a DynamicCache"):
         model(encoder_outputs=something, decoder_input_ids=target[:, :1], past_key_values=foreign)
-    with pytest.raises(ValueError, match="decoder_horizon must be a positive integer; got 0"):
-        model.generate(torch.ones(1, 5, dtype=torch.long), decoder_horizon=0)
+    for horizon in (0, 2.5):
+        with pytest.raises(ValueError, match=f"decoder_horizon must be a positive integer; got {horizon}"):
+            model.generate(torch.ones(1, 5, dtype=torch.long), decoder_horizon=horizon)
 
 
 @pytest.mark.parametrize(("mode", "drops"), [("segmented", True), ("recurrent", False)])

@@ -108,7 +108,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         horizon: int | None,
     ) -> tuple[Reading, torch.Tensor]:
         """Say what each token of `inputs` `(B, T)` reads; cut `source` `(D, L, width)` unless a cache has it cut."""
-        if horizon is not None and horizon < 1:
+        if horizon is not None and (not isinstance(horizon, int) or horizon < 1):
             raise ValueError(f"decoder_horizon must be a positive integer; got {horizon}")
         cache = None if past_key_values is None else self._segment_cache(past_key_values, horizon)
         if cache is not None:

@@ -2,8 +2,20 @@
 
 from .diagonal_scan import diagonal_scan
 from .dispatch import use_backend
+from .laplace_attention import laplace_attention
+from .linear_attention import linear_attention
 from .local_attention import local_attention
 from .long_conv import long_conv
 from .segment_recurrence import segment_recurrence
+from .short_conv import short_conv
 
-__all__ = ["diagonal_scan", "local_attention", "long_conv", "segment_recurrence", "use_backend"]
+__all__ = [
+    "diagonal_scan",
+    "laplace_attention",
+    "linear_attention",
+    "local_attention",
+    "long_conv",
+    "segment_recurrence",
+    "short_conv",
+    "use_backend",
+]

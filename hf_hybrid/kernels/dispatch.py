@@ -8,7 +8,7 @@ the objection, never something else in silence.
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -76,3 +76,8 @@ def choose_backend(
         _told.add((op, chosen))
         logger.debug("%s runs on %s (%s)", op, chosen, objection or "every tensor is on a CUDA device")
     return chosen
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off on a device; on the meta device, which knows no autocast, do nothing."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

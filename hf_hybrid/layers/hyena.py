@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.dispatch import full_precision
 from ..kernels.long_conv import fft_length, long_conv
 from ..kernels.ssm_kernel import fingerprint
-from ..kernels.ssm_kernel.discrete import full_precision
 from .state_space import StateSpaceLayer, check_positive
 
 

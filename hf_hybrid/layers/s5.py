@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.diagonal_scan import diagonal_scan
+from ..kernels.dispatch import full_precision
 from ..kernels.long_conv.torch_impl import complex_dtype, compute_dtype
 from ..kernels.ssm_kernel import DISCRETIZATIONS, diagonalize_legs, discretize
-from ..kernels.ssm_kernel.discrete import full_precision
 from .state_space import StateSpaceLayer, check_choice, check_positive
 
 _LARGEST_REAL_PART = -1e-4

@@ -2,6 +2,7 @@
 
 One call, `long_conv`, takes taps. Where the taps stay the same over many calls, `kernel_spectrum` and `spectral_conv`
 split it in two: a spectrum of ``n_fft / 2`` taps in each direction serves every length up to ``n_fft / 2`` exactly.
+`start_online_conv` and `online_conv` decode: they carry a causal convolution on, token by token.
 
 B batch · T length · T_k taps · D width · F = n_fft / 2 + 1 frequencies
 """
@@ -9,16 +10,17 @@ B batch · T length · T_k taps · D width · F = n_fft / 2 + 1 frequencies
 import torch
 
 from . import torch_impl
+from .online import ConvState, online_conv, start_online_conv
 
-__all__ = ["fft_length", "kernel_spectrum", "long_conv", "spectral_conv"]
-
-
-def _fast_size(smallest: int) -> int:
-    """Smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
-    power = 2
-    while power < smallest:
-        power *= 2
-    return power // 4 * 3 if power > 4 and power // 4 * 3 >= smallest else power
+__all__ = [
+    "ConvState",
+    "fft_length",
+    "kernel_spectrum",
+    "long_conv",
+    "online_conv",
+    "spectral_conv",
+    "start_online_conv",
+]
 
 
 def fft_length(length: int) -> int:
@@ -34,12 +36,13 @@ def fft_length(length: int) -> int:
     """
     if length < 1:
         raise ValueError(f"length must be a positive integer; got {length}")
-    return _fast_size(2 * length)
+    return torch_impl.fast_size(2 * length)
 
 
 def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:
-    if taps.dim() != 2 or (width is not None and taps.shape[0] != width):
-        raise ValueError(f"{name} must be (D, taps) with D = {width or 'width'}; got {tuple(taps.shape)}")
+    if taps.dim() != 2 or taps.shape[0] == 0 or (width is not None and width % taps.shape[0]):
+        rule = "" if width is None else f" = {width}, or a divisor of it,"
+        raise ValueError(f"{name} must be (D, taps) with D{rule} rows; got {tuple(taps.shape)}")
 
 
 def _check_input(u: torch.Tensor, skip: torch.Tensor | None) -> None:
@@ -124,8 +127,9 @@ def long_conv(
 
     Args:
         u: Input, `(B, T, D)`, any floating dtype.
-        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`; taps beyond T are ignored.
-        reverse_kernel: Taps at lag -1, -2, ..., `(D, T_r)`; the convolution is causal when None.
+        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`; taps beyond T are ignored. With `(G, T_k)`, where G divides D,
+            channel c has the taps of row ``c % G``.
+        reverse_kernel: Taps at lag -1, -2, ..., with as many rows; the convolution is causal when None.
         skip: Weight of the input itself, `(D,)`; none when None.
         backend: See `hf_hybrid.kernels.dispatch`.
 
@@ -146,10 +150,15 @@ def long_conv(
     longest = kernel.shape[1] - 1
     if reverse_kernel is not None:
         _check_taps("reverse_kernel", reverse_kernel, width)
+        if reverse_kernel.shape[0] != kernel.shape[0]:
+            raise ValueError(
+                f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
+            )
         reverse_kernel = reverse_kernel[:, : length - 1]
         longest = max(longest, reverse_kernel.shape[1])
-    n_fft = _fast_size(length + longest)
+    n_fft = torch_impl.fast_size(length + longest)
     # float64 in means float64 throughout, whatever the taps are stored in
     kernel = kernel.to(torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u)))
-    spectrum = kernel_spectrum(kernel, n_fft, reverse_kernel)
+    # groups share taps, so that their spectrum is made once
+    spectrum = kernel_spectrum(kernel, n_fft, reverse_kernel).repeat(width // kernel.shape[0], 1)
     return torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, backend)

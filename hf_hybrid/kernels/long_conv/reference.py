@@ -20,8 +20,8 @@ def long_conv(
 
     Args:
         u: Input, `(B, T, D)`.
-        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`.
-        reverse_kernel: Taps at lag -1, -2, ..., `(D, T_r)`; none when None.
+        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)`: channel c has the taps of row ``c % G``.
+        reverse_kernel: Taps at lag -1, -2, ..., with as many rows; none when None.
         skip: Weight of the input itself, `(D,)`; none when None.
 
     Returns:
@@ -29,6 +29,9 @@ def long_conv(
     """
     wide = torch.promote_types(u.dtype, torch.float32)
     x, length = u.to(wide), u.shape[1]
+    kernel = kernel.repeat(u.shape[2] // kernel.shape[0], 1)
+    if reverse_kernel is not None:
+        reverse_kernel = reverse_kernel.repeat(u.shape[2] // reverse_kernel.shape[0], 1)
     y = torch.zeros_like(x) if skip is None else skip.to(wide) * x
     for lag in range(min(kernel.shape[1], length)):
         y = y + F.pad(kernel[:, lag].to(wide) * x[:, : length - lag], (0, 0, lag, 0))

@@ -28,6 +28,14 @@ def _why_not_triton() -> str | None:
     return "no Triton kernel in this version"
 
 
+def fast_size(smallest: int) -> int:
+    """Smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
+    power = 2
+    while power < smallest:
+        power *= 2
+    return power // 4 * 3 if power > 4 and power // 4 * 3 >= smallest else power
+
+
 def compute_dtype(u: torch.Tensor) -> torch.dtype:
     """Precision in which a convolution of `u` is transformed: its own, but float32 at least."""
     return torch.promote_types(u.dtype, torch.float32)

@@ -6,11 +6,12 @@ four vectors of N/2 complex numbers instead of an N x N matrix.
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · R block length
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from operator import index
 from typing import NamedTuple
 
 import torch
+
+from ..dispatch import full_precision
 
 BLOCK = 64
 """Tokens that `s4_final_state` and `s4_state_response` advance at a time."""
@@ -37,11 +38,6 @@ class S4Blocks(NamedTuple):
     transition: torch.Tensor
     inputs: torch.Tensor
     outputs: torch.Tensor
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off on a device; on the meta device, which knows no autocast, do nothing."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def check_system(C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> None:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..dispatch import full_precision
 from ..long_conv import torch_impl as conv_impl
-from .discrete import BLOCK, check_system, full_precision
+from .discrete import BLOCK, check_system
 from .torch_impl import _TILE, _recomputed
 
 DISCRETIZATIONS = ("zoh", "bilinear")

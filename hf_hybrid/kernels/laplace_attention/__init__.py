@@ -1,0 +1,94 @@
+"""Attention whose weights are Mega's Laplace function of each score alone: no softmax, and quadratic in T.
+
+Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim · `C` chunk
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import torch_impl
+
+__all__ = ["laplace", "laplace_attention"]
+
+MU = math.sqrt(0.5)
+SIGMA = math.sqrt(0.25 / math.pi)
+
+
+def laplace(x: Tensor) -> Tensor:
+    """Mega's substitute for a softmax: f(x) = (1 + erf((x - mu) / (sigma sqrt(2)))) / 2.
+
+    With mu = sqrt(1/2) and sigma = sqrt(1 / (4 pi)) it has the value and the slope of relu(x)^2 at mu, but stays
+    between 0 and 1 (Ma et al. 2022, eq. 17).
+
+    Args:
+        x: Any shape, floating.
+    """
+    return 0.5 * (1 + torch.erf((x - MU) / (SIGMA * math.sqrt(2))))
+
+
+def laplace_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    attention_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    first: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Weight every value with the Laplace function of its key's score, divided by how many keys the query sees.
+
+    o[t] = sum_{j in N(t)} f(q[t].k[j] / |N(t)|) v[j]      (Mega, section 3.2; CHELA's attention "laplace", table 7)
+
+    N(t) are the kept keys, up to t itself when causal, of the chunk that t lies in if there are chunks. O(T S) time,
+    or O(T C); memory O(T), since scores are made again in the backward, block by block.
+
+    Args:
+        query: `(B, T, H, K)`, any floating dtype.
+        key: `(B, S, H, K)` in query's dtype, S >= T; the last T of them are those of the queries' own tokens.
+        value: `(B, S, H, V)` in query's dtype.
+        causal: Whether to hide later keys.
+        attention_mask: `(B, S)`, nonzero = keep; all when None.
+        chunk_size: C; no chunks when None.
+        first: `(B,)`, the place among the keys, possibly before the first, where the grid of chunks starts; each row's
+            first kept key when None, so that left padding does not move it.
+        dropout: Probability of dropping a weight.
+        backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(B, T, H, V)` in query's dtype, computed in float32, or float64 for float64 input; 0 where nothing is seen.
+
+    Raises:
+        ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
+    """
+    if query.dim() != 4 or query.shape[1] == 0 or not query.is_floating_point():
+        raise ValueError(
+            f"query must be a floating-point (B, T, H, K) with T > 0; got {tuple(query.shape)} of {query.dtype}"
+        )
+    rows, width = (query.shape[0], query.shape[2]), query.shape[3]
+    for name, tensor, expected in (("key", key, f"{width}"), ("value", value, "V")):
+        fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == rows and tensor.shape[1] >= query.shape[1]
+        if not fits or (name == "key" and tensor.shape[3] != width):
+            raise ValueError(
+                f"{name} must be (B, S, H, {expected}) with query's B and H, and S >= {query.shape[1]}; "
+                f"got {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    if value.shape[1] != key.shape[1]:
+        raise ValueError(f"value must have as many tokens as key, {key.shape[1]}; got {value.shape[1]}")
+    if attention_mask is not None and attention_mask.shape != key.shape[:2]:
+        raise ValueError(f"attention_mask must be (B, S) = {tuple(key.shape[:2])}; got {tuple(attention_mask.shape)}")
+    if first is not None and first.shape != key.shape[:1]:
+        raise ValueError(f"first must be (B,) = {tuple(key.shape[:1])}; got {tuple(first.shape)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
+    return torch_impl.laplace_attention(
+        query, key, value, causal, attention_mask, chunk_size, first, dropout, backend, laplace
+    )

@@ -1,0 +1,81 @@
+"""Laplace attention by blocks of queries, whose scores are made again in the backward.
+
+Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim · `C` chunk
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..dispatch import choose_backend, full_precision
+from ..long_conv.torch_impl import compute_dtype
+
+_SCORES = 1 << 22
+"""Scores of one block of queries, at most."""
+
+
+def _why_not_triton() -> str | None:
+    return "laplace_attention has no Triton kernel yet"
+
+
+def laplace_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    attention_mask: Tensor | None,
+    chunk_size: int | None,
+    first: Tensor | None,
+    dropout: float,
+    backend: str,
+    weigh: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Run the op; arguments as for `hf_hybrid.kernels.laplace_attention`, and the function of the scores."""
+    if not torch.compiler.is_compiling():
+        choose_backend("laplace_attention", backend, [query, key, value], _why_not_triton)
+    batch, length, heads, _ = query.shape
+    keys = key.shape[1]
+    past = keys - length
+    place = torch.arange(keys, device=query.device)
+    kept = None if attention_mask is None else attention_mask.to(torch.bool)
+    chunks = None
+    if chunk_size is not None:
+        if first is None:
+            first = place.new_zeros(batch) if kept is None else kept.int().argmax(1)
+        chunks = torch.div(place - first[:, None], chunk_size, rounding_mode="floor")
+    reach = keys if chunk_size is None else chunk_size - 1
+    rows = max(1, _SCORES // max(1, batch * heads * min(keys, 2 * reach + 1)))
+    if chunk_size is not None:
+        rows = min(rows, chunk_size)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, start: int, low: int) -> Tensor:
+        own = place[past + start : past + start + q.shape[1]]
+        others = slice(low, low + k.shape[1])
+        seen = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        if causal:
+            seen = seen & (place[others] <= own[:, None])
+        if kept is not None:
+            seen = seen & kept[:, None, others]
+        if chunks is not None:
+            seen = seen & (chunks[:, None, others] == chunks[:, past + start : past + start + q.shape[1], None])
+        wide = compute_dtype(q)
+        with full_precision(q.device):
+            count = seen.sum(-1, keepdim=True).clamp_min(1).to(wide)[:, None]
+            scores = q.to(wide).transpose(1, 2) @ k.to(wide).permute(0, 2, 3, 1)
+            weights = F.dropout(weigh(scores / count) * seen[:, None], dropout)
+            return (weights @ v.to(wide).transpose(1, 2)).transpose(1, 2).to(q.dtype)
+
+    parts = []
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        low = max(0, past + start - reach)
+        high = past + stop if causal else min(keys, past + stop + reach)
+        block = query[:, start:stop], key[:, low:high], value[:, low:high], start, low
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            parts.append(checkpoint(attend, *block, use_reentrant=False))
+        else:
+            parts.append(attend(*block))
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,76 @@
+"""Attention without a softmax: linear in T, and a matrix per head is all that decoding has to remember.
+
+B batch · T length · H heads · K key dim · V value dim
+"""
+
+from torch import Tensor
+
+from . import torch_impl
+
+__all__ = ["linear_attention"]
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    state: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the values, each weighted with the product of its key and the query; no softmax, no denominator.
+
+    causal      o[t] = q[t] S[t],  S[t] = S[t-1] + k[t]^T v[t]      (CHELA, eq. 9; TransNormerLLM, section 3)
+    otherwise   o[t] = q[t] (sum_j k[j]^T v[j])
+
+    The causal form runs over blocks of C tokens, inside of which it is a masked product and between which S is handed
+    on, exactly (CHELA, section 4.1): O(T C (K + V) + T K V) multiplications per head, memory of the input's size.
+    Saved for the backward are the inputs alone. One token is one step of the recurrence, O(K V).
+
+    Tokens that are to count for nothing, such as padding, want a key of zeros.
+
+    Args:
+        query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
+        key: `(B, T, H, K)` in query's dtype.
+        value: `(B, T, H, V)` in query's dtype.
+        causal: Whether later tokens are hidden.
+        state: S before the first token, `(B, H, K, V)`, float32 or float64; zeros when None. Causal only.
+        backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(B, T, H, V)` in float32, or float64 for float64 input: sums over a long sequence leave the range of float16,
+        and a norm follows anyway. And S after the last token, `(B, H, K, V)` of the same dtype; None when not causal.
+
+    Raises:
+        ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
+    """
+    _check(query, key, value, causal, state)
+    if not causal:
+        return torch_impl.bidirectional(query, key, value, backend), None
+    if query.shape[1] == 1:
+        return torch_impl.step(query, key, value, state, backend)
+    return torch_impl.causal(query, key, value, state, backend)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, state: Tensor | None) -> None:
+    if query.dim() != 4 or query.shape[1] == 0 or not query.is_floating_point():
+        raise ValueError(
+            f"query must be a floating-point (B, T, H, K) with T > 0; got {tuple(query.shape)} of {query.dtype}"
+        )
+    if key.shape != query.shape:
+        raise ValueError(f"key must have query's shape {tuple(query.shape)}; got {tuple(key.shape)}")
+    if value.dim() != 4 or value.shape[:3] != query.shape[:3]:
+        raise ValueError(
+            f"value must be (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; got {tuple(value.shape)}"
+        )
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    if state is None:
+        return
+    if not causal:
+        raise ValueError("state must be None for attention that is not causal")
+    shape = (query.shape[0], *query.shape[2:], value.shape[3])
+    if state.shape != shape:
+        raise ValueError(f"state must be (B, H, K, V) = {shape}; got {tuple(state.shape)}")

@@ -1,0 +1,37 @@
+"""Linear attention as a matrix of weights, and as the recurrence: the specification of the op.
+
+B batch · T length · H heads · K key dim · V value dim
+"""
+
+import torch
+from torch import Tensor
+
+
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, state: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `hf_hybrid.kernels.linear_attention` with all T^2 weights; arguments as there, not checked again."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    weights = torch.einsum("bthk,bshk->bhts", query, key)
+    if not causal:
+        return torch.einsum("bhts,bshv->bthv", weights, value), None
+    output = torch.einsum("bhts,bshv->bthv", weights.tril(), value)
+    last = torch.einsum("bthk,bthv->bhkv", key, value)
+    if state is None:
+        return output, last
+    state = state.to(wide)
+    return output + torch.einsum("bthk,bhkv->bthv", query, state), last + state
+
+
+def recurrent(query: Tensor, key: Tensor, value: Tensor, *, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The causal form token by token: S <- S + k^T v, then o = q S."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    batch, _, heads, width = query.shape
+    S = query.new_zeros(batch, heads, width, value.shape[3]) if state is None else state.to(wide)
+    outputs = []
+    for q, k, v in zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True):
+        S = S + k[..., :, None] * v[..., None, :]
+        outputs.append((q[..., None, :] @ S).squeeze(-2))
+    return torch.stack(outputs, dim=1), S

@@ -1,0 +1,153 @@
+"""Causal linear attention by blocks of tokens, as an opaque op with its own backward; the other forms in plain torch.
+
+Between blocks goes one matrix S per head. Each block costs four products in the forward: the scores, masked; the
+scores times the values; the queries times S; and what the block adds to S. The backward walks the blocks once forward,
+for S again, and once in reverse, where the gradient of S is handed on in the same manner. Nothing of size T C or
+T K V / C is ever stored.
+
+Rows of 16 bits are computed in float32: their sums are as long as the sequence.
+
+Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim · `R` = B H rows · `C` block.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import choose_backend, full_precision
+from ..long_conv.torch_impl import compute_dtype
+
+_BLOCK = 64
+"""Tokens per block. Masked scores, half of them wasted, grow with it; smaller products run slower. For heads of 64 to
+256 numbers on a CPU, nothing is faster."""
+
+
+def _why_not_triton() -> str | None:
+    return "linear_attention has no Triton kernel yet"
+
+
+def _blocks(length: int) -> list[slice]:
+    return [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
+
+
+def _rows(*tensors: Tensor) -> Iterator[Tensor]:
+    """Heads beside the batch, `(R, T, ·)`, contiguous, in the precision computed in."""
+    for x in tensors:
+        batch, length, heads, width = x.shape
+        yield x.transpose(1, 2).to(compute_dtype(x)).reshape(batch * heads, length, width)
+
+
+def _unrows(x: Tensor, batch: int) -> Tensor:
+    """Back to `(B, T, H, ·)`, contiguous."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
+
+
+def _start(state: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
+    """A copy of the first S as rows, `(R, K, V)`."""
+    if state is None:
+        return query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
+    return state.flatten(0, 1).to(query.dtype, copy=True)
+
+
+@torch.library.custom_op("hf_hybrid::linear_attention", mutates_args=())
+def _forward(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    # Chosen in here, where no tracer looks, because the choice reads the environment and logs.
+    choose_backend("linear_attention", backend, [query, key, value], _why_not_triton)
+    batch = query.shape[0]
+    q, k, v = _rows(query, key, value)
+    S = _start(state, q, v)
+    output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    with full_precision(q.device):
+        for at in _blocks(q.shape[1]):
+            scores = torch.bmm(q[:, at], k[:, at].mT).tril_()
+            torch.baddbmm(torch.bmm(q[:, at], S), scores, v[:, at], out=output[:, at])
+            S.baddbmm_(k[:, at].mT, v[:, at])
+    return _unrows(output, batch), S.unflatten(0, (batch, -1))
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    S = query.new_empty((query.shape[0], *query.shape[2:], value.shape[3]), dtype=wide)
+    return torch.empty_like(value, dtype=wide, memory_format=torch.contiguous_format), S
+
+
+@torch.library.custom_op("hf_hybrid::linear_attention_backward", mutates_args=())
+def _differentiate(
+    grad: Tensor, grad_state: Tensor, query: Tensor, key: Tensor, value: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and the first state, with D = tril(dO V^T), A = tril(Q K^T) in each block:
+
+    dQ = D K + dO S^T,  dK = D^T Q + V dS^T,  dV = A^T dO + K dS,  and backwards dS <- dS + Q^T dO.
+    """  # noqa: D415
+    batch = query.shape[0]
+    q, k, v, g = _rows(query, key, value, grad)
+    S, dS = _start(state, q, v), _start(grad_state, q, v)
+    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    blocks = _blocks(q.shape[1])
+    with full_precision(q.device):
+        for at in blocks:
+            torch.bmm(g[:, at], S.mT, out=d_q[:, at])
+            S.baddbmm_(k[:, at].mT, v[:, at])
+        for at in reversed(blocks):
+            D = torch.bmm(g[:, at], v[:, at].mT).tril_()
+            A = torch.bmm(q[:, at], k[:, at].mT).tril_()
+            d_q[:, at].baddbmm_(D, k[:, at])
+            torch.baddbmm(torch.bmm(v[:, at], dS.mT), D.mT, q[:, at], out=d_k[:, at])
+            torch.baddbmm(torch.bmm(k[:, at], dS), A.mT, g[:, at], out=d_v[:, at])
+            dS.baddbmm_(q[:, at].mT, g[:, at])
+    d_q, d_k, d_v = (_unrows(x, batch).to(query.dtype) for x in (d_q, d_k, d_v))
+    return d_q, d_k, d_v, dS.unflatten(0, (batch, -1))
+
+
+@_differentiate.register_fake
+def _(
+    grad: Tensor, grad_state: Tensor, query: Tensor, key: Tensor, value: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    return like[0], like[1], like[2], torch.empty_like(grad_state, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, state, _ = inputs
+    ctx.save_for_backward(query, key, value, state)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, state = ctx.saved_tensors
+    d_q, d_k, d_v, d_state = _differentiate(grad, grad_state, query, key, value, state)
+    return d_q, d_k, d_v, d_state.to(state.dtype) if ctx.needs_input_grad[3] else None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """The causal form by blocks; arguments as for the op, not checked again."""
+    output, last = _forward(query, key, value, state, backend)
+    return output, last
+
+
+def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """One token of the recurrence: `(B, 1, H, K)` and the state before, to `(B, 1, H, V)` and the state after."""
+    if not torch.compiler.is_compiling():
+        choose_backend("linear_attention", backend, [query, key, value], _why_not_triton)
+    wide = compute_dtype(query)
+    q, k, v = (x[:, 0].to(wide) for x in (query, key, value))
+    S = k[..., :, None] * v[..., None, :]
+    if state is not None:
+        S = torch.add(state.to(wide), S)
+    with full_precision(query.device):
+        return (q[..., None, :] @ S).movedim(2, 1), S
+
+
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Tensor:
+    """Q (K^T V): two products, `(B, T, H, V)`."""
+    if not torch.compiler.is_compiling():
+        choose_backend("linear_attention", backend, [query, key, value], _why_not_triton)
+    wide = compute_dtype(query)
+    q, k, v = (x.to(wide).transpose(1, 2) for x in (query, key, value))
+    with full_precision(query.device):
+        return (q @ (k.mT @ v)).transpose(1, 2)

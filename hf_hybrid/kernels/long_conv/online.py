@@ -1,0 +1,168 @@
+"""A causal convolution carried on token by token: n tokens cost O(n log(n)^2) per channel, however long the filter.
+
+Of what earlier inputs contribute to later outputs, each part is computed as soon as its inputs are known, in squares
+of doubling size ("relaxed" or online convolution, van der Hoeven 2002; Oncescu et al. 2024 for language models). After
+n tokens, what the last U of them contribute to the next U outputs is added to what those have `pending`, where U is
+the largest power of two that divides n: every pair of an input and a later output lies in exactly one such square.
+Blocks grow up to P, the power of two from the filter's length on, since nothing reaches further back than that.
+A prompt's contribution to all later outputs is pending from the start, by one transform.
+
+B batch · T length · T_k taps · D width · P ring, a power of two and at least T_k - 1 · U block
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..dispatch import full_precision
+from . import torch_impl
+
+_DIRECT = 16
+"""Blocks up to this size are multiplied with a matrix of taps instead of transformed."""
+
+_CPU_BLOCK = 1 << 17
+"""Numbers transformed at once on a CPU: memory of that size is used again instead of being asked for anew."""
+
+
+class ConvState(NamedTuple):
+    """What a causal convolution remembers of its past: numbers of two rings, whatever was read so far.
+
+    Attributes:
+        pending: What earlier inputs contribute to the outputs of the ring, `(B, P, D)`, float32 or float64.
+        inputs: The inputs of the ring so far, `(B, P, D)`, alike; those from `position` on mean nothing.
+        position: Number of inputs in the ring, below P.
+    """
+
+    pending: torch.Tensor
+    inputs: torch.Tensor
+    position: int
+
+
+def ring_size(taps: int) -> int:
+    """P, the smallest power of two that no lag of a filter exceeds."""
+    size = 1
+    while size < taps - 1:
+        size *= 2
+    return size
+
+
+def start_online_conv(u: torch.Tensor, kernel: torch.Tensor) -> ConvState:
+    """The state after a prompt with nothing before it.
+
+    Args:
+        u: The prompt, `(B, T, D)`, any floating dtype; T may be 0.
+        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)` where G divides D, as for `long_conv`.
+    """
+    ring = ring_size(kernel.shape[1])
+    dtype = torch.promote_types(torch_impl.compute_dtype(u), kernel.dtype)
+    x = u[:, max(0, u.shape[1] - kernel.shape[1] + 1) :].to(dtype)
+    nothing = x.shape[1] == 0
+    pending = x.new_zeros(u.shape[0], ring, u.shape[2]) if nothing else _contribution(x, kernel, ring)
+    return ConvState(pending, torch.zeros_like(pending), 0)
+
+
+def online_conv(
+    u: torch.Tensor, kernel: torch.Tensor, state: ConvState, *, skip: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ConvState]:
+    """Convolve the next tokens of a sequence, of which a state remembers what came before.
+
+    Outputs are those of `long_conv` over the whole sequence, up to rounding.
+
+    Args:
+        u: `(B, T, D)`, any floating dtype.
+        kernel: The taps that the state was made with.
+        state: The state before the first of these tokens. It is used up: unless a gradient is recorded, its memory
+            becomes that of the new one, since a copy would cost more than a token does.
+        skip: Weight of the input itself, `(D,)`; none when None.
+
+    Returns:
+        `(B, T, D)` in u's dtype, and the state after the last token.
+
+    Raises:
+        ValueError: A shape does not fit the state.
+    """
+    pending, inputs, position = state
+    ring = ring_size(kernel.shape[1])
+    if pending.shape != (u.shape[0], ring, u.shape[2]):
+        raise ValueError(
+            f"state must be of {u.shape[0]} sequences, {u.shape[2]} channels and {kernel.shape[1]} taps, with a "
+            f"pending {(u.shape[0], ring, u.shape[2])}; got {tuple(pending.shape)}"
+        )
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (u, kernel, pending, inputs))
+    if recorded or (pending.is_inference() and not torch.is_inference_mode_enabled()):
+        pending, inputs = pending.clone(), inputs.clone()
+    x = u.to(pending.dtype)
+    outputs = []
+    start = 0
+    while start < u.shape[1]:
+        size = min(_lowest_bit(position, ring), 1 << ((u.shape[1] - start).bit_length() - 1))
+        block, at = x[:, start : start + size], slice(position, position + size)
+        outputs.append(pending[:, at] + _within(block, kernel))
+        if recorded:  # what a square is computed from must not be written to again
+            inputs = inputs.clone()
+        inputs[:, at] = block
+        start, position = start + size, position + size
+        size = _lowest_bit(position, ring)
+        square = _contribution(inputs[:, position - size : position], kernel, size)
+        if position == ring:
+            pending, position = square, 0
+        else:
+            if recorded:
+                pending = pending.clone()
+            pending[:, position : position + size] += square
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    if skip is not None:
+        y = y + skip.to(x.dtype) * x
+    return y.to(u.dtype), ConvState(pending, inputs, position)
+
+
+def _lowest_bit(position: int, ring: int) -> int:
+    """The largest power of two that divides a position, the ring's size at 0."""
+    return position & -position or ring
+
+
+def _tap(kernel: torch.Tensor, lag: int, like: torch.Tensor) -> torch.Tensor:
+    """One tap of every channel, `(D,)`."""
+    tap = kernel[:, lag].to(like.dtype)
+    return tap if tap.shape[0] == like.shape[2] else tap.repeat(like.shape[2] // tap.shape[0])
+
+
+def _taps(kernel: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    """Taps `start` to `stop - 1` of every channel, zeros beyond the last, `(D, stop - start)`."""
+    taps = kernel[:, start:stop].to(like.dtype)
+    if taps.shape[1] < stop - start:
+        taps = F.pad(taps, (0, stop - start - taps.shape[1]))
+    return taps if taps.shape[0] == like.shape[2] else taps.repeat(like.shape[2] // taps.shape[0], 1)
+
+
+def _within(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """What a block contributes to its own outputs, `(B, U, D)`."""
+    size = x.shape[1]
+    return x * _tap(kernel, 0, x) if size == 1 else _transformed(x, kernel[:, :size], 2 * size, slice(0, size))
+
+
+def _contribution(x: torch.Tensor, kernel: torch.Tensor, count: int) -> torch.Tensor:
+    """What a block of inputs contributes to the `count` outputs behind it, `(B, count, D)`."""
+    size = x.shape[1]
+    if size == count == 1:
+        return x * _tap(kernel, 1, x) if kernel.shape[1] > 1 else torch.zeros_like(x)
+    if size == count <= _DIRECT:
+        # entry (f, r) is the tap at lag 1 + f + r, from input U - 1 - r to output f
+        matrix = _taps(kernel, 1, 2 * size, x).unfold(1, size, 1)
+        with full_precision(x.device):
+            return (matrix @ x.flip(1).permute(2, 1, 0)).permute(2, 1, 0)
+    # lags that wrap around the transform end up in the block's own outputs, which are not wanted
+    return _transformed(x, kernel, torch_impl.fast_size(size + count), slice(size, size + count))
+
+
+def _transformed(x: torch.Tensor, kernel: torch.Tensor, n_fft: int, wanted: slice) -> torch.Tensor:
+    """Some outputs of the circular convolution on a ring of n_fft; a few channels at once, as in `torch_impl`."""
+    budget = _CPU_BLOCK if x.device.type == "cpu" else x.numel()
+    parts, step = [], max(1, budget // n_fft)
+    for start, channels in zip(range(0, x.shape[2], step), x.split(step, dim=2), strict=True):
+        rows = torch.arange(start, start + channels.shape[2], device=x.device) % kernel.shape[0]
+        spectrum = torch.fft.rfft(kernel[rows, :n_fft].to(x.dtype), n=n_fft)
+        signal = torch.fft.rfft(channels.transpose(1, 2).contiguous(), n=n_fft)
+        parts.append(torch.fft.irfft(signal * spectrum, n=n_fft)[..., wanted].transpose(1, 2))
+    return torch.cat(parts, dim=2)

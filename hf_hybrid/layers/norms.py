@@ -1,22 +1,125 @@
 """Normalisation layers by the name a config gives them."""
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
-NORMS: dict[str, type[nn.LayerNorm] | type[nn.RMSNorm]] = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+
+class ScaleNorm(nn.Module):
+    """Scale every token to a length that is learned: y = g x / sqrt(mean(x^2) + eps), with one number g.
+
+    Nguyen and Salazar 2019, with the mean over the features that Mega takes in place of their sum.
+
+    Args:
+        hidden_size: Width of the last dimension; nothing depends on it.
+        eps: Added to the mean square.
+        elementwise_affine: Whether there is a g.
+    """
+
+    weight: torch.Tensor | None
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, elementwise_affine: bool = True):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.register_parameter("weight", nn.Parameter(torch.ones(1)) if elementwise_affine else None)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `(..., D)` to `(..., D)`."""
+        normed = F.rms_norm(hidden_states, hidden_states.shape[-1:], eps=self.eps)
+        return normed if self.weight is None else (normed * self.weight).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        """The arguments that shape the layer."""
+        return f"{self.hidden_size}, eps={self.eps}, elementwise_affine={self.weight is not None}"
 
 
-def make_norm(norm_type: str, hidden_size: int, eps: float) -> nn.Module:
+class BatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of each channel over all tokens that are kept; padding has no part in the statistics.
+
+    Computed in float32 (or float64). In evaluation it is a fixed scale and shift.
+
+    Args:
+        hidden_size: Channels D.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a scale and a bias per channel.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, elementwise_affine: bool = True):
+        super().__init__(hidden_size, eps=eps, affine=elementwise_affine)
+
+    def scale_and_shift(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What evaluation multiplies and adds, each `(D,)`."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        return self._scale_and_shift(self.running_mean, self.running_var)
+
+    def _scale_and_shift(self, mean: torch.Tensor, var: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.promote_types(mean.dtype, torch.float32)
+        scale = (var.to(wide) + self.eps).rsqrt()
+        if not self.affine:
+            return scale, -mean.to(wide) * scale
+        scale = scale * self.weight.to(wide)
+        return scale, self.bias.to(wide) - mean.to(wide) * scale
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Map `(B, T, D)` to `(B, T, D)`.
+
+        Args:
+            hidden_states: `(B, T, D)`.
+            attention_mask: `(B, T)`, nonzero = keep; all when None.
+        """
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        x = hidden_states.to(wide)
+        scale, shift = self._batch_statistics(x, attention_mask) if self.training else self.scale_and_shift()
+        return torch.addcmul(shift.to(wide), x, scale.to(wide)).to(hidden_states.dtype)
+
+    def _batch_statistics(
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and shift from this batch, which enters the running statistics."""
+        kept = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(torch.bool).to(x.dtype)
+        count = kept.sum().clamp_min(1)
+        x = x.masked_fill(kept[..., None] == 0, 0)
+        mean = x.sum((0, 1)) / count
+        var = ((x - mean).square() * kept[..., None]).sum((0, 1)) / count
+        assert self.momentum is not None
+        with torch.no_grad():
+            unbiased = var * (count / (count - 1).clamp_min(1))
+            for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                assert running is not None
+                running.lerp_(new.to(running.dtype), self.momentum)
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+        return self._scale_and_shift(mean, var)
+
+
+NORMS: dict[str, type[nn.LayerNorm] | type[nn.RMSNorm] | type[ScaleNorm] | type[BatchNorm]] = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+    "scale_norm": ScaleNorm,
+    "batch_norm": BatchNorm,
+}
+
+
+def make_norm(norm_type: str, hidden_size: int, eps: float, *, affine: bool = True) -> nn.Module:
     """Build a normalisation over the last dimension.
 
     Args:
-        norm_type: ``"layer_norm"`` (mean and variance, scale and bias) or ``"rms_norm"`` (root mean square, scale
-            only, as in T5).
+        norm_type: ``"layer_norm"`` (mean and variance, scale and bias), ``"rms_norm"`` (root mean square, scale
+            only, as in T5; without the scale TransNormerLLM's SimpleRMSNorm), ``"scale_norm"`` (root mean square, one
+            scale for all) or ``"batch_norm"`` (mean and variance over batch and time, scale and bias).
         hidden_size: Width of the last dimension.
         eps: Added to the variance or the mean square.
+        affine: Whether there are scale and bias.
 
     Raises:
-        ValueError: ``norm_type`` is neither.
+        ValueError: ``norm_type`` is none of these.
     """
     if norm_type not in NORMS:
         raise ValueError(f"norm_type must be one of {', '.join(NORMS)}; got {norm_type!r}")
-    return NORMS[norm_type](hidden_size, eps=eps)
+    return NORMS[norm_type](hidden_size, eps=eps, elementwise_affine=affine)
+
+
+def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Normalise `(B, T, D)`; only a batch norm asks which tokens are kept."""
+    return norm(hidden_states, attention_mask) if isinstance(norm, BatchNorm) else norm(hidden_states)

@@ -4,7 +4,7 @@ B batch · T length · H hidden size
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,13 +21,12 @@ def ssm_parameters(module: nn.Module, *, dynamics: bool | None = None) -> Iterat
     Args:
         module: The module.
         dynamics: True for those alone that shape the memory, and train best at a rate of their own (A, B and Δ of a
-            state space model, Hyena's filters); False for the others; all when None.
+            state space model, Hyena's filters, a long convolution's taps); False for the others; all when None.
     """
     for child in module.modules():
         if isinstance(child, StateSpaceLayer):
-            shaping = set(child.TRAINED["none"]) - set(child.TRAINED.get("ab_dt", ()))
             for name, tensor in child.own_tensors():
-                if tensor.requires_grad and dynamics in (None, name in shaping):
+                if tensor.requires_grad and dynamics in (None, child.shapes_memory(name)):
                     yield tensor  # type: ignore[misc]
 
 
@@ -92,19 +91,26 @@ class StateSpaceLayer(nn.Module):
         """Shape of the state after any number of tokens of `batch` sequences."""
         raise NotImplementedError
 
+    def shapes_memory(self, name: str) -> bool:
+        """Whether one declared tensor shapes what is remembered, see `ssm_parameters`."""
+        return name in self.TRAINED["none"] and name not in self.TRAINED.get("ab_dt", ())
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        """Raise ValueError unless a state is one of this layer's, of `batch` sequences."""
+        if state.shape != self.state_shape(batch):
+            raise ValueError(f"state must be {self.state_shape(batch)}; got {tuple(state.shape)}")
+
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
         """Give one declared tensor its initial value, in place."""
         raise NotImplementedError
 
-    def _run(
-        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
         """Map masked inputs `(B, T, H)` to outputs of their dtype, and to the next state if it is asked for."""
         raise NotImplementedError
 
     def _run_masked(
-        self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
+    ) -> tuple[torch.Tensor, Any]:
         """`_run`, overridden where zero inputs alone would not do: `kept`, `(B, T)`, is True for tokens that count."""
         return self._run(u, state, return_state)
 
@@ -160,20 +166,22 @@ class StateSpaceLayer(nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        state: torch.Tensor | None = None,
+        state: Any = None,
         return_state: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:
         """Run the layer over a sequence.
 
         Args:
             hidden_states: `(B, T, H)`, any floating dtype.
             attention_mask: `(B, T)`, 1 = keep; inputs elsewhere count as zero, which makes padding exact on the left
                 and, as long as no state is taken from behind it, on the right.
-            state: State before the first token, of `state_shape`; that of no tokens when None. Causal only.
+            state: State before the first token, as returned: a tensor of `state_shape`, or in a long convolution's
+                case several. That of no tokens when None. Causal only.
             return_state: Whether to return the state after the last token too. Causal only.
 
         Returns:
-            `(B, T, H)` in the input's dtype, and with `return_state` the state, float32 or float64.
+            `(B, T, H)` in the input's dtype, and with `return_state` the state after the last token, float32 or
+            float64.
 
         Raises:
             ValueError: A shape does not fit, or a state is asked of a bidirectional layer.
@@ -189,16 +197,14 @@ class StateSpaceLayer(nn.Module):
             return y, new_state
         return y
 
-    def _check_input(
-        self, u: torch.Tensor, mask: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
-    ) -> torch.Tensor:
+    def _check_input(self, u: torch.Tensor, mask: torch.Tensor | None, state: Any, return_state: bool) -> torch.Tensor:
         if u.dim() != 3 or u.shape[2] != self.hidden_size or u.shape[1] == 0:
             raise ValueError(f"hidden_states must be (B, T, {self.hidden_size}) with T > 0; got {tuple(u.shape)}")
         if self.bidirectional and (state is not None or return_state):
             kind = type(self).__name__
             raise ValueError(f"a bidirectional {kind} has no state: state must be None and return_state False")
-        if state is not None and state.shape != self.state_shape(u.shape[0]):
-            raise ValueError(f"state must be {self.state_shape(u.shape[0])}; got {tuple(state.shape)}")
+        if state is not None:
+            self._check_state(state, u.shape[0])
         if mask is None:
             return u
         if mask.shape != u.shape[:2]:

@@ -4,8 +4,9 @@ Of what earlier inputs contribute to later outputs, each part is computed as soo
 of doubling size ("relaxed" or online convolution, van der Hoeven 2002; Oncescu et al. 2024 for language models). After
 n tokens, what the last U of them contribute to the next U outputs is added to what those have `pending`, where U is
 the largest power of two that divides n: every pair of an input and a later output lies in exactly one such square.
-Blocks grow up to P, the power of two from the filter's length on, since nothing reaches further back than that.
-A prompt's contribution to all later outputs is pending from the start, by one transform.
+The smallest squares are left out in favour of a sum within a block of inputs. The largest are of size P, the power of
+two from the filter's length on, since nothing reaches further back than that. A prompt's contribution to all later
+outputs is pending from the start, by one transform.
 
 B batch · T length · T_k taps · D width · P ring, a power of two and at least T_k - 1 · U block
 """
@@ -19,7 +20,7 @@ from ..dispatch import full_precision
 from . import torch_impl
 
 _DIRECT = 16
-"""Blocks up to this size are multiplied with a matrix of taps instead of transformed."""
+"""Within blocks of this size every output is a sum over the inputs so far: cheaper than smaller squares."""
 
 _CPU_BLOCK = 1 << 17
 """Numbers transformed at once on a CPU: memory of that size is used again instead of being asked for anew."""
@@ -90,26 +91,30 @@ def online_conv(
             f"pending {(u.shape[0], ring, u.shape[2])}; got {tuple(pending.shape)}"
         )
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (u, kernel, pending, inputs))
-    if recorded or (pending.is_inference() and not torch.is_inference_mode_enabled()):
+    if pending.is_inference() and not torch.is_inference_mode_enabled():
         pending, inputs = pending.clone(), inputs.clone()
-    x = u.to(pending.dtype)
+    x, base = u.to(pending.dtype), min(_DIRECT, ring)
     outputs = []
     start = 0
     while start < u.shape[1]:
-        size = min(_lowest_bit(position, ring), 1 << ((u.shape[1] - start).bit_length() - 1))
-        block, at = x[:, start : start + size], slice(position, position + size)
-        outputs.append(pending[:, at] + _within(block, kernel))
-        if recorded:  # what a square is computed from must not be written to again
-            inputs = inputs.clone()
-        inputs[:, at] = block
+        offset, left = position % base, u.shape[1] - start
+        if offset or left < base:
+            size = min(left, base - offset)
+        else:
+            size = min(_lowest_bit(position, ring), 1 << (left.bit_length() - 1))
+        at = slice(position, position + size)
+        if recorded:  # what the graph holds must not be written to again
+            pending, inputs = pending.clone(), inputs.clone()
+        inputs[:, at] = x[:, start : start + size]
+        outputs.append(pending[:, at] + _within(inputs[:, position - offset : position + size], kernel, size))
         start, position = start + size, position + size
+        if position % base:
+            continue
         size = _lowest_bit(position, ring)
         square = _contribution(inputs[:, position - size : position], kernel, size)
         if position == ring:
             pending, position = square, 0
         else:
-            if recorded:
-                pending = pending.clone()
             pending[:, position : position + size] += square
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     if skip is not None:
@@ -122,12 +127,6 @@ def _lowest_bit(position: int, ring: int) -> int:
     return position & -position or ring
 
 
-def _tap(kernel: torch.Tensor, lag: int, like: torch.Tensor) -> torch.Tensor:
-    """One tap of every channel, `(D,)`."""
-    tap = kernel[:, lag].to(like.dtype)
-    return tap if tap.shape[0] == like.shape[2] else tap.repeat(like.shape[2] // tap.shape[0])
-
-
 def _taps(kernel: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """Taps `start` to `stop - 1` of every channel, zeros beyond the last, `(D, stop - start)`."""
     taps = kernel[:, start:stop].to(like.dtype)
@@ -136,17 +135,17 @@ def _taps(kernel: torch.Tensor, start: int, stop: int, like: torch.Tensor) -> to
     return taps if taps.shape[0] == like.shape[2] else taps.repeat(like.shape[2] // taps.shape[0], 1)
 
 
-def _within(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-    """What a block contributes to its own outputs, `(B, U, D)`."""
+def _within(x: torch.Tensor, kernel: torch.Tensor, count: int) -> torch.Tensor:
+    """What a block contributes to its own last `count` outputs, `(B, count, D)`."""
     size = x.shape[1]
-    return x * _tap(kernel, 0, x) if size == 1 else _transformed(x, kernel[:, :size], 2 * size, slice(0, size))
+    if count == 1:
+        return (x * _taps(kernel, 0, size, x).flip(1).mT).sum(1, keepdim=True)
+    return _transformed(x, kernel[:, :size], 2 * size, slice(size - count, size))
 
 
 def _contribution(x: torch.Tensor, kernel: torch.Tensor, count: int) -> torch.Tensor:
     """What a block of inputs contributes to the `count` outputs behind it, `(B, count, D)`."""
     size = x.shape[1]
-    if size == count == 1:
-        return x * _tap(kernel, 1, x) if kernel.shape[1] > 1 else torch.zeros_like(x)
     if size == count <= _DIRECT:
         # entry (f, r) is the tap at lag 1 + f + r, from input U - 1 - r to output f
         matrix = _taps(kernel, 1, 2 * size, x).unfold(1, size, 1)

@@ -1,0 +1,432 @@
+"""Long convolutions with learned taps, alone and behind short ones, and the moving average that they replace.
+
+B batch · T length · H hidden size · L taps · G groups · Z directions, 2 if bidirectional · J short taps · N state size
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
+from ..kernels.short_conv import merge_kernels, short_conv
+from ..kernels.ssm_kernel import (
+    S4DStep,
+    fingerprint,
+    s4d_block_powers,
+    s4d_final_state,
+    s4d_kernel,
+    s4d_state_response,
+)
+from .norms import BatchNorm
+from .state_space import StateSpaceLayer, check_choice, check_positive
+
+INITS = ("double_exp", "random")
+
+
+class LongConv(StateSpaceLayer):
+    """Depthwise convolution whose taps are parameters (Fu et al. 2023; CHELA, eq. 7), in O(T log T).
+
+    y[t] = sum_{0<=j<L} k[j] u[t-j] + D u[t],  and bidirectional  + sum_{0<=j<L} k'[j] u[t+1+j],  per channel.
+
+    Shorter inputs use the first taps; longer ones have a memory of L tokens, so that equal stretches of input have
+    equal outputs at any length. A decoded token costs O(log(L)^2) per channel, see `kernels.long_conv.online_conv`.
+
+    Args:
+        hidden_size: Channels H.
+        kernel_size: L, in tokens.
+        groups: G, a divisor of H; channel c has the taps of group ``c % G``. H when None: each its own.
+        bidirectional: Whether a second kernel reads the future.
+        init: ``"double_exp"``, normal numbers of 0.02 that decay over L, in the first group to 1/e and ever faster
+            from group to group; or ``"random"``, normal numbers of 0.002.
+        lam: Taps are moved towards zero by this much, and those nearer than that are zero ("squash").
+        kernel_dropout: Probability of dropping a tap in training.
+        smoothing: Width of the moving average, odd, that is taken over the taps; 1 leaves them as they are.
+        use_D: Whether there is a skip connection D, 1 at first.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+
+    Note:
+        With `lam` or `smoothing`, every decoded token computes all taps anew.
+    """
+
+    TRAINED: ClassVar = {"none": ("long_kernel", "D")}
+
+    long_kernel: torch.Tensor
+    D: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        *,
+        groups: int | None = None,
+        bidirectional: bool = False,
+        init: str = "double_exp",
+        lam: float = 0.0,
+        kernel_dropout: float = 0.0,
+        smoothing: int = 1,
+        use_D: bool = True,
+    ):
+        super().__init__(hidden_size, bidirectional=bidirectional, postact=None, freeze="none")
+        groups = hidden_size if groups is None else groups
+        check_positive(kernel_size=kernel_size, groups=groups)
+        if hidden_size % groups:
+            raise ValueError(f"groups must divide hidden_size {hidden_size}; got {groups}")
+        check_choice("init", init, INITS)
+        if lam < 0:
+            raise ValueError(f"lam must not be negative; got {lam}")
+        if not 0 <= kernel_dropout < 1:
+            raise ValueError(f"kernel_dropout must lie in [0, 1); got {kernel_dropout}")
+        if smoothing < 1 or smoothing % 2 == 0:
+            raise ValueError(f"smoothing must be a positive odd integer; got {smoothing}")
+        self.kernel_size, self.groups, self.init, self.lam = kernel_size, groups, init, lam
+        self.kernel_dropout, self.smoothing = kernel_dropout, smoothing
+        self._declare(self._shapes(use_D))
+        self.reset_parameters()
+
+    def _shapes(self, use_D: bool) -> dict[str, tuple[int, ...] | None]:
+        return {
+            "long_kernel": (2 if self.bidirectional else 1, self.groups, self.kernel_size),
+            "D": (self.hidden_size,) if use_D else None,
+        }
+
+    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
+        """D one; taps as described at `init`."""
+        if name == "D":
+            nn.init.ones_(tensor)
+        elif self.init == "random":
+            nn.init.normal_(tensor, std=0.002)
+        else:
+            nn.init.normal_(tensor, std=0.02)
+            lag = torch.arange(self.kernel_size, dtype=torch.float64) / self.kernel_size
+            group = torch.arange(self.groups, dtype=torch.float64) / self.groups
+            rate = max(1.0, self.hidden_size / 2) ** group
+            tensor.mul_(torch.exp(-torch.outer(rate, lag)).to(tensor))
+
+    def shapes_memory(self, name: str) -> bool:
+        """Of a convolution, the long taps do."""
+        return name == "long_kernel"
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, ConvState):
+            raise ValueError(f"state must be a ConvState, as returned; got {type(state).__name__}")
+
+    def extra_repr(self) -> str:
+        """The arguments that shape the layer."""
+        return (
+            f"{self.hidden_size}, kernel_size={self.kernel_size}, groups={self.groups}, "
+            f"bidirectional={self.bidirectional}, init={self.init!r}"
+        )
+
+    def _taps(self, length: int) -> torch.Tensor:
+        """The taps that inputs of a length meet, `(Z, G, min(length, L))`."""
+        taps = self.long_kernel
+        if self.smoothing == 1:
+            taps = taps[..., :length]
+        if self.lam:
+            taps = F.softshrink(taps, self.lam)
+        taps = F.dropout(taps, self.kernel_dropout, self.training)
+        if self.smoothing > 1:
+            taps = F.avg_pool1d(taps, self.smoothing, stride=1, padding=self.smoothing // 2)[..., :length]
+        return taps
+
+    def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
+        if state is not None:
+            return online_conv(u, self._taps(self.kernel_size)[0], state, skip=self.D)
+        taps = self._taps(self.kernel_size if return_state else u.shape[1])
+        y = long_conv(u, taps[0], reverse_kernel=taps[1] if self.bidirectional else None, skip=self.D)
+        return y, start_online_conv(u, taps[0]) if return_state else None
+
+
+class ShortLongState(NamedTuple):
+    """What short-long convolutions remember: the last inputs `(B, J - 1, H)`, and the long convolution's state."""
+
+    short: torch.Tensor
+    long: ConvState
+
+
+class ShortLongConv(LongConv):
+    """CHELA's short-long convolution: parallel short convolutions, SiLU, and a long convolution (CHELA, eq. 8).
+
+    a = SiLU(sum_i (s_i * u + b_i)),  y = k * a + D a,  per channel.
+
+    The short ones are linear up to their sum, so that they run as one convolution with the sum of their taps, in
+    training as well (structural reparameterisation; CHELA, section 4.2). With `branch_norm`, whose batch statistics
+    are those of each branch, they do so in evaluation only.
+
+    Args:
+        hidden_size: Channels H.
+        kernel_size: L, taps of the long convolution in tokens.
+        short_kernel_sizes: J of each short convolution, odd if bidirectional.
+        short_bias: Whether each has a bias.
+        branch_norm: Whether a batch norm follows each.
+        **options: The other arguments of `LongConv`.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        *,
+        short_kernel_sizes: Sequence[int] = (3, 9),
+        short_bias: bool = True,
+        branch_norm: bool = False,
+        **options: Any,
+    ):
+        check_short_kernel_sizes(short_kernel_sizes, bidirectional=options.get("bidirectional", False))
+        # the base's constructor reads them when it declares the tensors
+        self.short_kernel_sizes, self.short_bias = tuple(short_kernel_sizes), short_bias
+        branches = [f"short_{kind}_{i}" for i in range(len(short_kernel_sizes)) for kind in ("kernel", "bias")]
+        self.TRAINED = {"none": (*LongConv.TRAINED["none"], *branches)}  # type: ignore[misc]
+        self.fused = False
+        self._kept: tuple[tuple[Any, ...], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        super().__init__(hidden_size, kernel_size, **options)
+        self.short_norms = None
+        if branch_norm:
+            self.short_norms = nn.ModuleList(BatchNorm(hidden_size) for _ in short_kernel_sizes)
+
+    def _shapes(self, use_D: bool) -> dict[str, tuple[int, ...] | None]:
+        shapes = super()._shapes(use_D)
+        for i, size in enumerate(self.short_kernel_sizes):
+            shapes[f"short_kernel_{i}"] = (self.hidden_size, size)
+            shapes[f"short_bias_{i}"] = (self.hidden_size,) if self.short_bias else None
+        return shapes
+
+    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
+        """Short taps uniform as in torch's convolutions, their biases zero."""
+        if name.startswith("short_kernel"):
+            bound = tensor.shape[1] ** -0.5
+            nn.init.uniform_(tensor, -bound, bound)
+        elif name.startswith("short_bias"):
+            nn.init.zeros_(tensor)
+        else:
+            super()._initialize(name, tensor)
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, ShortLongState):
+            raise ValueError(f"state must be a ShortLongState, as returned; got {type(state).__name__}")
+
+    def extra_repr(self) -> str:
+        """The arguments that shape the layer."""
+        return f"{super().extra_repr()}, short_kernel_sizes={self.short_kernel_sizes}, fused={self.fused}"
+
+    # fusing
+
+    def fuse_short_convs(self) -> None:
+        """Keep the sum of the branches between calls, until the layer trains; the state dict stays as it is.
+
+        Raises:
+            ValueError: The layer is in training mode.
+        """
+        if self.training:
+            raise ValueError("short convolutions can be fused in evaluation mode only: call eval() first")
+        self.fused = True
+
+    def unfuse_short_convs(self) -> None:
+        """Undo `fuse_short_convs`."""
+        self.fused = False
+        self.clear_cache()
+
+    def merge_branches(self) -> None:
+        """Replace the branches by their sum for good: one short convolution with as many taps as the longest had.
+
+        Raises:
+            ValueError: The layer is in training mode.
+        """
+        self.fuse_short_convs()
+        with torch.no_grad():
+            kernel, bias = self._merged()
+        for i in range(len(self.short_kernel_sizes)):
+            delattr(self, f"short_kernel_{i}")
+            delattr(self, f"short_bias_{i}")
+        self.short_kernel_sizes, self.short_bias, self.short_norms = (kernel.shape[1],), bias is not None, None
+        self.TRAINED = {"none": (*LongConv.TRAINED["none"], "short_kernel_0", "short_bias_0")}  # type: ignore[misc]
+        self._names = self.TRAINED["none"]
+        self.short_kernel_0 = nn.Parameter(kernel.clone())
+        self.register_parameter("short_bias_0", None if bias is None else nn.Parameter(bias.clone()))
+        self.unfuse_short_convs()
+
+    def train(self, mode: bool = True) -> "ShortLongConv":
+        """Set the mode; training unfuses."""
+        super().train(mode)
+        if mode:
+            self.unfuse_short_convs()
+        return self
+
+    def clear_cache(self) -> None:
+        """Drop the kept sum; only needed after an edit through ``.data``, which nothing can see."""
+        self._kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def _branches(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        count = len(self.short_kernel_sizes)
+        return [(getattr(self, f"short_kernel_{i}"), getattr(self, f"short_bias_{i}")) for i in range(count)]
+
+    def _merged(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Taps and bias of the one convolution that the branches are."""
+        kernels, biases = [], []
+        for i, (kernel, bias) in enumerate(self._branches()):
+            if self.short_norms is not None:
+                norm = self.short_norms[i]
+                assert isinstance(norm, BatchNorm)
+                scale, shift = norm.scale_and_shift()
+                kernel, bias = kernel * scale[:, None], shift if bias is None else bias * scale + shift
+            kernels.append(kernel)
+            biases += [] if bias is None else [bias]
+        bias = torch.stack(biases).sum(0) if biases else None
+        return merge_kernels(kernels, causal=not self.bidirectional), bias
+
+    def _short_filter(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_merged`, kept between calls if fused."""
+        if not self.fused or torch.is_grad_enabled() or torch.compiler.is_compiling():  # no tracer sees an address
+            return self._merged()
+        tensors = [x for branch in self._branches() for x in branch if x is not None]
+        if self.short_norms is not None:
+            tensors += self.short_norms.state_dict(keep_vars=True).values()
+        key = fingerprint(tensors)
+        if self._kept is None or self._kept[0] != key:
+            # held on to, the tensors' addresses cannot become another's
+            self._kept = key, [x.detach() for x in tensors], self._merged()
+        return self._kept[2]
+
+    # running
+
+    def _run_masked(
+        self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
+    ) -> tuple[torch.Tensor, Any]:
+        before = None if state is None else state.short
+        if self.training and self.short_norms is not None:
+            a, after = self._separate_branches(u, kept, before)
+        else:
+            kernel, bias = self._short_filter()
+            a, after = short_conv(u, kernel, bias, causal=not self.bidirectional, activation="silu", state=before)
+        # a bias gives padding a value; where there is no token, there must be none
+        a = a if kept is None else a.masked_fill(~kept[..., None], 0)
+        y, long_state = self._run(a, None if state is None else state.long, return_state)
+        return y, ShortLongState(after, long_state) if return_state and after is not None else None
+
+    def _separate_branches(
+        self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The activated sum of the branches, each normalised by its own batch statistics."""
+        assert self.short_norms is not None
+        outputs = []
+        for norm, (kernel, bias) in zip(self.short_norms, self._branches(), strict=True):
+            kernel = merge_kernels(
+                [kernel, kernel.new_zeros(self.hidden_size, max(self.short_kernel_sizes))],
+                causal=not self.bidirectional,
+            )
+            y, after = short_conv(u, kernel, bias, causal=not self.bidirectional, state=state)
+            outputs.append(norm(y, kept))
+        return F.silu(torch.stack(outputs).sum(0)), after
+
+
+def check_short_kernel_sizes(sizes: Sequence[int], *, bidirectional: bool) -> None:
+    """Raise ValueError unless short convolutions can have these sizes."""
+    if not sizes or any(size < 1 for size in sizes):
+        raise ValueError(f"short_kernel_sizes must be positive integers, one at least; got {list(sizes)}")
+    if bidirectional and any(size % 2 == 0 for size in sizes):
+        raise ValueError(
+            f"short_kernel_sizes must be odd for a bidirectional model, which centres them; got {list(sizes)}"
+        )
+
+
+class DampedEMA(StateSpaceLayer):
+    """Mega's multi-dimensional damped exponential moving average (Ma et al. 2022, section 3.1).
+
+    h[t] = q h[t-1] + p β u[t],  q = 1 - p α,  y[t] = sum_n η h[t] / sqrt(N) + ω u[t],  with N numbers h per channel,
+    p and α between 0 and 1. In O(T log T) as a convolution, O(N) per decoded token.
+
+    Bidirectional: a second average of its own reads the future, from the next token on, as in `S4`.
+
+    Args:
+        hidden_size: Channels H.
+        state_size: N.
+        bidirectional: Whether it reads the future too.
+
+    Raises:
+        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+
+    Note:
+        The published code has SiLU behind the layer, and counts the current token in both directions.
+    """
+
+    TRAINED: ClassVar = {"none": ("p_logit", "alpha_logit", "beta", "eta", "omega"), "ab_dt": ("eta", "omega")}
+
+    p_logit: torch.Tensor
+    alpha_logit: torch.Tensor
+    beta: torch.Tensor
+    eta: torch.Tensor
+    omega: torch.Tensor
+
+    def __init__(self, hidden_size: int, state_size: int = 16, *, bidirectional: bool = False):
+        super().__init__(hidden_size, bidirectional=bidirectional, postact=None, freeze="none")
+        check_positive(state_size=state_size)
+        self.state_size = state_size
+        shape = (2 if bidirectional else 1, hidden_size, state_size)
+        self._declare({**dict.fromkeys(self.TRAINED["none"][:4], shape), "omega": (hidden_size,)})
+        self.reset_parameters()
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """`(B, H, N)`."""
+        return batch, self.hidden_size, self.state_size
+
+    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
+        """As Mega: logits normal with 0.2, β alternating between about 1 and -1, η and ω normal."""
+        if name in ("eta", "omega"):
+            nn.init.normal_(tensor)
+        elif name == "beta":
+            nn.init.normal_(tensor, std=0.02)
+            tensor.add_(1 - 2 * (torch.arange(self.state_size, device=tensor.device) % 2).to(tensor.dtype))
+        else:
+            nn.init.normal_(tensor, std=0.2)
+
+    def extra_repr(self) -> str:
+        """The arguments that shape the layer."""
+        return f"{self.hidden_size}, state_size={self.state_size}, bidirectional={self.bidirectional}"
+
+    def _system(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The decays log q, p β and η / sqrt(N), each `(Z, H, N)` in float64."""
+        p, alpha = self.p_logit.double().sigmoid(), self.alpha_logit.double().sigmoid()
+        return torch.log1p(-p * alpha), p * self.beta.double(), self.eta.double() / math.sqrt(self.state_size)
+
+    def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
+        wide = torch.promote_types(torch.promote_types(u.dtype, torch.float32), self.eta.dtype)
+        log_q, gain, weight = self._system()
+        if u.shape[1] == 1 and not self.bidirectional:
+            x = u[:, 0].to(wide)
+            h = gain[0].to(wide) * x[..., None]
+            if state is not None:
+                h = h + log_q[0].exp().to(wide) * state.to(wide)
+            y = (weight[0].to(wide) * h).sum(-1) + self.omega.to(wide) * x
+            return y[:, None].to(u.dtype), h
+        taps = [self._taps(*system, u.shape[1]) for system in zip(log_q, gain, weight, strict=True)]
+        y = long_conv(u.to(wide), taps[0], reverse_kernel=taps[1] if self.bidirectional else None, skip=self.omega)
+        if not return_state and state is None:
+            return y.to(u.dtype), None
+        # the modes are real: one half of a conjugate pair, which counts twice
+        step = S4DStep(log_q[0].exp().to(torch.complex128), gain[0].to(torch.complex128))
+        powers = s4d_block_powers(step, wide)
+        before = None if state is None else torch.complex(state.to(wide), torch.zeros_like(state, dtype=wide))
+        if before is not None:
+            C = (weight[:1] / 2).to(powers.dtype)
+            y = y + s4d_state_response(before, u.shape[1], C, powers)[:, 0]
+        step = S4DStep(*(x.to(powers.dtype) for x in step))
+        return y.to(u.dtype), s4d_final_state(u, step, powers, before).real
+
+    def _taps(self, log_q: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, length: int) -> torch.Tensor:
+        """Impulse response of one direction, `(H, length)`: S4D's, whose discretisation is undone in its input."""
+        w = log_q.to(torch.complex128)
+        B = (gain * log_q / torch.expm1(log_q)).to(w.dtype)
+        dt = log_q.new_ones(self.hidden_size)
+        return s4d_kernel((weight[None] / 2).to(w.dtype), B, w, dt, length)[0].to(self.eta.dtype)

@@ -20,13 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
-    CausalLMOutputWithPast,
-    MaskedLMOutput,
-    QuestionAnsweringModelOutput,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
     SequenceClassifierOutput,
-    TokenClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
@@ -45,6 +41,14 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
+from ..heads import (
+    CausalLMForward,
+    MaskedLMForward,
+    QuestionAnsweringForward,
+    TokenClassificationForward,
+    make_lm_head,
+    pool,
+)
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 
@@ -838,10 +842,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
-        if self.config.scale_decoder_outputs:
-            hidden_states = hidden_states * self.config.hidden_size**-0.5
-        logits = self.lm_head(hidden_states)
+        logits = self.lm_head(scale_head_inputs(self.config, outputs.last_hidden_state))
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -929,7 +930,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         )
 
 
-class SpadeForCausalLM(SpadeGenerationMixin, SpadePreTrainedModel):
+class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedModel):
     """SPADE causal language model (SPADE, section 4.2): a decoder without cross-attention, and a head.
 
     With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
@@ -950,86 +951,16 @@ class SpadeForCausalLM(SpadeGenerationMixin, SpadePreTrainedModel):
                 f"them; got {config.is_decoder} and {config.is_encoder_decoder}"
             )
         self.model = SpadeStack(config)
-        if config.adaptive_cutoffs is None:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        else:
+        self.lm_head = make_lm_head(config, self.model.embed_tokens)
+        if config.adaptive_cutoffs is not None:
             self._tied_weights_keys = None  # a tied softmax has no tables of its own
-            self.lm_head = AdaptiveSoftmax(
-                self.model.embed_tokens, tied=config.tie_word_embeddings, dropout=config.adaptive_dropout
-            )
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        if kwargs.pop("shift_labels", None) is not None:
-            raise ValueError("shift_labels must be None: give labels, which are shifted here")
-        if labels is not None:
-            if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-                raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
-            use_cache = False if use_cache is None else use_cache
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        if self.config.scale_decoder_outputs:
-            hidden_states = hidden_states * self.config.hidden_size**-0.5
-        if self.config.adaptive_cutoffs is not None:
-            logits, loss = self._adaptive_outputs(hidden_states, labels, num_items_in_batch)
-        else:
-            logits, loss = self.lm_head(hidden_states), None
-            if labels is not None:
-                loss = self.loss_function(
-                    logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-                )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-    def _adaptive_outputs(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.LongTensor | None,
-        num_items_in_batch: torch.Tensor | int | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
-        loss = None
-        if labels is not None:
-            total, count = self.lm_head.loss(hidden_states[:, :-1], labels[:, 1:], embedding)
-            loss = total / (count if num_items_in_batch is None else num_items_in_batch)
-        logits = None if labels is not None and self.training else self.lm_head(hidden_states, embedding)
-        return logits, loss
-
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
-        if self.config.adaptive_cutoffs is not None:
-            raise ValueError(
-                f"adaptive_cutoffs must be None to resize the vocabulary; got {self.config.adaptive_cutoffs}"
-            )
-        return super().resize_token_embeddings(*args, **kwargs)
+    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return scale_head_inputs(self.config, hidden_states)
 
 
-class SpadeForMaskedLM(SpadePreTrainedModel):
+class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
     """SPADE encoder with a language modelling head, for masked language modelling.
 
     Args:
@@ -1045,35 +976,8 @@ class SpadeForMaskedLM(SpadePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        if self.config.scale_decoder_outputs:
-            hidden_states = hidden_states * self.config.hidden_size**-0.5
-        logits = self.lm_head(hidden_states)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return scale_head_inputs(self.config, hidden_states)
 
 
 class SpadeForSequenceClassification(SpadePreTrainedModel):
@@ -1124,7 +1028,7 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         )
 
 
-class SpadeForTokenClassification(SpadePreTrainedModel):
+class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedModel):
     """SPADE encoder that classifies every token.
 
     Args:
@@ -1140,33 +1044,8 @@ class SpadeForTokenClassification(SpadePreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> TokenClassifierOutput:
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=num_items_in_batch)
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
 
-
-class SpadeForQuestionAnswering(SpadePreTrainedModel):
+class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
     """SPADE encoder that marks an answer's first and last token.
 
     Args:
@@ -1182,53 +1061,10 @@ class SpadeForQuestionAnswering(SpadePreTrainedModel):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        start_positions: torch.LongTensor | None = None,
-        end_positions: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> QuestionAnsweringModelOutput:
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start_logits,
-            end_logits=end_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
 
-
-def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """Reduce `(B, T, D)` to `(B, D)`: the first or last kept token, or the mean of all kept ones.
-
-    Args:
-        hidden_states: `(B, T, D)`.
-        attention_mask: `(B, T)`, 1 = keep; all are kept when None.
-        pooling: `"first"`, `"last"` or `"mean"`.
-    """
-    if attention_mask is None:
-        attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
-    kept = attention_mask.to(torch.bool)
-    if pooling == "mean":
-        total = hidden_states.masked_fill(~kept[..., None], 0).sum(1)
-        return total / kept.sum(1, keepdim=True).clamp_min(1).to(total.dtype)
-    positions = torch.arange(kept.shape[1], device=kept.device)
-    position = kept.int().argmax(1) if pooling == "first" else (positions * kept).argmax(1)
-    return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
+def scale_head_inputs(config: SpadeConfig, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Scale what a language modelling head reads, where the config asks for it."""
+    return hidden_states * config.hidden_size**-0.5 if config.scale_decoder_outputs else hidden_states
 
 
 def make_state_space(config: SpadeConfig) -> StateSpaceLayer:

@@ -1,0 +1,228 @@
+"""What the task heads of several architectures share: pooling, and the forwards that end in a loss.
+
+A forward stands before the architecture's own base class; the class that has it makes the modules in its constructor,
+`model` and those named in the forward's docstring.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    TokenClassifierOutput,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+
+
+def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """Reduce `(B, T, D)` to `(B, D)`: the first or last kept token, or the mean of all kept ones.
+
+    Args:
+        hidden_states: `(B, T, D)`.
+        attention_mask: `(B, T)`, 1 = keep; all are kept when None.
+        pooling: `"first"`, `"last"` or `"mean"`.
+    """
+    if attention_mask is None:
+        attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
+    kept = attention_mask.to(torch.bool)
+    if pooling == "mean":
+        total = hidden_states.masked_fill(~kept[..., None], 0).sum(1)
+        return total / kept.sum(1, keepdim=True).clamp_min(1).to(total.dtype)
+    positions = torch.arange(kept.shape[1], device=kept.device)
+    position = kept.int().argmax(1) if pooling == "first" else (positions * kept).argmax(1)
+    return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
+
+
+def make_lm_head(config: PreTrainedConfig, embedding: AdaptiveEmbedding | None) -> nn.Module:
+    """Build the head of a language model: a linear map to the vocabulary, or an adaptive softmax for its embedding."""
+    if config.adaptive_cutoffs is None:
+        return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return AdaptiveSoftmax(embedding, tied=config.tie_word_embeddings, dropout=config.adaptive_dropout)
+
+
+class CausalLMForward:
+    """Forward of a causal language model: `lm_head`, from `make_lm_head`, on a causal `model` with `embed_tokens`.
+
+    With `config.adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed
+    then, since the loss needs only those of each label's cluster.
+    """
+
+    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the head reads, given the last hidden states."""
+        return hidden_states
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Compute the logits of the next token behind every token, and with labels their loss."""
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        if kwargs.pop("shift_labels", None) is not None:
+            raise ValueError("shift_labels must be None: give labels, which are shifted here")
+        if labels is not None:
+            if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+                raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
+            use_cache = False if use_cache is None else use_cache
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = self._head_inputs(outputs.last_hidden_state[:, kept])
+        if self.config.adaptive_cutoffs is not None:
+            logits, loss = self._adaptive_outputs(hidden_states, labels, num_items_in_batch)
+        else:
+            logits, loss = self.lm_head(hidden_states), None
+            if labels is not None:
+                loss = self.loss_function(
+                    logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+                )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _adaptive_outputs(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
+        loss = None
+        if labels is not None:
+            total, count = self.lm_head.loss(hidden_states[:, :-1], labels[:, 1:], embedding)
+            loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+        logits = None if labels is not None and self.training else self.lm_head(hidden_states, embedding)
+        return logits, loss
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+        """Resize the vocabulary, as everywhere in transformers; one in clusters has no end to grow at."""
+        if self.config.adaptive_cutoffs is not None:
+            raise ValueError(
+                f"adaptive_cutoffs must be None to resize the vocabulary; got {self.config.adaptive_cutoffs}"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
+
+class MaskedLMForward:
+    """Forward of a masked language model: `lm_head` on every token of a bidirectional `model`."""
+
+    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the head reads, given the last hidden states."""
+        return hidden_states
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """Compute the logits of every token, and with labels their loss."""
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(self._head_inputs(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class TokenClassificationForward:
+    """Forward of a token classifier: `dropout` and `classifier` on every token of `model`."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """Compute the logits of every token's labels, and with labels their loss."""
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class QuestionAnsweringForward:
+    """Forward of a model that marks an answer's first and last token: `qa_outputs` on every token of `model`."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Compute the logits of either end, and with positions their loss."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

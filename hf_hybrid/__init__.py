@@ -4,6 +4,17 @@ Importing the package registers every architecture with transformers' Auto class
 """
 
 from .models.auto import ARCHITECTURES, register
+from .models.chela import (
+    ChelaConfig,
+    ChelaForCausalLM,
+    ChelaForMaskedLM,
+    ChelaForQuestionAnswering,
+    ChelaForSequenceClassification,
+    ChelaForSequencePairClassification,
+    ChelaForTokenClassification,
+    ChelaModel,
+    ChelaPreTrainedModel,
+)
 from .models.spade import (
     SpadeConfig,
     SpadeEncoderModel,
@@ -31,6 +42,15 @@ register()
 
 __all__ = [
     "ARCHITECTURES",
+    "ChelaConfig",
+    "ChelaForCausalLM",
+    "ChelaForMaskedLM",
+    "ChelaForQuestionAnswering",
+    "ChelaForSequenceClassification",
+    "ChelaForSequencePairClassification",
+    "ChelaForTokenClassification",
+    "ChelaModel",
+    "ChelaPreTrainedModel",
     "SRformerBartConfig",
     "SRformerBartForConditionalGeneration",
     "SRformerBartModel",

@@ -4,6 +4,15 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .chela import (
+    ChelaConfig,
+    ChelaForCausalLM,
+    ChelaForMaskedLM,
+    ChelaForQuestionAnswering,
+    ChelaForSequenceClassification,
+    ChelaForTokenClassification,
+    ChelaModel,
+)
 from .spade import (
     SpadeConfig,
     SpadeEncoderModel,
@@ -25,6 +34,17 @@ from .srformer import (
 )
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrainedModel]]]] = {
+    "chela": (
+        ChelaConfig,
+        {
+            "AutoModel": ChelaModel,
+            "AutoModelForCausalLM": ChelaForCausalLM,
+            "AutoModelForMaskedLM": ChelaForMaskedLM,
+            "AutoModelForQuestionAnswering": ChelaForQuestionAnswering,
+            "AutoModelForSequenceClassification": ChelaForSequenceClassification,
+            "AutoModelForTokenClassification": ChelaForTokenClassification,
+        },
+    ),
     "spade": (
         SpadeConfig,
         {

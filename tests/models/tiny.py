@@ -8,6 +8,16 @@ import transformers
 from hf_hybrid.models.auto import ARCHITECTURES
 
 TINY_CONFIGS = {
+    "chela": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "short_kernel_sizes": [3, 5],
+        "long_kernel_size": 12,
+        "num_labels": 3,
+        "initializer_range": 0.2,
+    },
     "spade": {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -67,12 +77,27 @@ NEEDS_DICT = {"srformer_bart"}
 ALWAYS_TIED = {"srformer_bart"}
 # model type -> projections that adapters are usually put on
 ADAPTED = {"spade": ["q_proj", "v_proj"], "srformer_bart": ["q_proj", "v_proj"], "srformer_t5": ["q", "v"]}
+ATTENTION_FREE = {"chela"}  # model types without softmax attention, and so without its implementations and weights
 MODEL_CLASSES = [
     (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)
 ]
 GENERATIVE = [(model_type, name) for model_type, name in MODEL_CLASSES if name.endswith(("Seq2SeqLM", "CausalLM"))]
 # for each generative class of a model type, every way of decoding that differs in what a cache holds
 DECODERS = {
+    ("chela", "AutoModelForCausalLM"): {
+        "short-long convolution": {},
+        "heads": {"num_attention_heads": 4, "attention_norm": "rms_norm"},
+        "memory of one token": {"long_kernel_size": 1, "short_kernel_sizes": [1]},
+        "shared kernels": {"long_kernel_groups": 4, "kernel_lam": 0.01, "kernel_smoothing": 3},
+        "long convolution": {"mixer": "long", "attention_norm": "none"},
+        "s4d": {"mixer": "s4d", "mixer_state_size": 8},
+        "moving average": {"mixer": "ema", "norm_position": "post"},
+        "laplace": {"attention_fn": "laplace", "num_attention_heads": 2},
+        "laplace in chunks": {"attention_fn": "laplace", "chunk_size": 5},
+        "chunks of one": {"attention_fn": "laplace", "chunk_size": 1},
+        "laplace of features": {"attention_fn": "laplace_feature", "attention_norm": "layer_norm"},
+        "adaptive vocabulary": {"adaptive_cutoffs": [10, 30], "adaptive_factor": 2, "is_decoder": True},
+    },
     ("spade", "AutoModelForSeq2SeqLM"): {
         "full": {},
         "window": {"decoder_attention_type": "window"},
@@ -134,6 +159,8 @@ def tiny_config(model_type: str, **overrides):
 
 def tiny_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
     """A tiny model in evaluation mode, the same one for the same seed."""
+    if model_type in ATTENTION_FREE:
+        overrides.pop("attn_implementation", None)
     torch.manual_seed(seed)
     config = tiny_config(model_type, **{**ROLES.get((model_type, auto_class), {}), **overrides})
     return getattr(transformers, auto_class).from_config(config).eval()

@@ -1,0 +1,423 @@
+"""Configuration of CHELA models: bidirectional ones for classification, causal ones for language modelling."""
+
+import math
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from hf_hybrid.suggestions import did_you_mean
+
+from ..cache import LAYER_TYPE
+
+ATTENTION_FNS = ("norm", "laplace", "laplace_feature")
+ATTENTION_NORMS = ("simple_rms_norm", "rms_norm", "layer_norm", "none")
+GATE_RESIDUALS = ("raw", "normed")
+KERNEL_INITS = ("double_exp", "random")
+KERNEL_ROUNDINGS = ("odd", "down")
+MIXERS = ("short_long", "long", "s4d", "ema")
+NORM_POSITIONS = ("pre", "post")
+NORM_TYPES = ("layer_norm", "rms_norm", "scale_norm", "batch_norm")
+POOLINGS = ("mean", "first", "last")
+POSITIVE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "training_length",
+    "long_kernel_size",
+    "long_kernel_groups",
+    "mixer_state_size",
+    "chunk_size",
+    "adaptive_factor",
+    "input_size",
+    "classifier_size",
+)
+
+LANGUAGE_MODEL = {
+    "is_decoder": True,
+    "short_kernel_rounding": "down",
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+PRESETS = {
+    "tiny": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "training_length": 1024,
+        "long_kernel_size": 1024,
+    },
+    # the paper's language models, section 5.3 and table 8
+    "wikitext103": {
+        **LANGUAGE_MODEL,
+        "vocab_size": 267744,
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "intermediate_size": 1536,
+        "dropout": 0.3,
+        "attention_dropout": 0.1,
+        "activation_dropout": 0.1,
+        "tie_word_embeddings": False,
+        "adaptive_cutoffs": [20000, 60000],
+    },
+    "enwik8": {**LANGUAGE_MODEL, "vocab_size": 205, "num_hidden_layers": 12, "hidden_size": 512, "dropout": 0.1},
+    # the paper's rows of the Long Range Arena and of raw speech, table 7; see docs/models/chela.md for what it leaves
+    # open. Token ids of texts are those of a tokenizer of bytes.
+    "listops": {
+        "vocab_size": 20,
+        "num_labels": 10,
+        "hidden_size": 80,
+        "num_hidden_layers": 6,
+        "intermediate_size": 160,
+        "norm_type": "batch_norm",
+        "norm_position": "post",
+        "dropout": 0.1,
+        "training_length": 2048,
+        "long_kernel_size": 2048,
+    },
+    "text": {
+        "vocab_size": 259,
+        "num_labels": 2,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "intermediate_size": 256,
+        "norm_type": "scale_norm",
+        "norm_position": "post",
+        "dropout": 0.1,
+    },
+    "retrieval": {
+        "vocab_size": 259,
+        "num_labels": 2,
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "intermediate_size": 256,
+        "norm_type": "scale_norm",
+        "norm_position": "post",
+        "dropout": 0.1,
+    },
+    "image": {
+        "input_size": 1,
+        "num_labels": 10,
+        "hidden_size": 160,
+        "num_hidden_layers": 8,
+        "intermediate_size": 320,
+        "norm_type": "batch_norm",
+        "dropout": 0.0,
+        "training_length": 1024,
+        "long_kernel_size": 1024,
+    },
+    "pathfinder": {
+        "input_size": 1,
+        "num_labels": 2,
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "intermediate_size": 256,
+        "norm_type": "batch_norm",
+        "dropout": 0.0,
+        "training_length": 1024,
+        "long_kernel_size": 1024,
+    },
+    "pathx": {
+        "input_size": 1,
+        "num_labels": 2,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "norm_type": "batch_norm",
+        "dropout": 0.0,
+        "training_length": 16384,
+        "long_kernel_size": 16384,
+    },
+    "speech": {
+        "input_size": 1,
+        "num_labels": 10,
+        "hidden_size": 60,
+        "num_hidden_layers": 6,
+        "intermediate_size": 120,
+        "norm_type": "batch_norm",
+        "dropout": 0.0,
+        "training_length": 16000,
+        "long_kernel_size": 460,  # what the paper's 493 thousand parameters leave for taps
+    },
+}
+
+
+def short_kernel_size(length: int, rounding: str) -> int:
+    """Size of CHELA's second short convolution, ``2 log10(L) + 1`` made an integer (CHELA, section 4.2).
+
+    Args:
+        length: Training length L in tokens.
+        rounding: `"odd"`, the nearest odd integer; `"down"`, the integer below.
+    """
+    return 2 * round(math.log10(length)) + 1 if rounding == "odd" else int(2 * math.log10(length) + 1)
+
+
+@strict
+class ChelaConfig(PreTrainedConfig):
+    r"""Configuration of a CHELA model (Liu et al. 2024).
+
+    The defaults are a bidirectional model of the enwik8 model's size. One class serves models of both kinds: with
+    ``is_decoder=True`` everything is causal. Lengths are in tokens.
+
+    Args:
+        vocab_size: Rows of the token embedding.
+        hidden_size: Model width D.
+        num_hidden_layers: Layers.
+        num_attention_heads: Heads H of the linear attention. One is the paper's, with a state of D x D numbers per
+            layer; D / 64 to D / 128 of them cost less time and memory.
+        intermediate_size: Inner width of the feed-forward network.
+        hidden_act: Its activation, a name known to transformers, and that of the sequence classifier.
+        norm_type: `"layer_norm"`, `"rms_norm"`, `"scale_norm"` or, unless causal, `"batch_norm"`, in which padding has
+            no part.
+        norm_position: `"pre"` or `"post"`.
+        layer_norm_eps: Epsilon of these norms.
+        final_norm: Whether a norm ends the stack; when None, exactly with pre-norm.
+        final_norm_affine: Whether that norm has scale and bias.
+        dropout: Dropout on embeddings, on the mixer's output Z and on the output of every sub-layer.
+        attention_dropout: Dropout on the weights of `attention_fn` `"laplace"`; the others have none.
+        activation_dropout: Dropout on the values V and inside the feed-forward network.
+        initializer_range: Standard deviation of initial weights.
+        mixer: What makes Z: `"short_long"` (the paper), `"long"` (the long convolution alone), `"s4d"` or `"ema"`
+            (Mega's damped moving average).
+        training_length: Length L that `short_kernel_sizes` follows from where it is left out; nothing else does.
+        short_kernel_rounding: How: `"odd"`, to the nearest odd integer, or `"down"`.
+        short_kernel_sizes: Taps of each short convolution; 3 and ``2 log10(L) + 1`` when None. Odd unless causal.
+        short_conv_bias: Whether each has a bias.
+        short_branch_norm: Whether a batch norm follows each, as in RepVGG; not where causal.
+        long_kernel_size: Taps of the long convolution. Shorter inputs use the first of them, longer ones have a memory
+            of that many tokens.
+        long_kernel_groups: Groups of channels that share a kernel; `hidden_size`, each its own, when None.
+        long_kernel_init: `"double_exp"`, noise that decays at rates spread over the channels, or `"random"`.
+        kernel_lam: By how much the long kernel's taps are moved towards zero ("squash").
+        kernel_dropout: Dropout on these taps.
+        kernel_smoothing: Width of a moving average over them, odd; 1 for none.
+        long_conv_skip: Whether the long convolution has a skip connection.
+        mixer_state_size: N of `"s4d"` and `"ema"`; 64 and 16 when None.
+        attention_fn: `"norm"`, linear attention with a norm in place of the softmax; `"laplace"`, Mega's elementwise
+            function of all scores, quadratic; `"laplace_feature"`, that function of queries and keys in front of
+            linear attention.
+        attention_norm: The norm of linear attention, per head: `"simple_rms_norm"` (no scale), `"rms_norm"`,
+            `"layer_norm"` or `"none"`.
+        attention_norm_eps: Its epsilon.
+        chunk_size: Length of the chunks that `"laplace"` is cut into, which makes it linear; whole sequences when
+            None.
+        alpha_init: Initial value of α_q and α_k; noise of `initializer_range` when None.
+        gate_residual: What the output gate mixes with: `"raw"`, the layer's input (Mega), or `"normed"`, the norm of
+            it (CHELA's equations to the letter, which leave no path around the norms).
+        share_gate_value_proj: Whether the attention's gate has the value's projection (eq. 10 to the letter).
+        tie_word_embeddings: Whether a language modelling head shares the embedding table.
+        scale_embeddings: Whether embeddings, of variance 1 / D, are multiplied by ``sqrt(hidden_size)``.
+        adaptive_cutoffs: For a causal language model, token ids at which the next cluster of an adaptive input
+            embedding and softmax begins, ids being sorted by frequency; an ordinary vocabulary when None.
+        adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
+        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
+        input_size: For sequences of real values (pixels, audio): numbers per position, which a linear map takes the
+            place of the embedding for; None for tokens.
+        pooling: What a sequence classifier reads: the `"mean"` of all kept tokens, the `"first"` or the `"last"`.
+        classifier_size: Width of its hidden layer; twice `hidden_size` when None.
+        classifier_dropout: Dropout in the classification heads; that of `dropout` when None.
+        use_cache: Whether decoding returns its states.
+        is_decoder: Whether the model is causal.
+        pad_token_id: Padding token.
+        bos_token_id: Beginning-of-sequence token, if there is one.
+        eos_token_id: End-of-sequence token or tokens.
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or is of the wrong type. As with every
+            config of transformers, the error that names the field, the value and the rule is its cause.
+    """
+
+    model_type = "chela"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32128
+    hidden_size: int = 512
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 1
+    intermediate_size: int = 1024
+    hidden_act: str = "silu"
+    norm_type: str = "layer_norm"
+    norm_position: str = "pre"
+    layer_norm_eps: float | int = 1e-5
+    final_norm: bool | None = None
+    final_norm_affine: bool = True
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    initializer_range: float | int = 0.02
+    mixer: str = "short_long"
+    training_length: int = 4096
+    short_kernel_rounding: str = "odd"
+    short_kernel_sizes: list[int] | None = None
+    short_conv_bias: bool = True
+    short_branch_norm: bool = False
+    long_kernel_size: int = 4096
+    long_kernel_groups: int | None = None
+    long_kernel_init: str = "double_exp"
+    kernel_lam: float | int = 0.0
+    kernel_dropout: float | int = 0.0
+    kernel_smoothing: int = 1
+    long_conv_skip: bool = True
+    mixer_state_size: int | None = None
+    attention_fn: str = "norm"
+    attention_norm: str = "simple_rms_norm"
+    attention_norm_eps: float | int = 1e-6
+    chunk_size: int | None = None
+    alpha_init: float | int | None = None
+    gate_residual: str = "raw"
+    share_gate_value_proj: bool = False
+    tie_word_embeddings: bool = True
+    scale_embeddings: bool = True
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    adaptive_dropout: float | int = 0.0
+    input_size: int | None = None
+    pooling: str = "mean"
+    classifier_size: int | None = None
+    classifier_dropout: float | int | None = None
+    use_cache: bool = True
+    is_decoder: bool = False
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "ChelaConfig":
+        """Build the configuration of a named model.
+
+        Args:
+            name: `"tiny"` (4 layers of width 256); `"wikitext103"` and `"enwik8"`, the paper's language models;
+                `"listops"`, `"text"`, `"retrieval"`, `"image"`, `"pathfinder"`, `"pathx"` and `"speech"`, its models
+                of the Long Range Arena and of raw speech.
+            **overrides: Fields to set differently.
+
+        Raises:
+            ValueError: No preset has this name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    def __post_init__(self, **kwargs):
+        """Fill in the fields whose default depends on others."""
+        for field, default in {
+            "final_norm": self.norm_position == "pre",
+            "long_kernel_groups": self.hidden_size,
+            "mixer_state_size": 64 if self.mixer == "s4d" else 16,
+            "classifier_size": 2 * self.hidden_size,
+            "classifier_dropout": self.dropout,
+        }.items():
+            if getattr(self, field) is None:
+                setattr(self, field, default)
+        if self.short_kernel_sizes is None and self.training_length > 0:
+            self.short_kernel_sizes = [3, short_kernel_size(self.training_length, self.short_kernel_rounding)]
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Check every field against its rule; part of the strict dataclass validation."""
+        for field in POSITIVE_FIELDS:
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field} must be a positive integer; got {value}")
+        for field, divided in {"num_attention_heads": "heads", "long_kernel_groups": "groups"}.items():
+            if self.hidden_size % getattr(self, field):
+                raise ValueError(
+                    f"{field} must divide hidden_size into equal {divided}; got {getattr(self, field)} and "
+                    f"hidden_size {self.hidden_size}"
+                )
+        for field in ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout"):
+            self._check_probability(field)
+        self._check_probability("kernel_dropout")
+        for field in ("layer_norm_eps", "attention_norm_eps", "initializer_range"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field} must be positive and finite; got {getattr(self, field)}")
+        for field, allowed in {
+            "attention_fn": ATTENTION_FNS,
+            "attention_norm": ATTENTION_NORMS,
+            "gate_residual": GATE_RESIDUALS,
+            "long_kernel_init": KERNEL_INITS,
+            "mixer": MIXERS,
+            "norm_position": NORM_POSITIONS,
+            "norm_type": NORM_TYPES,
+            "pooling": POOLINGS,
+            "short_kernel_rounding": KERNEL_ROUNDINGS,
+            "hidden_act": ACT2FN,
+        }.items():
+            self._check_choice(field, allowed)
+        self._validate_convolutions()
+        self._validate_adaptive_vocabulary()
+        if self.chunk_size is not None and self.attention_fn != "laplace":
+            raise ValueError(f"chunk_size must be None unless attention_fn is laplace; got {self.chunk_size}")
+        if self.is_decoder and (self.norm_type == "batch_norm" or self.short_branch_norm):
+            field = "norm_type" if self.norm_type == "batch_norm" else "short_branch_norm"
+            raise ValueError(
+                f"{field} must not ask for batch normalisation in a causal model, whose statistics over time would "
+                f"show it the future; got {getattr(self, field)!r} and is_decoder True"
+            )
+        for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, field)
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is not None and not 0 <= token_id < self.vocab_size:
+                    raise ValueError(
+                        f"{field} must lie in the vocabulary, from 0 to vocab_size - 1; got {value} and vocab_size "
+                        f"{self.vocab_size}"
+                    )
+
+    def _check_probability(self, field: str):
+        if not 0 <= getattr(self, field) < 1:
+            raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
+
+    def _check_choice(self, field: str, allowed):
+        value = getattr(self, field)
+        if value not in allowed:
+            names = "an activation of transformers" if allowed is ACT2FN else f"one of {', '.join(allowed)}"
+            raise ValueError(f"{field} must be {names}; got {value!r}.{did_you_mean(value, allowed)}")
+
+    def _validate_convolutions(self):
+        sizes = self.short_kernel_sizes
+        if not sizes or any(size < 1 for size in sizes):
+            raise ValueError(f"short_kernel_sizes must be positive integers, one at least; got {sizes}")
+        if not self.is_decoder and any(size % 2 == 0 for size in sizes):
+            raise ValueError(
+                f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
+            )
+        if self.kernel_lam < 0:
+            raise ValueError(f"kernel_lam must not be negative; got {self.kernel_lam}")
+        if self.kernel_smoothing < 1 or self.kernel_smoothing % 2 == 0:
+            raise ValueError(f"kernel_smoothing must be a positive odd integer; got {self.kernel_smoothing}")
+        if self.mixer == "s4d" and self.mixer_state_size % 2:
+            raise ValueError(f"mixer_state_size must be even for mixer s4d; got {self.mixer_state_size}")
+
+    def _validate_adaptive_vocabulary(self):
+        cutoffs = self.adaptive_cutoffs
+        if cutoffs is None:
+            return
+        if not self.is_decoder or self.input_size is not None:
+            raise ValueError(
+                f"adaptive_cutoffs must be None except for a language model (is_decoder True, input_size None); "
+                f"got {cutoffs}"
+            )
+        if not cutoffs or sorted(set(cutoffs)) != cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= self.vocab_size:
+            raise ValueError(
+                f"adaptive_cutoffs must be a list of ascending token ids between 1 and vocab_size - 1; got {cutoffs} "
+                f"and vocab_size {self.vocab_size}"
+            )
+        if self.hidden_size % self.adaptive_factor ** len(cutoffs):
+            raise ValueError(
+                f"hidden_size must be a multiple of adaptive_factor to the power of the number of adaptive_cutoffs; "
+                f"got {self.hidden_size}, {self.adaptive_factor} and {cutoffs}"
+            )
+
+    @property
+    def layer_types(self) -> list[str] | None:
+        """What each layer of a causal model keeps in a cache; None for other models."""
+        return [LAYER_TYPE] * self.num_hidden_layers if self.is_decoder else None
+
+    def validate_layer_type(self):
+        """Accept the layer type of `models.cache`, which transformers does not know."""
+
+
+__all__ = ["ChelaConfig"]

@@ -274,7 +274,8 @@ class ShortLongConv(LongConv):
 
     def _merged(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Taps and bias of the one convolution that the branches are."""
-        kernels, biases = [], []
+        kernels: list[torch.Tensor] = []
+        total: torch.Tensor | None = None
         for i, (kernel, bias) in enumerate(self._branches()):
             if self.short_norms is not None:
                 norm = self.short_norms[i]
@@ -282,9 +283,9 @@ class ShortLongConv(LongConv):
                 scale, shift = norm.scale_and_shift()
                 kernel, bias = kernel * scale[:, None], shift if bias is None else bias * scale + shift
             kernels.append(kernel)
-            biases += [] if bias is None else [bias]
-        bias = torch.stack(biases).sum(0) if biases else None
-        return merge_kernels(kernels, causal=not self.bidirectional), bias
+            if bias is not None:  # not a sum over a stack, whose parts would accumulate gradients in shared memory
+                total = bias if total is None else total + bias
+        return merge_kernels(kernels, causal=not self.bidirectional), total
 
     def _short_filter(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`_merged`, kept between calls if fused."""

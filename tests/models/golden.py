@@ -18,6 +18,24 @@ LANGUAGE_MODEL = {"is_decoder": True, "is_encoder_decoder": False}
 # model type -> name -> options that add, drop or reshape weights of the tiny config's model: of the language model
 # where they ask for one, otherwise of the class with the most weights, which holds what the others are made of
 VARIANTS = {
+    "chela": {
+        "causal": {"is_decoder": True},
+        "no affine final norm": {"final_norm_affine": False},
+        "post-norm, rms_norm": {"norm_position": "post", "norm_type": "rms_norm"},
+        "scale_norm": {"norm_type": "scale_norm"},
+        "batch_norm": {"norm_type": "batch_norm"},
+        "norms behind the branches": {"short_branch_norm": True},
+        "one short convolution without bias": {"short_kernel_sizes": [7], "short_conv_bias": False},
+        "shared kernels, no skip connection": {"long_kernel_groups": 4, "long_conv_skip": False},
+        "long convolution": {"mixer": "long"},
+        "s4d": {"mixer": "s4d"},
+        "moving average": {"mixer": "ema"},
+        "heads with a norm": {"num_attention_heads": 4, "attention_norm": "layer_norm"},
+        "shared projection": {"share_gate_value_proj": True},
+        "real values": {"input_size": 2},
+        "classifier": {"classifier_size": 8},
+        "adaptive vocabulary": {**LANGUAGE_MODEL, "adaptive_cutoffs": [10, 30]},
+    },
     "spade": {
         "gated, rms_norm, no biases": {
             "gated_feed_forward": True,

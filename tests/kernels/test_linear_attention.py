@@ -1,0 +1,196 @@
+"""Linear attention against its matrix of weights, its recurrence, and torch's machinery."""
+
+import pytest
+import torch
+
+from hf_hybrid.kernels import linear_attention, use_backend
+from hf_hybrid.kernels.linear_attention import reference, torch_impl
+from tests.tolerances import assert_close
+
+LENGTHS = (1, 2, 63, 64, 65, 200)
+
+
+def make(length, dtype=torch.float64, batch=2, heads=2, width=5, value_width=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, length, heads, width)] * 2 + [(batch, length, heads, value_width)]
+    wide = torch.promote_types(dtype, torch.float32)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    state = torch.randn(batch, heads, width, value_width, generator=generator, dtype=torch.float64).to(wide)
+    return *tensors, state
+
+
+def run(function, tensors, **options):
+    """Outputs, and gradients of every input under fixed random weights."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    state = {"state": leaves[3]} if len(leaves) == 4 else {}
+    outputs = [x for x in function(*leaves[:3], **state, **options) if x is not None]
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
+
+
+@pytest.fixture
+def poisoned():
+    """Fill memory from torch.empty with NaN, so that an unwritten output shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("length", [1, 7, 30])
+def test_the_two_references_agree(length):
+    tensors = make(length)
+    for one, other in zip(run(reference.linear_attention, tensors), run(reference.recurrent, tensors), strict=True):
+        assert_close(one, other, "float64")
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_and_gradients_match_the_reference(length, dtype, with_state, poisoned):
+    name = str(dtype).removeprefix("torch.")
+    row = {"float64": "float64 gradient", "float32": "float32 gradient"}.get(name, name)
+    tensors = make(length, dtype)[: 4 if with_state else 3]
+    actual, expected = run(linear_attention, tensors), run(reference.linear_attention, tensors)
+    assert actual[0].dtype == torch.promote_types(dtype, torch.float32)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(one, other, ("float32" if dtype.itemsize == 2 else name) if index < 2 else row)
+
+
+@pytest.mark.parametrize(("heads", "width", "value_width"), [(1, 8, 8), (1, 4, 9), (4, 1, 1)])
+def test_any_number_of_heads_and_widths(heads, width, value_width):
+    tensors = make(130, heads=heads, width=width, value_width=value_width)
+    for one, other in zip(run(linear_attention, tensors), run(reference.linear_attention, tensors), strict=True):
+        assert_close(one, other, "float64 gradient")
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 300])
+def test_blocks_make_no_difference(block, monkeypatch):
+    tensors = make(100)
+    expected = run(linear_attention, tensors)
+    monkeypatch.setattr(torch_impl, "_BLOCK", block)
+    for one, other in zip(run(linear_attention, tensors), expected, strict=True):
+        assert_close(one, other, "float64 gradient")
+
+
+@pytest.mark.parametrize("length", [1, 70])
+def test_both_orders_of_the_bidirectional_product_agree(length):
+    tensors = make(length)[:3]
+    actual = run(linear_attention, tensors, causal=False)
+    for one, other in zip(actual, run(reference.linear_attention, tensors, causal=False), strict=True):
+        assert_close(one, other, "float64 gradient")
+
+
+@pytest.mark.parametrize("splits", [[1] * 20, [20], [3, 1, 16], [70, 1, 1, 64, 65]])
+def test_a_sequence_in_parts_gives_what_it_gives_in_one(splits):
+    query, key, value, state = make(sum(splits))
+    expected, last = linear_attention(query, key, value, state=state)
+    outputs = []
+    for q, k, v in zip(*(x.split(splits, dim=1) for x in (query, key, value)), strict=True):
+        output, state = linear_attention(q, k, v, state=state)
+        outputs.append(output)
+    assert_close(torch.cat(outputs, dim=1), expected, "float64")
+    assert_close(state, last, "float64")
+
+
+def test_causality_is_exact():
+    query, key, value, _ = make(150)
+    before = linear_attention(query, key, value)[0]
+    for x in (query, key, value):
+        x[:, 90:] += 1
+    after = linear_attention(query, key, value)[0]
+    assert_close(after[:, :90], before[:, :90], "exact")
+    assert not torch.equal(after[:, 90:], before[:, 90:])
+
+
+def test_a_key_of_zeros_counts_for_nothing():
+    query, key, value, _ = make(20)
+    key[:, 5:9] = 0
+    kept = [*range(5), *range(9, 20)]
+    shorter = linear_attention(*(x[:, kept] for x in (query, key, value)))
+    longer = linear_attention(query, key, value)
+    assert_close(longer[0][:, kept], shorter[0], "float64")
+    assert_close(longer[1], shorter[1], "float64")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_stay_finite_over_long_sequences(dtype):
+    query, key, value = (torch.full((1, 16384, 1, 4), 4.0, dtype=dtype) for _ in range(3))
+    output, state = linear_attention(query, key, value)
+    assert_close(output[0, :, 0, 0], 256.0 * torch.arange(1, 16385), "float32")
+    assert_close(state, torch.full_like(state, 16384 * 16.0), "float32")
+
+
+def test_inputs_and_state_are_not_written_to():
+    tensors = make(70)
+    copies = [x.clone() for x in tensors]
+    run(linear_attention, tensors)
+    linear_attention(*(x[:, :1] for x in tensors[:3]), state=tensors[3])
+    for one, other in zip(tensors, copies, strict=True):
+        assert_close(one, other, "exact")
+
+
+def test_gradcheck(monkeypatch):
+    monkeypatch.setattr(torch_impl, "_BLOCK", 2)
+    tensors = [x.requires_grad_() for x in make(5, batch=1, width=2, value_width=2)]
+    assert torch.autograd.gradcheck(lambda q, k, v, s: linear_attention(q, k, v, state=s), tensors)
+    assert torch.autograd.gradcheck(lambda q, k, v: linear_attention(q, k, v, causal=False)[0], tensors[:3])
+
+
+def test_autocast_changes_nothing():
+    tensors = make(80, torch.float32)
+    expected = run(linear_attention, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        for one, other in zip(run(linear_attention, tensors), expected, strict=True):
+            assert_close(one, other, "exact")
+
+
+def test_strided_inputs_and_expanded_gradients():
+    query, key, value, _ = make(66)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    linear_attention(*strided)[0].sum().backward()
+    plain = [x.clone().requires_grad_() for x in (query, key, value)]
+    reference.linear_attention(*plain)[0].sum().backward()
+    for one, other in zip(strided, plain, strict=True):
+        assert_close(one.grad, other.grad, "float64 gradient")
+
+
+def test_opcheck():
+    query, key, value, state = (x.requires_grad_() for x in make(9))
+    torch.library.opcheck(torch_impl._forward, (query, key, value, state, "auto"))
+    torch.library.opcheck(torch_impl._forward, (query.detach(), key.detach(), value.detach(), None, "auto"))
+
+
+def test_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
+    for length in (16, 70):
+        tensors = make(length)
+        for one, other in zip(run(compiled, tensors), run(linear_attention, tensors), strict=True):
+            assert_close(one, other, "float64 gradient")
+
+
+def test_dispatch():
+    query, key, value, _ = make(8)
+    for causal in (True, False):
+        with pytest.raises(ValueError, match="linear_attention cannot run on triton"):
+            linear_attention(query, key, value, causal=causal, backend="triton")
+    with use_backend("triton"), pytest.raises(ValueError, match="cannot run on triton"):
+        linear_attention(query[:, :1], key[:, :1], value[:, :1])
+
+
+def test_errors_name_the_argument():
+    query, key, value, state = make(8)
+    for arguments, message in (
+        ((query[0], key, value), r"query must be a floating-point \(B, T, H, K\)"),
+        ((query[:, :0], key, value), "T > 0"),
+        ((query, key[:, :4], value), "key must have query's shape"),
+        ((query, key, value[:, :4]), r"value must be \(B, T, H, V\)"),
+        ((query, key, value.float()), "value must have query's dtype torch.float64; got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_attention(*arguments)
+    with pytest.raises(ValueError, match=r"state must be \(B, H, K, V\) = \(2, 2, 5, 3\); got \(1, 2, 5, 3\)"):
+        linear_attention(query, key, value, state=state[:1])
+    with pytest.raises(ValueError, match="state must be None for attention that is not causal"):
+        linear_attention(query, key, value, state=state, causal=False)

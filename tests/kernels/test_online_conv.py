@@ -1,0 +1,147 @@
+"""A convolution carried on token by token against one over the whole sequence."""
+
+import pytest
+import torch
+
+from hf_hybrid.kernels.long_conv import ConvState, long_conv, online, online_conv, start_online_conv
+from hf_hybrid.kernels.long_conv.reference import long_conv as reference
+from tests.tolerances import assert_close
+
+LENGTH = 150
+SPLITS = {
+    "tokens": [1] * LENGTH,
+    "chunks": [3, 1, 8, 20, 33, 1, 1, 64, 2, 17],
+    "at once": [LENGTH],
+}
+
+
+def make(taps, groups=4, batch=2, width=4, dtype=torch.float64, length=LENGTH, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.randn(batch, length, width, generator=generator, dtype=torch.float64).to(dtype)
+    kernel = torch.randn(groups, taps, generator=generator, dtype=torch.float64)
+    skip = torch.randn(width, generator=generator, dtype=torch.float64)
+    wide = torch.promote_types(dtype, torch.float32)
+    return u, kernel.to(wide), skip.to(wide)
+
+
+def decode(u, kernel, skip, prompt, splits):
+    """Outputs behind a prompt, in parts, and the last state."""
+    state = start_online_conv(u[:, :prompt], kernel)
+    outputs, start = [], prompt
+    for size in splits:
+        if start >= u.shape[1]:
+            break
+        y, state = online_conv(u[:, start : start + size], kernel, state, skip=skip)
+        outputs.append(y)
+        start += size
+    return torch.cat(outputs, dim=1), state
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("prompt", [0, 1, 16, 41])
+@pytest.mark.parametrize("taps", [1, 2, 3, 5, 16, 17, 18, 33, 64, 400])
+def test_parts_of_any_size_give_what_the_whole_gives(taps, prompt, splits):
+    u, kernel, skip = make(taps)
+    actual, _ = decode(u, kernel, skip, prompt, splits)
+    assert_close(actual, reference(u, kernel, skip=skip)[:, prompt : prompt + actual.shape[1]], "float64")
+
+
+@pytest.mark.parametrize("direct", [1, 4, 64])
+def test_where_sums_end_and_transforms_begin_makes_no_difference(direct, monkeypatch):
+    monkeypatch.setattr(online, "_DIRECT", direct)
+    monkeypatch.setattr(online, "_CPU_BLOCK", 100)  # a few channels at once
+    u, kernel, skip = make(40)
+    for splits in SPLITS.values():
+        actual, _ = decode(u, kernel, skip, 7, splits)
+        assert_close(actual, reference(u, kernel, skip=skip)[:, 7 : 7 + actual.shape[1]], "float64")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_channels_of_a_group_share_taps(groups):
+    u, kernel, skip = make(21, groups)
+    expected = reference(u, kernel.repeat(4 // groups, 1), skip=skip)
+    assert_close(long_conv(u, kernel, skip=skip), expected, "float64")
+    actual, _ = decode(u, kernel, skip, 5, SPLITS["chunks"])
+    assert_close(actual, expected[:, 5 : 5 + actual.shape[1]], "float64")
+
+
+@pytest.mark.parametrize(("dtype", "row"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
+def test_lower_precision(dtype, row):
+    u, kernel, skip = make(64, dtype=dtype)
+    actual, state = decode(u, kernel, skip, 20, SPLITS["tokens"])
+    assert actual.dtype == dtype
+    assert state.pending.dtype == torch.float32
+    assert_close(actual, reference(u, kernel, skip=skip)[:, 20:], row)
+
+
+def test_the_state_does_not_grow():
+    u, kernel, skip = make(33)
+    sizes = {decode(u[:, :stop], kernel, skip, 10, SPLITS["tokens"])[1].pending.shape for stop in (11, 60, 150)}
+    assert sizes == {(2, 32, 4)}
+
+
+def test_rows_can_be_reordered_at_any_token():
+    u, kernel, skip = make(20)
+    state = start_online_conv(u[:, :9], kernel)
+    _, state = online_conv(u[:, 9:16], kernel, state, skip=skip)
+    swapped = ConvState(state.pending.flip(0), state.inputs.flip(0), state.position)
+    actual, _ = online_conv(u[:, 16:].flip(0), kernel, swapped, skip=skip)
+    assert_close(actual, reference(u, kernel, skip=skip)[:, 16:].flip(0), "float64")
+
+
+def test_gradients_pass_through_the_state():
+    u, kernel, skip = make(12, length=40)
+    results = []
+    for whole in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (u, kernel, skip)]
+        if whole:
+            y = reference(leaves[0], leaves[1], skip=leaves[2])[:, 4:]
+        else:
+            y, _ = decode(*leaves, 4, [1, 1, 3, 8, 1, 20, 2])
+        results.append(torch.autograd.grad(y[:, :36].square().sum(), leaves))
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other, "float64 gradient")
+
+
+def test_a_recorded_state_is_left_alone_and_another_used_up():
+    u, kernel, skip = make(12)
+    state = start_online_conv(u[:, :4], kernel)
+    before = state.inputs.clone()
+    online_conv(u[:, 4:6].requires_grad_(), kernel, state, skip=skip)
+    assert_close(state.inputs, before, "exact")
+    with torch.no_grad():
+        _, after = online_conv(u[:, 4:6], kernel, state, skip=skip)
+    assert after.inputs.data_ptr() == state.inputs.data_ptr()
+
+
+def test_a_state_from_inference_mode_serves_outside():
+    u, kernel, skip = make(12)
+    with torch.inference_mode():
+        state = start_online_conv(u[:, :4], kernel)
+    actual, _ = online_conv(u[:, 4:], kernel, state, skip=skip)
+    assert_close(actual, reference(u, kernel, skip=skip)[:, 4:], "float64")
+
+
+def test_work_per_token_grows_with_the_logarithm_of_the_taps(monkeypatch):
+    """Numbers transformed for n tokens: 2 n in each of log2(n) sizes of square, against n^2 / 2 products."""
+    transformed = []
+    original = online._transformed
+
+    def counted(x, kernel, n_fft, wanted):
+        transformed.append(n_fft)
+        return original(x, kernel, n_fft, wanted)
+
+    monkeypatch.setattr(online, "_transformed", counted)
+    u, kernel, skip = make(1024, length=1024)
+    with torch.no_grad():
+        decode(u, kernel, skip, 0, [1] * 1024)
+    assert sum(transformed) <= 1024 * 7 + 2048  # squares of 32, 64, ..., 512, the whole, and the empty prompt
+    assert len(transformed) <= 64
+
+
+def test_a_state_of_another_shape_is_refused():
+    u, kernel, skip = make(12)
+    state = start_online_conv(u[:, :4], kernel)
+    for tokens, taps in ((u[:1], kernel), (u, kernel[:, :3]), (u[..., :2], kernel[:2])):
+        with pytest.raises(ValueError, match="state must be of"):
+            online_conv(tokens, taps, state, skip=skip)

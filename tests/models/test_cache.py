@@ -1,0 +1,93 @@
+"""The cache layer for states of any form, by itself."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_hybrid.models.cache import LAYER_TYPE, StateCacheLayer, state_layer
+
+from .tiny import tiny_config
+
+
+class Inner(NamedTuple):
+    matrix: torch.Tensor
+    position: int
+
+
+def filled(rows=3) -> StateCacheLayer:
+    layer = StateCacheLayer()
+    rising = torch.arange(rows, dtype=torch.float64)
+    layer.store((rising[:, None], Inner(rising[:, None, None] * 10, 7), None), tokens=5)
+    return layer
+
+
+def rows_of(layer):
+    first, inner, nothing = layer.state
+    assert nothing is None
+    assert inner.position == 7
+    assert torch.equal(inner.matrix[:, 0, 0], 10 * first[:, 0])
+    return first[:, 0].tolist()
+
+
+def test_it_counts_tokens_and_has_no_limit():
+    layer = filled()
+    layer.store(layer.state, tokens=2)
+    assert layer.get_seq_length() == 7
+    assert layer.get_mask_sizes(3) == (10, 0)
+    assert layer.get_max_length() == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 2])), [2, 0, 2]),
+        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda layer: (layer.offload(), layer.prefetch()), [0, 1, 2]),
+        (lambda layer: layer.crop(0), [0, 1, 2]),
+    ],
+    ids=["reorder", "repeat", "select", "offload", "crop nothing"],
+)
+def test_rows_of_every_tensor_move_together(change, expected):
+    layer = filled()
+    change(layer)
+    assert rows_of(layer) == expected
+    assert layer.get_seq_length() == 5
+
+
+def test_reset_forgets():
+    layer = filled()
+    layer.reset()
+    assert layer.state is None
+    assert layer.get_seq_length() == 0
+    layer.reorder_cache(torch.tensor([0]))  # nothing to reorder
+
+
+def test_what_a_state_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        filled().crop(-1)
+    with pytest.raises(ValueError, match="no keys and values"):
+        filled().update(torch.zeros(1), torch.zeros(1))
+
+
+def test_caches_are_built_from_a_config():
+    config = tiny_config("chela", is_decoder=True)
+    assert config.layer_types == [LAYER_TYPE] * 2
+    for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=9)):
+        assert [type(layer) for layer in cache.layers] == [StateCacheLayer] * 2
+        assert cache.get_seq_length() == 0
+        state_layer(cache, 1).store((torch.zeros(1),), tokens=3)
+        assert copy.deepcopy(cache).get_seq_length(1) == 3
+
+
+def test_another_cache_is_refused():
+    cache = DynamicCache()
+    with pytest.raises(ValueError, match="layer 0 is NoneType"):
+        state_layer(cache, 0)
+    cache.layers.append(DynamicLayer())
+    with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\) is; got one whose layer 0 is DynamicL"):
+        state_layer(cache, 0)

@@ -178,6 +178,7 @@ class TokenClassificationForward:
     ) -> TokenClassifierOutput:
         """Compute the logits of every token's labels, and with labels their loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        kwargs.setdefault("use_cache", False)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -208,6 +209,7 @@ class QuestionAnsweringForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Compute the logits of either end, and with positions their loss."""
+        kwargs.setdefault("use_cache", False)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -190,6 +190,7 @@ def test_gradients_of_two_calls_add_up(name):
 # initial values
 
 
+@torch.no_grad()
 def test_initial_taps():
     torch.manual_seed(0)
     layer = LongConv(64, 4096)
@@ -206,6 +207,9 @@ def test_initial_taps():
 @every_layer
 def test_reset_keeps_what_was_loaded(name):
     layer = make(name)
+    with torch.no_grad():
+        for _, tensor in layer.own_tensors():
+            tensor.add_(1)
     before = {key: tensor.clone() for key, tensor in layer.own_tensors()}
     first = next(iter(before))
     dict(layer.own_tensors())[first]._is_hf_initialized = True

@@ -5,6 +5,8 @@ cache instead of travelling to memory three times (2.5 times faster than one tra
 tensor). And nothing but the inputs is kept for the backward: the gradient of u is the same convolution with the
 conjugate spectrum, and the input's spectrum is only recomputed where the kernel is trained.
 
+Two real rows packed into one complex transform are no faster than a real transform of each, on a CPU.
+
 Conjugates are computed, never lazy: a tracer that runs the op may not resolve the lazy form, silently.
 
 B batch · T length · D width · F = n_fft / 2 + 1 frequencies

@@ -169,7 +169,10 @@ class ChelaUnit(nn.Module):
         """The norm of each head in the precision of the sums, whatever the weights' own."""
         if self.attention_norm is None:
             return attended
-        weights = {name: weight.to(attended.dtype) for name, weight in self.attention_norm.named_parameters()}
+        weights = dict(self.attention_norm.named_parameters())
+        if all(weight.dtype == attended.dtype for weight in weights.values()):
+            return self.attention_norm(attended)
+        weights = {name: weight.to(attended.dtype) for name, weight in weights.items()}
         return torch.func.functional_call(self.attention_norm, weights, attended)
 
     def _laplace_attention(

@@ -38,6 +38,7 @@ POSITIVE_FIELDS = (
 LANGUAGE_MODEL = {
     "is_decoder": True,
     "short_kernel_rounding": "down",
+    "scale_embeddings": True,
     "eos_token_id": None,
     "pad_token_id": None,
 }
@@ -209,7 +210,8 @@ class ChelaConfig(PreTrainedConfig):
             it (CHELA's equations to the letter, which leave no path around the norms).
         share_gate_value_proj: Whether the attention's gate has the value's projection (eq. 10 to the letter).
         tie_word_embeddings: Whether a language modelling head shares the embedding table.
-        scale_embeddings: Whether embeddings, of variance 1 / D, are multiplied by ``sqrt(hidden_size)``.
+        scale_embeddings: Whether embeddings start with a variance of 1 / D and are multiplied by
+            ``sqrt(hidden_size)``; when None, exactly with post-norm, whose first layer reads them without a norm.
         adaptive_cutoffs: For a causal language model, token ids at which the next cluster of an adaptive input
             embedding and softmax begins, ids being sorted by frequency; an ordinary vocabulary when None.
         adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
@@ -270,7 +272,7 @@ class ChelaConfig(PreTrainedConfig):
     gate_residual: str = "raw"
     share_gate_value_proj: bool = False
     tie_word_embeddings: bool = True
-    scale_embeddings: bool = True
+    scale_embeddings: bool | None = None
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0
@@ -305,6 +307,7 @@ class ChelaConfig(PreTrainedConfig):
         """Fill in the fields whose default depends on others."""
         for field, default in {
             "final_norm": self.norm_position == "pre",
+            "scale_embeddings": self.norm_position == "post",
             "long_kernel_groups": self.hidden_size,
             "mixer_state_size": 64 if self.mixer == "s4d" else 16,
             "classifier_size": 2 * self.hidden_size,

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 
@@ -29,6 +29,7 @@ class StateCacheLayer(CacheLayerMixin):
     def store(self, state: Any, tokens: int):
         """Replace the state by the one after so many more tokens."""
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
+        self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
         """Do nothing: there are neither keys nor values."""
@@ -75,7 +76,9 @@ class StateCacheLayer(CacheLayerMixin):
         self._map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self):
-        """Leave the state where it is: a layer moves it to its own device."""
+        """Move the state back to where it was stored from."""
+        if self.is_initialized:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def _map(self, function):
         self.state = tree_map_only(torch.Tensor, function, self.state)

@@ -76,7 +76,12 @@ NEEDS_DICT = {"srformer_bart"}
 # model types whose resized embeddings are one table: BART's resizing makes it so, tied or not
 ALWAYS_TIED = {"srformer_bart"}
 # model type -> projections that adapters are usually put on
-ADAPTED = {"spade": ["q_proj", "v_proj"], "srformer_bart": ["q_proj", "v_proj"], "srformer_t5": ["q", "v"]}
+ADAPTED = {
+    "chela": ["v_proj", "output_gate_proj"],
+    "spade": ["q_proj", "v_proj"],
+    "srformer_bart": ["q_proj", "v_proj"],
+    "srformer_t5": ["q", "v"],
+}
 ATTENTION_FREE = {"chela"}  # model types without softmax attention, and so without its implementations and weights
 MODEL_CLASSES = [
     (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)

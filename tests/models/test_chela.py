@@ -633,7 +633,7 @@ def test_mixers_tensors_want_no_weight_decay():
         ({"gate_residual": "none"}, "gate_residual must be one of raw, normed; got 'none'"),
         ({"norm_position": "mid"}, "norm_position must be one of pre, post; got 'mid'"),
         ({"pooling": "max"}, "pooling must be one of mean, first, last; got 'max'"),
-        ({"hidden_act": "swishy"}, "hidden_act must be an activation of transformers; got 'swishy'"),
+        ({"hidden_act": "swishy"}, "hidden_act must name an activation of transformers; got 'swishy'"),
         ({"chunk_size": 8}, "chunk_size must be None unless attention_fn is laplace; got 8"),
         ({"chunk_size": 0, "attention_fn": "laplace"}, "chunk_size must be a positive integer; got 0"),
         ({"norm_type": "batch_norm", **CAUSAL}, "norm_type must not ask for batch normalisation in a causal model"),

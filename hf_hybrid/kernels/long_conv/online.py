@@ -159,9 +159,9 @@ def _transformed(x: torch.Tensor, kernel: torch.Tensor, n_fft: int, wanted: slic
     """Some outputs of the circular convolution on a ring of n_fft; a few channels at once, as in `torch_impl`."""
     budget = _CPU_BLOCK if x.device.type == "cpu" else x.numel()
     parts, step = [], max(1, budget // n_fft)
-    for start, channels in zip(range(0, x.shape[2], step), x.split(step, dim=2), strict=True):
-        rows = torch.arange(start, start + channels.shape[2], device=x.device) % kernel.shape[0]
-        spectrum = torch.fft.rfft(kernel[rows, :n_fft].to(x.dtype), n=n_fft)
+    taps = _taps(kernel, 0, min(n_fft, kernel.shape[1]), x)
+    for rows, channels in zip(taps.split(step), x.split(step, dim=2), strict=True):
+        spectrum = torch.fft.rfft(rows, n=n_fft)
         signal = torch.fft.rfft(channels.transpose(1, 2).contiguous(), n=n_fft)
         parts.append(torch.fft.irfft(signal * spectrum, n=n_fft)[..., wanted].transpose(1, 2))
     return torch.cat(parts, dim=2)

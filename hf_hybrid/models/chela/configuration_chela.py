@@ -4,11 +4,19 @@ import math
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from hf_hybrid.suggestions import did_you_mean
 
 from ..cache import LAYER_TYPE
+from ..config_checks import (
+    check_activation,
+    check_adaptive_vocabulary,
+    check_choices,
+    check_positive_integers,
+    check_positive_numbers,
+    check_probabilities,
+    check_token_ids,
+)
 
 ATTENTION_FNS = ("norm", "laplace", "laplace_feature")
 ATTENTION_NORMS = ("simple_rms_norm", "rms_norm", "layer_norm", "none")
@@ -33,6 +41,14 @@ POSITIVE_FIELDS = (
     "adaptive_factor",
     "input_size",
     "classifier_size",
+)
+PROBABILITIES = (
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "adaptive_dropout",
+    "classifier_dropout",
+    "kernel_dropout",
 )
 
 LANGUAGE_MODEL = {
@@ -321,37 +337,39 @@ class ChelaConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Check every field against its rule; part of the strict dataclass validation."""
-        for field in POSITIVE_FIELDS:
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field} must be a positive integer; got {value}")
+        check_positive_integers(self, POSITIVE_FIELDS)
         for field, divided in {"num_attention_heads": "heads", "long_kernel_groups": "groups"}.items():
             if self.hidden_size % getattr(self, field):
                 raise ValueError(
                     f"{field} must divide hidden_size into equal {divided}; got {getattr(self, field)} and "
                     f"hidden_size {self.hidden_size}"
                 )
-        for field in ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout"):
-            self._check_probability(field)
-        self._check_probability("kernel_dropout")
-        for field in ("layer_norm_eps", "attention_norm_eps", "initializer_range"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(f"{field} must be positive and finite; got {getattr(self, field)}")
-        for field, allowed in {
-            "attention_fn": ATTENTION_FNS,
-            "attention_norm": ATTENTION_NORMS,
-            "gate_residual": GATE_RESIDUALS,
-            "long_kernel_init": KERNEL_INITS,
-            "mixer": MIXERS,
-            "norm_position": NORM_POSITIONS,
-            "norm_type": NORM_TYPES,
-            "pooling": POOLINGS,
-            "short_kernel_rounding": KERNEL_ROUNDINGS,
-            "hidden_act": ACT2FN,
-        }.items():
-            self._check_choice(field, allowed)
+        check_probabilities(self, PROBABILITIES)
+        check_positive_numbers(self, ("layer_norm_eps", "attention_norm_eps", "initializer_range"))
+        check_choices(
+            self,
+            {
+                "attention_fn": ATTENTION_FNS,
+                "attention_norm": ATTENTION_NORMS,
+                "gate_residual": GATE_RESIDUALS,
+                "long_kernel_init": KERNEL_INITS,
+                "mixer": MIXERS,
+                "norm_position": NORM_POSITIONS,
+                "norm_type": NORM_TYPES,
+                "pooling": POOLINGS,
+                "short_kernel_rounding": KERNEL_ROUNDINGS,
+            },
+        )
+        check_activation(self)
+        check_token_ids(self, ("pad_token_id", "bos_token_id", "eos_token_id"))
         self._validate_convolutions()
-        self._validate_adaptive_vocabulary()
+        if self.adaptive_cutoffs is not None:
+            if not self.is_decoder or self.input_size is not None:
+                raise ValueError(
+                    f"adaptive_cutoffs must be None except for a language model (is_decoder True, input_size None); "
+                    f"got {self.adaptive_cutoffs}"
+                )
+            check_adaptive_vocabulary(self)
         if self.chunk_size is not None and self.attention_fn != "laplace":
             raise ValueError(f"chunk_size must be None unless attention_fn is laplace; got {self.chunk_size}")
         if self.is_decoder and (self.norm_type == "batch_norm" or self.short_branch_norm):
@@ -360,24 +378,6 @@ class ChelaConfig(PreTrainedConfig):
                 f"{field} must not ask for batch normalisation in a causal model, whose statistics over time would "
                 f"show it the future; got {getattr(self, field)!r} and is_decoder True"
             )
-        for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            value = getattr(self, field)
-            for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None and not 0 <= token_id < self.vocab_size:
-                    raise ValueError(
-                        f"{field} must lie in the vocabulary, from 0 to vocab_size - 1; got {value} and vocab_size "
-                        f"{self.vocab_size}"
-                    )
-
-    def _check_probability(self, field: str):
-        if not 0 <= getattr(self, field) < 1:
-            raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
-
-    def _check_choice(self, field: str, allowed):
-        value = getattr(self, field)
-        if value not in allowed:
-            names = "an activation of transformers" if allowed is ACT2FN else f"one of {', '.join(allowed)}"
-            raise ValueError(f"{field} must be {names}; got {value!r}.{did_you_mean(value, allowed)}")
 
     def _validate_convolutions(self):
         sizes = self.short_kernel_sizes
@@ -393,26 +393,6 @@ class ChelaConfig(PreTrainedConfig):
             raise ValueError(f"kernel_smoothing must be a positive odd integer; got {self.kernel_smoothing}")
         if self.mixer == "s4d" and self.mixer_state_size % 2:
             raise ValueError(f"mixer_state_size must be even for mixer s4d; got {self.mixer_state_size}")
-
-    def _validate_adaptive_vocabulary(self):
-        cutoffs = self.adaptive_cutoffs
-        if cutoffs is None:
-            return
-        if not self.is_decoder or self.input_size is not None:
-            raise ValueError(
-                f"adaptive_cutoffs must be None except for a language model (is_decoder True, input_size None); "
-                f"got {cutoffs}"
-            )
-        if not cutoffs or sorted(set(cutoffs)) != cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= self.vocab_size:
-            raise ValueError(
-                f"adaptive_cutoffs must be a list of ascending token ids between 1 and vocab_size - 1; got {cutoffs} "
-                f"and vocab_size {self.vocab_size}"
-            )
-        if self.hidden_size % self.adaptive_factor ** len(cutoffs):
-            raise ValueError(
-                f"hidden_size must be a multiple of adaptive_factor to the power of the number of adaptive_cutoffs; "
-                f"got {self.hidden_size}, {self.adaptive_factor} and {cutoffs}"
-            )
 
     @property
     def layer_types(self) -> list[str] | None:

@@ -1,14 +1,22 @@
 """Configuration of SPADE models: the encoder-decoder, the encoder, the causal language model."""
 
 import copy
-import math
 from itertools import chain
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from hf_hybrid.suggestions import did_you_mean
+
+from ..config_checks import (
+    check_activation,
+    check_adaptive_vocabulary,
+    check_choices,
+    check_positive_integers,
+    check_positive_numbers,
+    check_probabilities,
+    check_token_ids,
+)
 
 ATTENTION_TYPES = ("window", "chunk", "full", "none")
 COMBINE_MODES = ("concat", "add", "stack", "residual")
@@ -64,6 +72,8 @@ POSITIVE_FIELDS = (
     "hyena_short_kernel_size",
     "adaptive_factor",
 )
+POSITIVE_NUMBERS = ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt_max", "hyena_sine_frequency")
+PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout")
 
 PRESETS = {
     # the paper's encoder-decoder, section 5.1
@@ -345,10 +355,7 @@ class SpadeConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Check every field against its rule; part of the strict dataclass validation."""
         self._spell_out_layers()  # they may have been set anew
-        for field in POSITIVE_FIELDS:
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field} must be a positive integer; got {value}")
+        check_positive_integers(self, POSITIVE_FIELDS)
         if self.local_radius < 0:
             raise ValueError(f"local_radius must not be negative; got {self.local_radius}")
         if (self.ssm_state_size or 0) % 2:
@@ -367,20 +374,22 @@ class SpadeConfig(PreTrainedConfig):
                 f"relative_attention_max_distance must exceed half of relative_attention_num_buckets; "
                 f"got {self.relative_attention_max_distance} and {self.relative_attention_num_buckets}"
             )
-        for field in ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"{field} must lie in [0, 1); got {getattr(self, field)}")
+        check_probabilities(self, PROBABILITIES)
         if not 0 <= self.combine_alpha <= 1:
             raise ValueError(f"combine_alpha must lie in [0, 1]; got {self.combine_alpha}")
-        for field in ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt_max", "hyena_sine_frequency"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(f"{field} must be positive and finite; got {getattr(self, field)}")
+        check_positive_numbers(self, POSITIVE_NUMBERS)
         if self.ssm_dt_max < self.ssm_dt_min:
             raise ValueError(
                 f"ssm_dt_max must be at least ssm_dt_min; got {self.ssm_dt_max} and ssm_dt_min {self.ssm_dt_min}"
             )
         self._validate_state_space()
-        self._validate_adaptive_vocabulary()
+        if self.adaptive_cutoffs is not None:
+            if self.is_encoder_decoder or not self.is_decoder:
+                raise ValueError(
+                    f"adaptive_cutoffs must be None except for a language model (is_decoder True, is_encoder_decoder "
+                    f"False); got {self.adaptive_cutoffs}"
+                )
+            check_adaptive_vocabulary(self)
         for stack in ("", "decoder_") if self.is_encoder_decoder else ("",):
             layers = self.num_decoder_layers if stack else self.num_hidden_layers
             attention, global_layers = getattr(self, f"{stack}attention_type"), getattr(self, f"{stack}global_layers")
@@ -389,30 +398,21 @@ class SpadeConfig(PreTrainedConfig):
                     f"{stack}attention_type must not be 'none' unless all layers are in {stack}global_layers; "
                     f"got {stack}global_layers {global_layers} of {layers} layers"
                 )
-        for field in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
-            value = getattr(self, field)
-            for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None and not 0 <= token_id < self.vocab_size:
-                    raise ValueError(
-                        f"{field} must lie in the vocabulary, from 0 to vocab_size - 1; got {value} and vocab_size "
-                        f"{self.vocab_size}"
-                    )
-        for field, allowed in {
-            "attention_type": ATTENTION_TYPES,
-            "combine_mode": COMBINE_MODES,
-            "concat_order": CONCAT_ORDERS,
-            "decoder_attention_type": ATTENTION_TYPES,
-            "decoder_position": DECODER_POSITIONS,
-            "norm_position": NORM_POSITIONS,
-            "norm_type": NORM_TYPES,
-            "pooling": POOLINGS,
-        }.items():
-            self._check_choice(field, allowed)
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act must name an activation of transformers; got {self.hidden_act!r}."
-                f"{did_you_mean(self.hidden_act, ACT2FN)}"
-            )
+        check_token_ids(self, ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"))
+        check_choices(
+            self,
+            {
+                "attention_type": ATTENTION_TYPES,
+                "combine_mode": COMBINE_MODES,
+                "concat_order": CONCAT_ORDERS,
+                "decoder_attention_type": ATTENTION_TYPES,
+                "decoder_position": DECODER_POSITIONS,
+                "norm_position": NORM_POSITIONS,
+                "norm_type": NORM_TYPES,
+                "pooling": POOLINGS,
+            },
+        )
+        check_activation(self)
         self._check_unread()
 
     def _check_unread(self):
@@ -431,18 +431,14 @@ class SpadeConfig(PreTrainedConfig):
                         f"{field.removeprefix('decoder_')}; got {getattr(self, field)!r}"
                     )
 
-    def _check_choice(self, field: str, allowed: tuple[str | None, ...], where: str = ""):
-        if getattr(self, field) not in allowed:
-            names = ", ".join("None" if name is None else name for name in allowed)
-            raise ValueError(f"{field} must be one of {names}{where}; got {getattr(self, field)!r}")
-
     def _validate_state_space(self):
-        self._check_choice("ssm_type", SSM_TYPES)
-        self._check_choice("ssm_postact", SSM_POSTACTS)
-        where = f" for ssm_type {self.ssm_type}"
-        self._check_choice("ssm_freeze", SSM_FREEZES[self.ssm_type], where)
-        self._check_choice("ssm_init", SSM_INITS[self.ssm_type], where)
-        self._check_choice("ssm_discretization", SSM_DISCRETIZATIONS[self.ssm_type], where)
+        check_choices(self, {"ssm_type": SSM_TYPES, "ssm_postact": SSM_POSTACTS})
+        choices = {"ssm_freeze": SSM_FREEZES, "ssm_init": SSM_INITS, "ssm_discretization": SSM_DISCRETIZATIONS}
+        check_choices(
+            self,
+            {field: of_type[self.ssm_type] for field, of_type in choices.items()},
+            where=f" for ssm_type {self.ssm_type}",
+        )
         if self.ssm_type == "s5" and self.ssm_state_size % (2 * self.ssm_blocks):
             raise ValueError(
                 f"ssm_state_size must be a multiple of twice ssm_blocks for ssm_type s5; got {self.ssm_state_size} "
@@ -462,26 +458,6 @@ class SpadeConfig(PreTrainedConfig):
             raise ValueError(
                 f"ssm_l_max must be None where a decoder has {field}, since a state that is carried from step to step "
                 f"never forgets; got {self.ssm_l_max} and {field} {causal_layers}"
-            )
-
-    def _validate_adaptive_vocabulary(self):
-        cutoffs = self.adaptive_cutoffs
-        if cutoffs is None:
-            return
-        if self.is_encoder_decoder or not self.is_decoder:
-            raise ValueError(
-                f"adaptive_cutoffs must be None except for a language model (is_decoder True, is_encoder_decoder "
-                f"False); got {cutoffs}"
-            )
-        if not cutoffs or sorted(set(cutoffs)) != cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= self.vocab_size:
-            raise ValueError(
-                f"adaptive_cutoffs must be a list of ascending token ids between 1 and vocab_size - 1; got {cutoffs} "
-                f"and vocab_size {self.vocab_size}"
-            )
-        if self.hidden_size % self.adaptive_factor ** len(cutoffs):
-            raise ValueError(
-                f"hidden_size must be a multiple of adaptive_factor to the power of the number of adaptive_cutoffs; "
-                f"got {self.hidden_size}, {self.adaptive_factor} and {cutoffs}"
             )
 
     @property

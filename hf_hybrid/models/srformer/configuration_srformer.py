@@ -10,6 +10,8 @@ from transformers import BartConfig, PreTrainedConfig, T5Config
 
 from hf_hybrid.suggestions import did_you_mean
 
+from ..config_checks import check_choices, check_positive_integers, check_positive_numbers
+
 # mode -> what it adds to a layer: "states" of segments, "neurons" that make them
 MODES = {
     "sr": ("states", "neurons"),
@@ -56,21 +58,17 @@ class SegmentedCrossAttentionFields:
 
     def validate_segments(self):
         """Check every field against its rule; part of the strict dataclass validation."""
-        for field in ("segment_size", "decoder_horizon"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be a positive integer; got {getattr(self, field)}")
-        for field, allowed in {
-            "cross_attention_mode": MODES,
-            "horizon_mode": HORIZON_MODES,
-            "mask_mode": MASK_MODES,
-            "norm_type": NORM_TYPES,
-            "mix": MIXES,
-        }.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                raise ValueError(
-                    f"{field} must be one of {', '.join(allowed)}; got {value!r}.{did_you_mean(value, allowed)}"
-                )
+        check_positive_integers(self, ("segment_size", "decoder_horizon"))
+        check_choices(
+            self,
+            {
+                "cross_attention_mode": MODES,
+                "horizon_mode": HORIZON_MODES,
+                "mask_mode": MASK_MODES,
+                "norm_type": NORM_TYPES,
+                "mix": MIXES,
+            },
+        )
         if self.mask_mode == "official" and self.per_example_segments:
             raise ValueError(
                 "per_example_segments must be False with mask_mode 'official', which cuts the padded batch; got True"
@@ -80,10 +78,7 @@ class SegmentedCrossAttentionFields:
                 f"mix must be 'add' unless cross_attention_mode has a segmented and a recurrent part; got 'sigma' and "
                 f"cross_attention_mode {self.cross_attention_mode!r}"
             )
-        for field in ("kv_clamp", "threshold_init"):
-            value = getattr(self, field)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{field} must be positive and finite; got {value}")
+        check_positive_numbers(self, ("kv_clamp", "threshold_init"))
         if not math.isfinite(self.leak_init):
             raise ValueError(f"leak_init must be finite; got {self.leak_init}")
 

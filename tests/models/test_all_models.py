@@ -9,6 +9,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_hybrid
@@ -216,6 +217,11 @@ def test_assisted_decoding_is_right_or_refused(model_type, auto_class, case):
     if model._is_stateful:
         with pytest.raises(ValueError, match="stateful"):
             model.generate(**inputs, prompt_lookup_num_tokens=2, **settings)
+        if auto_class == "AutoModelForCausalLM":
+            sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+            main = LlamaForCausalLM(LlamaConfig(vocab_size=model.config.vocab_size, **sizes)).eval()
+            with pytest.raises(ValueError, match=f"assistant_model must not be stateful.*{type(model).__name__}"):
+                main.generate(**inputs, assistant_model=model, **settings)
         return
     assistant = tiny_model(model_type, auto_class, seed=9, **DECODERS[model_type, auto_class][case])
     assert torch.equal(model.generate(**inputs, assistant_model=assistant, **settings), expected)

@@ -320,12 +320,6 @@ def test_bad_values_are_named(options, rule):
         tiny_config("spade", **{"is_decoder": True, "is_encoder_decoder": False, **options})
 
 
-def test_a_model_with_a_state_is_refused_as_an_assistant():
-    model, assistant = language_model(global_layers="none"), language_model()
-    with pytest.raises(ValueError, match="assistant_model must not be stateful"):
-        model.generate(**tiny_inputs(model, batch=1), assistant_model=assistant, max_new_tokens=8, do_sample=False)
-
-
 def test_what_would_be_silently_ignored_is_refused_or_said(monkeypatch):
     model, said = language_model(), []
     inputs = tiny_inputs(model)

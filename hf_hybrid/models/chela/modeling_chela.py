@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
 from transformers.processing_utils import Unpack
@@ -31,6 +30,7 @@ from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.s4d import S4D
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
 from ..cache import state_layer
+from ..generation import StatefulGenerationMixin
 from ..heads import (
     CausalLMForward,
     MaskedLMForward,
@@ -266,7 +266,6 @@ class ChelaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["mixer"]
     _can_record_outputs = {"hidden_states": ChelaLayer}
-    _is_stateful = True  # a state cannot be rolled back, so transformers must refuse assisted decoding
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -417,7 +416,7 @@ class ChelaModel(ChelaPreTrainedModel):
         return self.input_proj(input_values.to(self.input_proj.weight.dtype))
 
 
-class ChelaForCausalLM(CausalLMForward, ChelaPreTrainedModel, GenerationMixin):
+class ChelaForCausalLM(CausalLMForward, StatefulGenerationMixin, ChelaPreTrainedModel):
     """CHELA causal language model (CHELA, section 5.3).
 
     With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since

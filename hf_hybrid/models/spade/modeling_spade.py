@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -41,6 +40,7 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
+from ..generation import StatefulGenerationMixin
 from ..heads import (
     CausalLMForward,
     MaskedLMForward,
@@ -777,21 +777,12 @@ class SpadeModel(SpadePreTrainedModel):
         )
 
 
-class SpadeGenerationMixin(GenerationMixin):
-    """transformers' decoding, except what would need a recurrent state to be rolled back; before `PreTrainedModel`."""
+class SpadeGenerationMixin(StatefulGenerationMixin):
+    """Decoding of a model whose global layers, if it has any, keep a state."""
 
     @property
     def _is_stateful(self) -> bool:
-        # by this transformers refuses assisted decoding of the model
         return bool(self.config.get_text_config(decoder=True).global_layers)
-
-    def generate(self, *args, **kwargs):
-        if self._is_stateful and getattr(kwargs.get("generation_config"), "is_assistant", False):
-            raise ValueError(
-                f"assistant_model must not be stateful, since its rejected tokens are taken back; got a "
-                f"{type(self).__name__} whose decoder has global layers"
-            )
-        return super().generate(*args, **kwargs)
 
 
 class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):

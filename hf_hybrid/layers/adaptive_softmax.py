@@ -107,20 +107,24 @@ class AdaptiveEmbedding(_Tables):
     """Token embedding with narrow vectors for rare tokens (Baevski and Auli 2019, section 3).
 
     x = P_i e  for a token of cluster i, with e `(D_i,)` its row of the cluster's table and P_i `(D, D_i)`, without
-    bias, for every cluster, the head's too. Not scaled.
+    bias, for every cluster, the head's too.
 
     Args:
         vocab_size: V.
         hidden_size: D, a multiple of ``factor ** len(cutoffs)``.
         cutoffs: First token ids of the clusters behind the first.
         factor: By how much each cluster is narrower than the one before.
+        scale: What every vector is multiplied by.
 
     Raises:
         ValueError: An argument breaks its rule; the message names it, its value and the rule.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, cutoffs: Sequence[int], factor: int = 4):
+    def __init__(
+        self, vocab_size: int, hidden_size: int, cutoffs: Sequence[int], factor: int = 4, *, scale: float = 1.0
+    ):
         super().__init__(make_clusters(vocab_size, hidden_size, cutoffs, factor))
+        self.scale = scale
         self._declare(projected_from=0)
         self.reset_parameters()
 
@@ -145,7 +149,7 @@ class AdaptiveEmbedding(_Tables):
             parts.append(F.linear(rows, projection))
             if index > 0:
                 parts[0] = torch.where(inside[..., None], parts.pop(), parts[0])
-        return parts[0]
+        return parts[0] if self.scale == 1 else parts[0] * self.scale
 
 
 class AdaptiveSoftmax(_Tables):

@@ -210,7 +210,8 @@ class Hyena(StateSpaceLayer):
         tensors = [tensor for _, tensor in self.own_tensors()]
         key = fingerprint(tensors)
         if self._kept is None or self._kept[0] != key or self._kept[2].shape[2] < wanted:
-            made = self._generate(min(fft_length(length) // 2, self.max_length))
+            with torch.inference_mode(False), torch.no_grad():  # they may be wanted in training
+                made = self._generate(min(fft_length(length) // 2, self.max_length))
             # held on to, the tensors' addresses cannot become another's
             self._kept = key, [x.detach() for x in tensors], made
         return self._kept[2][:, :, :wanted]

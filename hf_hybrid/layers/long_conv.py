@@ -226,9 +226,13 @@ class ShortLongConv(LongConv):
         Raises:
             ValueError: The layer is in training mode.
         """
+        self.check_not_training()
+        self.fused = True
+
+    def check_not_training(self) -> None:
+        """Raise ValueError in training mode, in which nothing is fused."""
         if self.training:
             raise ValueError("short convolutions can be fused in evaluation mode only: call eval() first")
-        self.fused = True
 
     def unfuse_short_convs(self) -> None:
         """Undo `fuse_short_convs`."""
@@ -241,7 +245,8 @@ class ShortLongConv(LongConv):
         Raises:
             ValueError: The layer is in training mode.
         """
-        self.fuse_short_convs()
+        self.check_not_training()
+        trained = any(x.requires_grad for branch in self._branches() for x in branch if x is not None)
         with torch.no_grad():
             kernel, bias = self._merged()
         for i in range(len(self.short_kernel_sizes)):
@@ -250,8 +255,8 @@ class ShortLongConv(LongConv):
         self.short_kernel_sizes, self.short_bias, self.short_norms = (kernel.shape[1],), bias is not None, None
         self.TRAINED = {"none": (*LongConv.TRAINED["none"], "short_kernel_0", "short_bias_0")}  # type: ignore[misc]
         self._names = self.TRAINED["none"]
-        self.short_kernel_0 = nn.Parameter(kernel.clone())
-        self.register_parameter("short_bias_0", None if bias is None else nn.Parameter(bias.clone()))
+        self.short_kernel_0 = nn.Parameter(kernel.clone(), requires_grad=trained)
+        self.register_parameter("short_bias_0", None if bias is None else nn.Parameter(bias.clone(), trained))
         self.unfuse_short_convs()
 
     def train(self, mode: bool = True) -> "ShortLongConv":

@@ -82,6 +82,8 @@ class BatchNorm(nn.BatchNorm1d):
         x = x.masked_fill(kept[..., None] == 0, 0)
         mean = x.sum((0, 1)) / count
         var = ((x - mean).square() * kept[..., None]).sum((0, 1)) / count
+        if _is_recomputed():  # gradient checkpointing: the batch has entered them already
+            return self._scale_and_shift(mean, var)
         assert self.momentum is not None
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp_min(1))
@@ -91,6 +93,11 @@ class BatchNorm(nn.BatchNorm1d):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
         return self._scale_and_shift(mean, var)
+
+
+def _is_recomputed() -> bool:
+    """Whether this is the second of two forwards, which runs inside of a backward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 NORMS: dict[str, type[nn.LayerNorm] | type[nn.RMSNorm] | type[ScaleNorm] | type[BatchNorm]] = {

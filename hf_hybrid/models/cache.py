@@ -56,8 +56,8 @@ class StateCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int):
         """Refuse to go back: a state knows nothing of the one before."""
-        if tokens_to_remove:
-            raise ValueError("a state cannot be rolled back by tokens")
+        if tokens_to_remove and self.is_initialized:
+            raise ValueError(f"a state cannot be rolled back by tokens; got {tokens_to_remove} to remove")
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
         """Give every beam the state of the one it continues."""
@@ -94,10 +94,11 @@ def state_layer(past_key_values: Cache, layer_idx: int) -> StateCacheLayer:
     Raises:
         ValueError: The cache keeps something else.
     """
-    layer = past_key_values.layers[layer_idx] if layer_idx < len(past_key_values.layers) else None
+    layers = getattr(past_key_values, "layers", [])
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
     if not isinstance(layer, StateCacheLayer):
         raise ValueError(
-            "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got one whose "
-            f"layer {layer_idx} is {type(layer).__name__}"
+            "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got a "
+            f"{type(past_key_values).__name__} whose layer {layer_idx} is {type(layer).__name__}"
         )
     return layer

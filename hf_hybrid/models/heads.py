@@ -1,4 +1,4 @@
-"""What the task heads of several architectures share: pooling, and the forwards that end in a loss.
+"""What several architectures have at either end: embedding, pooling, and the forwards that end in a loss.
 
 A forward stands before the architecture's own base class; the class that has it makes the modules in its constructor,
 `model` and those named in the forward's docstring.
@@ -19,6 +19,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+from ..layers.embedding import ScaledEmbedding
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -32,12 +33,22 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     if attention_mask is None:
         attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
     kept = attention_mask.to(torch.bool)
-    if pooling == "mean":
-        total = hidden_states.masked_fill(~kept[..., None], 0).sum(1)
-        return total / kept.sum(1, keepdim=True).clamp_min(1).to(total.dtype)
+    if pooling == "mean":  # summed in float32, since a long sum leaves the range of float16
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        total = hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide)
+        return (total / kept.sum(1, keepdim=True).clamp_min(1)).to(hidden_states.dtype)
     positions = torch.arange(kept.shape[1], device=kept.device)
     position = kept.int().argmax(1) if pooling == "first" else (positions * kept).argmax(1)
     return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
+
+
+def make_embedding(config: PreTrainedConfig) -> nn.Module:
+    """Build the token embedding, ordinary or in clusters, scaled by ``sqrt(hidden_size)`` where the config says so."""
+    scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
+    if config.adaptive_cutoffs is None:
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, scale)
+    cutoffs, factor = config.adaptive_cutoffs, config.adaptive_factor
+    return AdaptiveEmbedding(config.vocab_size, config.hidden_size, cutoffs, factor, scale=scale)
 
 
 def make_lm_head(config: PreTrainedConfig, embedding: AdaptiveEmbedding | None) -> nn.Module:

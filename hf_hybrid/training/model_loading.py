@@ -115,7 +115,11 @@ def load_config(
 def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> None:
     """Build the model without memory, so that what its class refuses is refused before data are read."""
     with torch.device("meta"):
-        auto_class.from_config(copy.deepcopy(config))
+        model = auto_class.from_config(copy.deepcopy(config))
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} must read tokens here; with this configuration it reads {model.main_input_name}"
+        )
 
 
 def _config_from_source(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:

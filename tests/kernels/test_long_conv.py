@@ -182,6 +182,39 @@ def test_backward_keeps_no_input_for_a_frozen_spectrum_and_no_input_spectrum_eve
     assert {x.data_ptr() for x in kept} == {u.data_ptr(), spectrum.data_ptr()}
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_backward_of_a_convolution_with_taps_keeps_its_arguments_alone(groups):
+    arguments = make(40)
+    u, skip = arguments[0].requires_grad_(), arguments[3].requires_grad_()
+    kernel, reverse = (x[:groups].clone().requires_grad_() for x in arguments[1:3])
+    kept = saved_for_backward(lambda: long_conv(u, kernel, reverse_kernel=reverse, skip=skip))
+    limit = sum(x.numel() for x in (u, kernel, reverse, skip))
+    assert sum(x.numel() for x in kept) <= limit
+    assert not any(x.is_complex() for x in kept)
+    u.requires_grad_(False)
+    kept = saved_for_backward(lambda: long_conv(arguments[0].detach().requires_grad_(), kernel.detach()))
+    assert sum(x.numel() for x in kept) == kernel.numel()  # frozen taps: not even the input
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("block", [1, 64, 4096])
+def test_groups_share_taps_and_their_gradient(groups, block, monkeypatch):
+    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", block)
+    u, kernel, reverse, skip = make(21, batch=2, width=6)
+    shared = [x[:groups].clone().requires_grad_() for x in (kernel, reverse)]
+    spread = [x.detach().repeat(6 // groups, 1).requires_grad_() for x in shared]
+    outputs = [long_conv(u, k, reverse_kernel=r, skip=skip) for k, r in (shared, spread)]
+    assert_close(outputs[0], outputs[1], "float64")
+    assert_close(outputs[0], reference(u, spread[0], reverse_kernel=spread[1], skip=skip), "float64")
+    weight = torch.randn_like(u)
+    for one, other in zip(
+        torch.autograd.grad((outputs[0] * weight).sum(), shared),
+        torch.autograd.grad((outputs[1] * weight).sum(), spread),
+        strict=True,
+    ):
+        assert_close(one, other.unflatten(0, (-1, groups)).sum(0), "float64 gradient")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_convolved_in_float32(dtype):
     u, kernel, reverse, skip = make(200, dtype=dtype)
@@ -223,6 +256,11 @@ def test_opcheck():
     torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], leaves[1], 18, leaves[2], False, "auto"))
     torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, True, "auto"))
     torch.library.opcheck(torch_impl.spectrum_grad, (u, u, 18, False, torch.complex128))
+    leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip)]
+    torch.library.opcheck(torch_impl.long_conv, (leaves[0], leaves[1], leaves[2], 18, leaves[3], "auto"))
+    torch.library.opcheck(torch_impl.long_conv, (leaves[0], leaves[1][:1], None, 18, None, "auto"))
+    torch.library.opcheck(torch_impl.long_conv_adjoint, (u, kernel, reverse, 18, skip))
+    torch.library.opcheck(torch_impl.taps_grad, (u, u, 18, 1))
 
 
 def test_compiles_without_graph_breaks():

@@ -28,6 +28,7 @@ from .tiny import (
     MODEL_CLASSES,
     NEEDS_DICT,
     PADDED_SIDES,
+    SCALED,
     TINY_CONFIGS,
     is_causal_lm,
     main_output,
@@ -379,13 +380,30 @@ def test_half_precision(model_type, auto_class, dtype, tmp_path):
 def test_embeddings_resize(model_type, auto_class, tied):
     model = tiny_model(model_type, auto_class, tie_word_embeddings=tied)
     inputs = tiny_inputs(model)
-    before = main_output(model(**inputs))
+    before, kind = main_output(model(**inputs)), type(model.get_input_embeddings())
     model.resize_token_embeddings(70)
     after = main_output(model(**inputs))
     assert model.config.vocab_size == 70
     assert_close(after[..., : before.shape[-1]], before, "float32 model")
+    assert type(model.get_input_embeddings()) is kind
     inputs = {name: torch.full_like(ids, 69) for name, ids in inputs.items()}
     assert torch.isfinite(main_output(model(**inputs))).all()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "scaled"),
+    [(*names, scaled) for names in MODEL_CLASSES for scaled in (False, True) if not scaled or names[0] in SCALED],
+)
+def test_embeddings_are_what_a_model_is_given_in_place_of_ids(model_type, auto_class, scaled):
+    model = tiny_model(model_type, auto_class, **({"scale_embeddings": True} if scaled else {}))
+    inputs = tiny_inputs(model)
+    expected = main_output(model(**inputs))
+    ids = inputs.pop("input_ids")
+    actual = main_output(model(inputs_embeds=model.get_input_embeddings()(ids), **inputs))
+    assert_close(actual, expected, "exact")
+    if scaled:
+        factor = model.config.hidden_size**0.5
+        assert_close(model.get_input_embeddings()(ids), factor * model.get_input_embeddings().weight[ids], "exact")
 
 
 @every_class

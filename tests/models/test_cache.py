@@ -84,10 +84,20 @@ def test_caches_are_built_from_a_config():
         assert copy.deepcopy(cache).get_seq_length(1) == 3
 
 
+def test_an_empty_layer_has_nothing_to_roll_back():
+    layer = StateCacheLayer()
+    layer.crop(-2)
+    assert layer.get_seq_length() == 0
+
+
 def test_another_cache_is_refused():
+    with pytest.raises(ValueError, match="got a tuple whose layer 0 is NoneType"):
+        state_layer((), 0)
     cache = DynamicCache()
     with pytest.raises(ValueError, match="layer 0 is NoneType"):
         state_layer(cache, 0)
     cache.layers.append(DynamicLayer())
-    with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\) is; got one whose layer 0 is DynamicL"):
+    with pytest.raises(
+        ValueError, match=r"DynamicCache\(config=model.config\) is; got a DynamicCache whose layer 0 is DynamicL"
+    ):
         state_layer(cache, 0)

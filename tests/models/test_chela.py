@@ -360,9 +360,25 @@ def test_fused_models_decode_alike():
     assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), expected)
 
 
-def test_a_model_in_training_cannot_be_fused():
+@pytest.mark.parametrize("keep_branches", [True, False])
+def test_a_model_in_training_cannot_be_fused_not_even_in_part(keep_branches):
+    model = tiny_model("chela", "AutoModel")
+    model.layers[-1].train()
     with pytest.raises(ValueError, match="evaluation mode only"):
-        tiny_model("chela", "AutoModel").train().fuse_short_convs()
+        model.fuse_short_convs(keep_branches=keep_branches)
+    assert model.config.short_kernel_sizes == [3, 5]
+    assert all(layer.unit.mixer.short_kernel_sizes == (3, 5) for layer in model.layers)
+
+
+def test_giving_up_branches_leaves_another_models_config_and_frozen_tensors_alone():
+    config = tiny_config("chela")
+    one, other = (ChelaForMaskedLM(config).eval() for _ in range(2))
+    one.requires_grad_(False)
+    one.fuse_short_convs(keep_branches=False)
+    assert one.config.short_kernel_sizes == one.model.config.short_kernel_sizes == [5]
+    assert one.model.layers[0].unit.config is one.config
+    assert other.config.short_kernel_sizes == config.short_kernel_sizes == [3, 5]
+    assert not any(parameter.requires_grad for parameter in one.parameters())
 
 
 # sizes and presets ------------------------------------------------------------------------------------------------
@@ -491,6 +507,14 @@ def test_real_values_come_with_one_number_per_position_or_several():
             {"input_ids": torch.zeros(1, 3).long(), "attention_mask": torch.zeros(1, 1, 3, 3)},
             r"attention_mask must be of shape \(batch, length\).*got \(1, 1, 3, 3\)",
         ),
+        *(
+            (
+                {},
+                {"input_ids": torch.zeros(2, 9).long(), "attention_mask": torch.ones(shape)},
+                rf"attention_mask must be of shape \(batch, length\) = \(2, 9\).*got \({shape[0]}, {shape[1]}\)",
+            )
+            for shape in ((2, 14), (2, 5), (3, 9))
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(options, inputs, message):
@@ -533,6 +557,39 @@ def test_a_pair_is_read_apart_and_the_second_comes_first():
         means = [model.model(x)[0].mean(1) for x in (other, ids[:, :6])]
         assert_close(model.classifier(torch.cat(means, -1)), expected, "float32")
         assert (model(other, pair_input_ids=ids[:, :6]).logits - expected).abs().max() > 1e-3
+
+
+def test_a_pair_of_embeddings_or_values_is_a_pair_too():
+    torch.manual_seed(0)
+    model = ChelaForSequencePairClassification(tiny_config("chela")).eval()
+    ids, other = torch.randint(2, 64, (2, 2, 9))
+    with torch.no_grad():
+        embedded = {
+            "inputs_embeds": model.model.embed_tokens(ids),
+            "pair_inputs_embeds": model.model.embed_tokens(other),
+        }
+        assert_close(model(**embedded).logits, model(ids, pair_input_ids=other).logits, "exact")
+        model = ChelaForSequencePairClassification(tiny_config("chela", input_size=1)).eval()
+        x, y = torch.randn(2, 2, 9)
+        means = [model.model(input_values=values)[0].mean(1) for values in (y, x)]
+        logits = model(input_values=x, pair_input_values=y).logits
+        assert_close(logits, model.classifier(torch.cat(means, -1)), "float32")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": torch.ones(2, 9).long()}, "both sequences of a pair must be given.*got sizes 2 and None"),
+        ({"pair_inputs_embeds": torch.ones(2, 9, 32)}, "got sizes None and 2"),
+        (
+            {"input_ids": torch.ones(2, 9).long(), "pair_input_ids": torch.ones(3, 9).long()},
+            "in batches of one size; got sizes 2 and 3",
+        ),
+    ],
+)
+def test_half_a_pair_is_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        ChelaForSequencePairClassification(tiny_config("chela"))(**inputs)
 
 
 def test_pairs_are_saved_and_loaded(tmp_path):
@@ -581,7 +638,7 @@ def test_embeddings_are_of_ordinary_size_where_no_norm_reads_them():
     scaled = ChelaModel(tiny_config("chela", vocab_size=4000, hidden_size=64, norm_position="post")).eval()
     assert scaled.embed_tokens.weight.std().item() == pytest.approx(1 / 8, rel=0.05)
     ids = torch.tensor([[3, 5]])
-    assert_close(scaled(ids)[0], scaled(inputs_embeds=8 * scaled.embed_tokens(ids))[0], "float32")
+    assert_close(scaled.embed_tokens(ids), 8 * scaled.embed_tokens.weight[ids], "exact")
     assert ChelaConfig.from_preset("enwik8").scale_embeddings
 
 
@@ -592,6 +649,39 @@ def test_initial_scales_of_queries_and_keys():
         assert (getattr(ones.layers[0].unit, name) == 1).all()
     for name in ("query_beta", "key_beta"):
         assert (getattr(ones.layers[0].unit, name) == 0).all()
+
+
+def test_a_vocabulary_that_is_not_there_is_not_resized():
+    with pytest.raises(ValueError, match="input_size must be None to resize the vocabulary; got 1"):
+        ChelaModel(tiny_config("chela", input_size=1)).resize_token_embeddings(70)
+
+
+@pytest.mark.parametrize("options", [{"norm_type": "batch_norm"}, {"short_branch_norm": True}])
+def test_gradient_checkpointing_counts_a_batch_once(options):
+    buffers = []
+    for checkpointing in (False, True):
+        model = tiny_model("chela", "AutoModel", **options).train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(4)
+        model(**tiny_inputs(model))[0].square().mean().backward()
+        buffers.append({name: x for name, x in model.named_buffers() if "running" in name or "tracked" in name})
+    assert buffers[0]
+    for name, value in buffers[0].items():
+        assert_close(buffers[1][name].double(), value.double(), "float32")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_classifier_in_float16_stays_finite_over_16k_tokens(pooling):
+    config = tiny_config("chela", num_hidden_layers=1, long_kernel_size=4096, alpha_init=1.0, pooling=pooling)
+    model = ChelaForSequenceClassification(config).eval()
+    model.model.final_norm.bias.data.fill_(8.0)  # a sum of 16k such numbers leaves float16's range
+    ids = torch.randint(2, 64, (1, 16384))
+    with torch.no_grad():
+        expected = model(ids).logits
+        actual = model.half()(ids).logits
+    assert torch.isfinite(actual).all()
+    assert F.cosine_similarity(actual.float().flatten(), expected.flatten(), dim=0) > 0.995
 
 
 def test_mixers_tensors_want_no_weight_decay():
@@ -619,7 +709,9 @@ def test_mixers_tensors_want_no_weight_decay():
         ({"short_kernel_sizes": []}, "short_kernel_sizes must be positive integers, one at least"),
         ({"short_kernel_sizes": [3, 0]}, r"short_kernel_sizes must be positive integers, one at least; got \[3, 0\]"),
         ({"short_kernel_sizes": [3, 8]}, r"short_kernel_sizes must be odd unless is_decoder is True.*\[3, 8\]"),
-        ({"kernel_lam": -0.1}, "kernel_lam must not be negative; got -0.1"),
+        ({"kernel_lam": math.nan}, "kernel_lam must be finite and not negative; got nan"),
+        ({"alpha_init": math.inf}, "alpha_init must be finite; got inf"),
+        ({"kernel_lam": -0.1}, "kernel_lam must be finite and not negative; got -0.1"),
         ({"kernel_dropout": 1.0}, r"kernel_dropout must lie in \[0, 1\); got 1.0"),
         ({"kernel_smoothing": 4}, "kernel_smoothing must be a positive odd integer; got 4"),
         ({"dropout": 1}, r"dropout must lie in \[0, 1\); got 1"),

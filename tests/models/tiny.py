@@ -82,6 +82,9 @@ ADAPTED = {
     "srformer_bart": ["q_proj", "v_proj"],
     "srformer_t5": ["q", "v"],
 }
+# model types whose config may scale embeddings
+SCALED = {"spade", "chela"}
+
 ATTENTION_FREE = {"chela"}  # model types without softmax attention, and so without its implementations and weights
 MODEL_CLASSES = [
     (model_type, auto_class) for model_type, (_, models) in ARCHITECTURES.items() for auto_class in sorted(models)

@@ -328,6 +328,10 @@ REFUSED = {
         ["--dataset_name", "embedded:docstrings"],
         ["dataset_name must be one of embedded:docpairs", "got 'embedded:docstrings'"],
     ),
+    "pixels": (
+        ["--model_type", "chela", "--config_overrides", "preset=image,num_hidden_layers=1"],
+        ["--config_overrides", "must read tokens here", "input_values"],
+    ),
     "model without a class": (["--model_type", "vits"], ["--model_type vits", "AutoModelForSequenceClassification"]),
 }
 

@@ -75,9 +75,7 @@ def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tens
     kernel = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
     if reverse_kernel is not None:
         _check_taps("reverse_kernel", reverse_kernel, kernel.shape[0])
-        gap = kernel.new_zeros(kernel.shape[0], n_fft - taps)
-        kernel = torch.cat([kernel, gap, reverse_kernel.to(kernel.dtype).flip(1)], dim=1)
-    return torch.fft.rfft(kernel, n=n_fft)
+    return torch_impl.spectrum_of_taps(kernel, n_fft, reverse_kernel)
 
 
 def spectral_conv(
@@ -134,7 +132,8 @@ def long_conv(
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input.
+        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once; nothing but
+        the arguments is kept for that.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -158,7 +157,7 @@ def long_conv(
         longest = max(longest, reverse_kernel.shape[1])
     n_fft = torch_impl.fast_size(length + longest)
     # float64 in means float64 throughout, whatever the taps are stored in
-    kernel = kernel.to(torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u)))
-    # groups share taps, so that their spectrum is made once
-    spectrum = kernel_spectrum(kernel, n_fft, reverse_kernel).repeat(width // kernel.shape[0], 1)
-    return torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, backend)
+    dtype = torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u))
+    kernel = kernel.to(dtype)
+    reverse_kernel = None if reverse_kernel is None else reverse_kernel.to(dtype)
+    return torch_impl.long_conv(u, kernel, reverse_kernel, n_fft, skip, backend)

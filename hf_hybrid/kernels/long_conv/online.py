@@ -91,7 +91,7 @@ def online_conv(
             f"pending {(u.shape[0], ring, u.shape[2])}; got {tuple(pending.shape)}"
         )
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (u, kernel, pending, inputs))
-    if pending.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and pending.is_inference() and not torch.is_inference_mode_enabled():
         pending, inputs = pending.clone(), inputs.clone()
     x, base = u.to(pending.dtype), min(_DIRECT, ring)
     outputs = []

@@ -2,17 +2,18 @@
 
 Two decisions shape this file. Channels are transformed a few at a time, so that a block's spectrum stays in the CPU's
 cache instead of travelling to memory three times (2.5 times faster than one transform over the whole `(B, T, D)`
-tensor). And nothing but the inputs is kept for the backward: the gradient of u is the same convolution with the
-conjugate spectrum, and the input's spectrum is only recomputed where the kernel is trained.
+tensor). And nothing but the inputs is kept for the backward, which makes the spectra that it needs anew: the gradient
+of u is the same convolution with the conjugate spectrum of the taps, and the input's spectrum is only made where the
+taps are trained. A spectrum that serves many calls is an input itself, of `spectral_conv`.
 
 Two real rows packed into one complex transform are no faster than a real transform of each, on a CPU.
 
 Conjugates are computed, never lazy: a tracer that runs the op may not resolve the lazy form, silently.
 
-B batch · T length · D width · F = n_fft / 2 + 1 frequencies
+B batch · T length · D width · G groups · Z directions · F = n_fft / 2 + 1 frequencies
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,13 +66,17 @@ def _rows(x: torch.Tensor, rows: slice, channels: slice, dtype: torch.dtype) -> 
 
 
 def convolve(
-    u: torch.Tensor, spectrum: torch.Tensor, n_fft: int, skip: torch.Tensor | None, adjoint: bool
+    u: torch.Tensor,
+    spectrum: Callable[[slice], torch.Tensor],
+    n_fft: int,
+    skip: torch.Tensor | None,
+    adjoint: bool,
 ) -> torch.Tensor:
-    """Multiply u's spectrum by `spectrum`, or by its conjugate for the adjoint; not differentiable.
+    """Multiply u's spectrum by another, or by its conjugate for the adjoint; not differentiable.
 
     Args:
         u: `(B, T, D)`.
-        spectrum: `(D, F)`, complex.
+        spectrum: Gives that of some channels, `(d, F)`, complex.
         n_fft: Length of the transform.
         skip: `(D,)` or None.
         adjoint: Whether to apply the transposed operator, which a backward needs.
@@ -80,12 +85,12 @@ def convolve(
         `(B, T, D)` in u's dtype.
     """
     dtype = compute_dtype(u)
-    spectrum = spectrum.to(complex_dtype(dtype))
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     length = u.shape[1]
     row_step, channel_step = _blocks(u, n_fft)
     for channels in _ranges(u.shape[2], channel_step):
-        factor = torch.conj_physical(spectrum[channels]) if adjoint else spectrum[channels]
+        factor = spectrum(channels).to(complex_dtype(dtype))
+        factor = torch.conj_physical(factor) if adjoint else factor
         for rows in _ranges(u.shape[0], row_step):
             x = _rows(u, rows, channels, dtype)
             y = torch.fft.irfft(torch.fft.rfft(x, n=n_fft).mul_(factor), n=n_fft)[..., :length]
@@ -104,7 +109,7 @@ def spectral_conv(
     The backend is chosen in here, where no tracer looks, because the choice reads the environment and logs.
     """
     choose_backend("long_conv", backend, [u, spectrum], _why_not_triton)
-    return convolve(u, spectrum, n_fft, skip, adjoint)
+    return convolve(u, spectrum.__getitem__, n_fft, skip, adjoint)
 
 
 @spectral_conv.register_fake
@@ -173,3 +178,138 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 spectral_conv.register_autograd(_backward, setup_context=_setup_context)
+
+
+def spectrum_of_taps(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tensor | None) -> torch.Tensor:
+    """Spectrum `(D, F)` of taps at lag 0, 1, ... and at lag -1, -2, ..., which sit at the end of the ring."""
+    if reverse_kernel is not None:
+        gap = kernel.new_zeros(kernel.shape[0], n_fft - kernel.shape[1] - reverse_kernel.shape[1])
+        kernel = torch.cat([kernel, gap, reverse_kernel.to(kernel.dtype).flip(1)], dim=1)
+    return torch.fft.rfft(kernel, n=n_fft)
+
+
+def _spectra(
+    kernel: torch.Tensor, reverse_kernel: torch.Tensor | None, width: int, n_fft: int
+) -> Callable[[slice], torch.Tensor]:
+    """What gives the spectra of some channels, made when they are asked for; those of shared taps are made once."""
+    groups = kernel.shape[0]
+    if groups == width:
+        return lambda channels: spectrum_of_taps(
+            kernel[channels], n_fft, None if reverse_kernel is None else reverse_kernel[channels]
+        )
+    spectrum = spectrum_of_taps(kernel, n_fft, reverse_kernel)
+    return lambda channels: spectrum[torch.arange(channels.start, channels.stop, device=kernel.device) % groups]
+
+
+@torch.library.custom_op("hf_hybrid::long_conv", mutates_args=())
+def long_conv(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    reverse_kernel: torch.Tensor | None,
+    n_fft: int,
+    skip: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """The convolution with taps `(G, ·)`, of which channel c has those of row ``c % G``; as `spectral_conv`."""
+    choose_backend("long_conv", backend, [u, kernel], _why_not_triton)
+    return convolve(u, _spectra(kernel, reverse_kernel, u.shape[2], n_fft), n_fft, skip, False)
+
+
+@long_conv.register_fake
+def _(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    reverse_kernel: torch.Tensor | None,
+    n_fft: int,
+    skip: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    return torch.empty_like(u, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hf_hybrid::long_conv_adjoint", mutates_args=())
+def long_conv_adjoint(
+    grad: torch.Tensor,
+    kernel: torch.Tensor,
+    reverse_kernel: torch.Tensor | None,
+    n_fft: int,
+    skip: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient of u."""
+    return convolve(grad, _spectra(kernel, reverse_kernel, grad.shape[2], n_fft), n_fft, skip, True)
+
+
+@long_conv_adjoint.register_fake
+def _(
+    grad: torch.Tensor,
+    kernel: torch.Tensor,
+    reverse_kernel: torch.Tensor | None,
+    n_fft: int,
+    skip: torch.Tensor | None,
+) -> torch.Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hf_hybrid::long_conv_taps_grad", mutates_args=())
+def taps_grad(u: torch.Tensor, grad: torch.Tensor, n_fft: int, groups: int) -> torch.Tensor:
+    """Gradient of a ring of taps: dk[j] = sum_b sum_t u[t-j] dy[t], and the sum of that over each group's channels.
+
+    Args:
+        u: Input, `(B, T, D)`.
+        grad: Gradient of the output, `(B, T, D)`.
+        n_fft: Length of the ring.
+        groups: G.
+
+    Returns:
+        `(G, n_fft)`, by one inverse transform per group.
+    """
+    dtype = compute_dtype(u)
+    products = torch.zeros(groups, n_fft // 2 + 1, dtype=complex_dtype(dtype), device=u.device)
+    row_step, channel_step = _blocks(u, n_fft)
+    for channels in _ranges(u.shape[2], channel_step):
+        group = torch.arange(channels.start, channels.stop, device=u.device) % groups
+        for rows in _ranges(u.shape[0], row_step):
+            inputs = torch.fft.rfft(_rows(u, rows, channels, dtype), n=n_fft)
+            product = torch.fft.rfft(_rows(grad, rows, channels, dtype), n=n_fft).mul_(inputs.conj_physical_())
+            if groups == u.shape[2]:
+                products[channels] += product.sum(0)
+            else:
+                products += _grouped(product.sum(0), group, groups)
+    return torch.fft.irfft(products, n=n_fft)
+
+
+@taps_grad.register_fake
+def _(u: torch.Tensor, grad: torch.Tensor, n_fft: int, groups: int) -> torch.Tensor:
+    return torch.empty(groups, n_fft, dtype=compute_dtype(u), device=u.device)
+
+
+def _grouped(x: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
+    """Sums over the channels of each group, `(G, ·)`: a product, since indexed sums on a GPU have no fixed order."""
+    member = torch.arange(groups, device=x.device)[:, None] == group
+    return member.to(x.dtype) @ x
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    u, kernel, reverse_kernel, ctx.n_fft, skip, _ = inputs
+    # the backward of frozen taps reads no input at all
+    keeps_input = any(ctx.needs_input_grad[i] for i in (1, 2, 4))
+    ctx.save_for_backward(u if keeps_input else None, kernel, reverse_kernel, skip)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    u, kernel, reverse_kernel, skip = ctx.saved_tensors
+    grad_u = grad_kernel = grad_reverse = grad_skip = None
+    if ctx.needs_input_grad[0]:
+        grad_u = long_conv_adjoint(grad, kernel, reverse_kernel, ctx.n_fft, skip)
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        ring = taps_grad(u, grad, ctx.n_fft, kernel.shape[0])
+        grad_kernel = ring[:, : kernel.shape[1]].to(kernel.dtype)
+        if reverse_kernel is not None:
+            grad_reverse = ring[:, ctx.n_fft - reverse_kernel.shape[1] :].flip(1).to(reverse_kernel.dtype)
+    if ctx.needs_input_grad[4]:
+        wide = compute_dtype(u)
+        grad_skip = (u.to(wide) * grad.to(wide)).sum((0, 1)).to(skip.dtype)
+    return grad_u, grad_kernel, grad_reverse, None, grad_skip, None
+
+
+long_conv.register_autograd(_differentiate, setup_context=_save)

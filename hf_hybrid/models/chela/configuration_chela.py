@@ -217,7 +217,7 @@ class ChelaConfig(PreTrainedConfig):
             function of all scores, quadratic; `"laplace_feature"`, that function of queries and keys in front of
             linear attention.
         attention_norm: The norm of linear attention, per head: `"simple_rms_norm"` (no scale), `"rms_norm"`,
-            `"layer_norm"` or `"none"`.
+            `"layer_norm"` or `"none"`, which leaves float16's range on long inputs.
         attention_norm_eps: Its epsilon.
         chunk_size: Length of the chunks that `"laplace"` is cut into, which makes it linear; whole sequences when
             None.
@@ -387,8 +387,10 @@ class ChelaConfig(PreTrainedConfig):
             raise ValueError(
                 f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
             )
-        if self.kernel_lam < 0:
-            raise ValueError(f"kernel_lam must not be negative; got {self.kernel_lam}")
+        if not 0 <= self.kernel_lam < math.inf:
+            raise ValueError(f"kernel_lam must be finite and not negative; got {self.kernel_lam}")
+        if self.alpha_init is not None and not math.isfinite(self.alpha_init):
+            raise ValueError(f"alpha_init must be finite; got {self.alpha_init}")
         if self.kernel_smoothing < 1 or self.kernel_smoothing % 2 == 0:
             raise ValueError(f"kernel_smoothing must be a positive odd integer; got {self.kernel_smoothing}")
         if self.mixer == "s4d" and self.mixer_state_size % 2:

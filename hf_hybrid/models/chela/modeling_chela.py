@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -36,10 +36,13 @@ from ..heads import (
     MaskedLMForward,
     QuestionAnsweringForward,
     TokenClassificationForward,
+    make_embedding,
     make_lm_head,
     pool,
 )
 from .configuration_chela import ChelaConfig
+
+logger = logging.get_logger(__name__)
 
 
 class KeptKeys(NamedTuple):
@@ -163,6 +166,8 @@ class ChelaUnit(nn.Module):
         else:
             attended, state = linear_attention(query, key, value, causal=self.config.is_decoder, state=state)
             attended = self._normed(attended).to(value.dtype)
+            if self.attention_norm is None and value.dtype == torch.float16:
+                logger.warning_once("attention_norm 'none' leaves float16's range on long inputs: use bfloat16.")
         return attended.flatten(2), state
 
     def _normed(self, attended: torch.Tensor) -> torch.Tensor:
@@ -290,6 +295,12 @@ class ChelaPreTrainedModel(PreTrainedModel):
             if module.gate_bias is not None:
                 init.zeros_(module.gate_bias)
 
+    def post_init(self):
+        """Finish construction as everywhere in transformers, and say what the model reads."""
+        super().post_init()
+        if self.config.input_size is not None:
+            self.main_input_name = "input_values"
+
     @staticmethod
     def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
         """Leave the padding mask as it is: nothing else is masked."""
@@ -313,15 +324,28 @@ class ChelaPreTrainedModel(PreTrainedModel):
             ValueError: The model is in training mode.
         """
         convolutions = self._short_convs()
+        for convolution in convolutions:  # all or none
+            convolution.check_not_training()
         for convolution in convolutions:
             if keep_branches:
                 convolution.fuse_short_convs()
             else:
                 convolution.merge_branches()
         if convolutions and not keep_branches:
-            self.config.short_kernel_sizes = [max(self.config.short_kernel_sizes)]
-            self.config.short_conv_bias = convolutions[0].short_bias
-            self.config.short_branch_norm = False
+            config = copy.deepcopy(self.config)  # other models may have the old one
+            config.short_kernel_sizes = [max(config.short_kernel_sizes)]
+            config.short_conv_bias = convolutions[0].short_bias
+            config.short_branch_norm = False
+            for module in self.modules():
+                if getattr(module, "config", None) is self.config and module is not self:
+                    module.config = config
+            self.config = config
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+        """Resize the vocabulary, as everywhere in transformers, if there is one."""
+        if self.config.input_size is not None:
+            raise ValueError(f"input_size must be None to resize the vocabulary; got {self.config.input_size}")
+        return super().resize_token_embeddings(*args, **kwargs)
 
     def unfuse_short_convs(self):
         """Undo `fuse_short_convs`, unless it gave up the branches."""
@@ -347,12 +371,8 @@ class ChelaModel(ChelaPreTrainedModel):
         self.embed_tokens = self.input_proj = None
         if config.input_size is not None:
             self.input_proj = nn.Linear(config.input_size, config.hidden_size)
-        elif config.adaptive_cutoffs is not None:
-            self.embed_tokens = AdaptiveEmbedding(
-                config.vocab_size, config.hidden_size, config.adaptive_cutoffs, config.adaptive_factor
-            )
         else:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList(ChelaLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = None
         if config.final_norm:
@@ -385,12 +405,14 @@ class ChelaModel(ChelaPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         kept = None
         if attention_mask is not None:
-            if attention_mask.dim() != 2:
+            batch, length, _ = inputs_embeds.shape
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            if attention_mask.shape not in ((batch, length), (batch, past + length)):
                 raise ValueError(
-                    f"attention_mask must be of shape (batch, length) for a model without softmax attention; "
-                    f"got {tuple(attention_mask.shape)}"
+                    f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so "
+                    f"far, or {(batch, length)}; got {tuple(attention_mask.shape)}"
                 )
-            kept = attention_mask[:, -inputs_embeds.shape[1] :].to(torch.bool)
+            kept = attention_mask[:, -length:].to(torch.bool)
         hidden_states = self.dropout(inputs_embeds)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=kept, past_key_values=past_key_values, **kwargs)
@@ -399,7 +421,7 @@ class ChelaModel(ChelaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _embed(self, input_ids: torch.Tensor | None, input_values: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings `(B, T, D)` of tokens, scaled if asked for, or of real values."""
+        """Embeddings `(B, T, D)` of tokens or of real values."""
         size = self.config.input_size
         if (input_ids is None) == (input_values is None) or (input_values is None) == (size is not None):
             wanted, other = ("input_ids", "input_values") if size is None else ("input_values", "input_ids")
@@ -407,8 +429,7 @@ class ChelaModel(ChelaPreTrainedModel):
                 f"{wanted} or inputs_embeds must be given, and no {other}, for a model with input_size {size}"
             )
         if size is None:
-            embedded = self.embed_tokens(input_ids)
-            return embedded * self.config.hidden_size**0.5 if self.config.scale_embeddings else embedded
+            return self.embed_tokens(input_ids)
         if input_values.dim() == 2:
             input_values = input_values[..., None]
         if input_values.shape[-1] != size:
@@ -528,7 +549,8 @@ class ChelaForSequenceClassification(ChelaPreTrainedModel):
 class ChelaForSequencePairClassification(ChelaPreTrainedModel):
     """CHELA that reads two sequences, each by itself, and classifies the pair: the Long Range Arena's retrieval task.
 
-    The classifier reads both pooled vectors side by side, the second sequence's first, as Mega's does.
+    The classifier reads both pooled vectors side by side, the second sequence's first, as Mega's does. Hidden states
+    are not returned.
 
     Args:
         config: The config.
@@ -549,15 +571,28 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         pair_input_ids: torch.LongTensor | None = None,
         pair_attention_mask: torch.Tensor | None = None,
+        pair_inputs_embeds: torch.Tensor | None = None,
+        pair_input_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         kwargs.setdefault("use_cache", False)
+        names = ("input_ids", "inputs_embeds", "input_values")
+        first = dict(zip(names, (input_ids, inputs_embeds, input_values), strict=True))
+        second = dict(zip(names, (pair_input_ids, pair_inputs_embeds, pair_input_values), strict=True))
+        sizes = [next((x.shape[0] for x in inputs.values() if x is not None), None) for inputs in (first, second)]
+        if None in sizes or sizes[0] != sizes[1]:
+            raise ValueError(
+                f"both sequences of a pair must be given (input_ids and pair_input_ids, or the like), in batches of "
+                f"one size; got sizes {sizes[0]} and {sizes[1]}"
+            )
         pooled = []
-        for ids, mask in ((pair_input_ids, pair_attention_mask), (input_ids, attention_mask)):
-            outputs = self.model(input_ids=ids, attention_mask=mask, return_dict=True, **kwargs)
+        for inputs, mask in ((second, pair_attention_mask), (first, attention_mask)):
+            outputs = self.model(attention_mask=mask, return_dict=True, **inputs, **kwargs)
             pooled.append(pool(outputs.last_hidden_state, mask, self.config.pooling))
         logits = self.classifier(torch.cat(pooled, dim=-1))
         loss = None

@@ -46,6 +46,7 @@ from ..heads import (
     MaskedLMForward,
     QuestionAnsweringForward,
     TokenClassificationForward,
+    make_embedding,
     make_lm_head,
     pool,
 )
@@ -590,12 +591,8 @@ class SpadeStack(SpadePreTrainedModel):
         super().__init__(config)
         reads_embeddings = config.is_decoder and config.is_encoder_decoder  # of the encoder's table
         self.embed_tokens = None
-        if config.adaptive_cutoffs is not None:
-            self.embed_tokens = AdaptiveEmbedding(
-                config.vocab_size, config.hidden_size, config.adaptive_cutoffs, config.adaptive_factor
-            )
-        elif not reads_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if not reads_embeddings:
+            self.embed_tokens = make_embedding(config)
         absolute = config.is_decoder and config.decoder_position == "learned_absolute"
         self.embed_positions = None
         if absolute:
@@ -652,8 +649,6 @@ class SpadeStack(SpadePreTrainedModel):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
 
         hidden_states = inputs_embeds
-        if self.config.scale_embeddings:
-            hidden_states = hidden_states * self.config.hidden_size**0.5
         if self.embed_positions is not None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             hidden_states = hidden_states + self._positions(inputs_embeds.shape[1], past, attention_mask)

@@ -51,7 +51,7 @@ class LongConv(StateSpaceLayer):
         ValueError: An argument breaks its rule; the message names it, its value and the rule.
 
     Note:
-        With `lam` or `smoothing`, every decoded token computes all taps anew.
+        With `lam` or `smoothing`, the taps that result are kept between calls while no gradient is recorded.
     """
 
     TRAINED: ClassVar = {"none": ("long_kernel", "D")}
@@ -86,6 +86,7 @@ class LongConv(StateSpaceLayer):
             raise ValueError(f"smoothing must be a positive odd integer; got {smoothing}")
         self.kernel_size, self.groups, self.init, self.lam = kernel_size, groups, init, lam
         self.kernel_dropout, self.smoothing = kernel_dropout, smoothing
+        self._kept_taps: tuple[tuple[Any, ...], torch.Tensor, torch.Tensor] | None = None
         self._declare(self._shapes(use_D))
         self.reset_parameters()
 
@@ -123,8 +124,25 @@ class LongConv(StateSpaceLayer):
             f"bidirectional={self.bidirectional}, init={self.init!r}"
         )
 
+    def clear_cache(self) -> None:
+        """Drop what is kept; only needed after an edit through ``.data``, which nothing can see."""
+        self._kept_taps = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept_taps": None}
+
     def _taps(self, length: int) -> torch.Tensor:
         """The taps that inputs of a length meet, `(Z, G, min(length, L))`."""
+        plain = not self.lam and self.smoothing == 1
+        if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._regularised(length)
+        key = fingerprint([self.long_kernel])
+        if self._kept_taps is None or self._kept_taps[0] != key:
+            # held on to, the tensor's address cannot become another's
+            self._kept_taps = key, self.long_kernel.detach(), self._regularised(self.kernel_size)
+        return self._kept_taps[2][..., :length]
+
+    def _regularised(self, length: int) -> torch.Tensor:
         taps = self.long_kernel
         if self.smoothing == 1:
             taps = taps[..., :length]
@@ -267,11 +285,12 @@ class ShortLongConv(LongConv):
         return self
 
     def clear_cache(self) -> None:
-        """Drop the kept sum; only needed after an edit through ``.data``, which nothing can see."""
+        """Drop what is kept; only needed after an edit through ``.data``, which nothing can see."""
+        super().clear_cache()
         self._kept = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**super().__getstate__(), "_kept": None}
 
     def _branches(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         count = len(self.short_kernel_sizes)

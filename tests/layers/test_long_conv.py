@@ -275,6 +275,26 @@ def test_fused_is_unfused_and_back(name, bidirectional):
     assert_close(layer(u), expected, "exact")
 
 
+@pytest.mark.parametrize("options", [{"lam": 0.01}, {"smoothing": 3}])
+def test_regularised_taps_are_made_once_and_follow_the_kernel(options, monkeypatch):
+    layer, other = (LongConv(H, 9, **options).double().eval() for _ in range(2))
+    u, made = draw(2, 20, H), []
+    regularise = LongConv._regularised
+    monkeypatch.setattr(LongConv, "_regularised", lambda self, length: made.append(1) or regularise(self, length))
+    with torch.no_grad():
+        y, state = layer(u[:, :12], return_state=True)
+        tokens = [y]
+        for t in range(12, 20):
+            y, state = layer(u[:, t : t + 1], state=state, return_state=True)
+            tokens.append(y)
+        assert len(made) == 1
+        assert_close(torch.cat(tokens, 1), layer(u), "float64")
+        layer.load_state_dict(other.state_dict())
+        assert_close(layer(u), other(u), "float64")
+        assert_close(pickle.loads(pickle.dumps(layer))(u), other(u), "float64")
+    assert_close(layer(u), other(u), "float64")  # recording a gradient
+
+
 def test_fused_taps_follow_the_branches():
     layer, other, u = make("branch norms"), make("branch norms", seed=3), draw(2, 20, H)
     layer.fuse_short_convs()

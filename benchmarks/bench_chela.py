@@ -17,7 +17,6 @@ The ways take turns, round after round; a cell is the median.
 """
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks.bench_models import Row, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
 from hf_hybrid.kernels import linear_attention, short_conv
 from hf_hybrid.kernels.linear_attention.torch_impl import _BLOCK
 from hf_hybrid.kernels.long_conv import online_conv, start_online_conv
@@ -201,22 +200,16 @@ def report(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or print the tables of an earlier run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is measured, and how, to a command line."""
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
-    arguments = parser.parse_args(argv)
-    if arguments.report:
-        with open(arguments.report, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = run(arguments)
-    print(report(rows))
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ only: `count` says what is counted.
 """
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -35,18 +34,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_models import (
-    Row,
-    exponent,
-    forget_peak,
-    in_process,
-    limit_memory,
-    markdown_table,
-    memory,
-    stamp,
-    what_went_wrong,
-    write_csv,
-)
+from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
+from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
 
 WIDTH, HEADS, HEAD_DIM, SEGMENT = 512, 8, 64, 64
 DECODED, BATCH = 128, 8  # tokens of a decoded target, documents
@@ -302,23 +291,17 @@ def report(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or print the tables of an earlier run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is measured, and how, to a command line."""
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
-    arguments = parser.parse_args(argv)
-    if arguments.report:
-        with open(arguments.report, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = run(arguments)
-    print(report(rows))
-    return 1 if any(row["outcome"].startswith("failed") for row in rows) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ processes are given. A cell yields:
 """
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -36,17 +35,13 @@ from benchmarks.bench_models import (
     LAYERS,
     VOCABULARY,
     WIDTH,
-    Row,
-    exponent,
     forget_peak,
     in_process,
     limit_memory,
-    markdown_table,
     memory,
-    stamp,
     what_went_wrong,
-    write_csv,
 )
+from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
 
 DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -249,24 +244,18 @@ def report(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or print the tables of an earlier run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is measured, and how, to a command line."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=tuple(MODELS), metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, two processes each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
-    arguments = parser.parse_args(argv)
-    if arguments.report:
-        with open(arguments.report, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = run(arguments)
-    print(report(rows))
-    return 1 if any(row["outcome"].startswith("failed") for row in rows) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
 
 
 if __name__ == "__main__":

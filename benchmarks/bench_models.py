@@ -20,26 +20,23 @@ The floor is what the machine's matrix multiplication alone would take: the step
 """
 
 import argparse
-import csv
 import ctypes
 import gc
-import importlib.metadata
 import math
 import multiprocessing
-import os
-import platform
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
 
 WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, TARGET = 256, 4, 64, 1024, 4, 1024, 64
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
@@ -60,7 +57,6 @@ COLUMNS = (
 )
 # fmt: on
 
-Row = dict[str, str]
 Cell = tuple[str, str, int]  # model, precision, length
 
 
@@ -309,37 +305,6 @@ def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s:
 # --- a run
 
 
-def stamp() -> Row:
-    """Return what every row of a record says of when, where and with which versions it was made."""
-    from hf_hybrid.version import __version__
-
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": _cpu(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "hf_hybrid": __version__,
-    }
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Write a record; what a row lacks stays empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _cpu() -> str:
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
-        for line in info:
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
-    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
-
-
 def _summary(outcomes: list[str]) -> str:
     """Return "ok", the outcome all rounds share, or how many of them ended otherwise."""
     bad = [outcome for outcome in outcomes if outcome != "ok"]
@@ -401,21 +366,6 @@ def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str,
 
 
 # --- the tables
-
-
-def exponent(points: Sequence[tuple[int, float]]) -> str:
-    """Return the least-squares slope of log value over log length, 2k to 16k tokens, and its number of points."""
-    logs = [(math.log(length), math.log(value)) for length, value in points if 2048 <= length <= 16384 and value > 0]
-    if len(logs) < 2:
-        return "-"
-    return f"{statistics.linear_regression(*zip(*logs, strict=True)).slope:.2f} ({len(logs)})"
-
-
-def markdown_table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Lay out a Markdown table."""
-    header = list(header)
-    body = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in body)
 
 
 def report(rows: list[Row]) -> str:
@@ -485,9 +435,8 @@ def _against_peers(
     return f"{values[own, length] / peers[peer]:.2f} ({peer})" if peers[peer] else "-"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or print the tables of an earlier run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is measured, and how, to a command line."""
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, metavar="NAME", help=", ".join(MODELS)
     )
@@ -496,19 +445,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, a process each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process of a cell")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="CSV")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
-    arguments = parser.parse_args(argv)
-    if arguments.report:
-        with open(arguments.report, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = run(arguments)
-    print(report(rows))
-    failed = [row for row in rows if row["outcome"].startswith("failed")]
-    for row in failed:
-        print(f"{row['model']} {row['precision']} {row['length']}: {row['outcome']}", file=sys.stderr)
-    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
 
 
 if __name__ == "__main__":

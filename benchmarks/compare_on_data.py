@@ -16,7 +16,6 @@ labels, the most frequent one of the training split. What ``--out`` holds alread
 """
 
 import argparse
-import csv
 import importlib
 import json
 import multiprocessing
@@ -30,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_models import Row, markdown_table, stamp, write_csv
+from benchmarks.record import Row, markdown_table, read_csv, stamp, write_csv
 
 # fmt: off
 COLUMNS = (
@@ -50,7 +49,7 @@ def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int,
     script, scores = experiment["script"], tuple(experiment["scores"])
     files = {split: _data_file(data, split) for split in ("train", "validation")}
     common = stamp() | {"dataset": data.name}
-    rows = _read(out) if out.exists() else []
+    rows = read_csv(out) if out.exists() else []
     if not rows and script in BASELINES:
         baselines = BASELINES[script](files)
         rows = [{**common, "model": name, "seed": "", **_shown(result, scores)} for name, result in baselines.items()]
@@ -74,11 +73,6 @@ def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int,
             train([(name, seeds[0], flags)])
             start["model_name_or_path"] = folder / f"{_slug(name)}-{seeds[0]}"
         train([(name, seed, start | flags) for seed in seeds for name, flags in experiment["models"].items()])
-
-
-def _read(path: Path) -> list[Row]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def _slug(name: str) -> str:
@@ -221,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = arguments.output_dir or Path("runs", arguments.experiment.stem)
         table = arguments.out or folder / "results.csv"
         run(experiment, arguments.data, arguments.seeds, arguments.jobs, folder, table)
-    print(report(_read(table)))
+    print(report(read_csv(table)))
     return 0
 
 

@@ -8,14 +8,14 @@ A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``; what is be
 is one of the modules in `REPORTS`, a ``.json`` file a copy of a demo's ``demo_results.json``.
 """
 
-import csv
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_cross_attention, bench_language_models, bench_models, compare_on_data
+from benchmarks import bench_chela, bench_cross_attention, bench_language_models, bench_models, compare_on_data
+from benchmarks.record import read_csv
 from hf_hybrid.training.demo import scores_and_checks
 
 PAGE = Path("docs/results.md")
@@ -25,6 +25,7 @@ REPORTS = {
     "seed": compare_on_data,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
+    "way": bench_chela,
     "precision": bench_models,
 }
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
@@ -34,8 +35,7 @@ def tables(path: Path) -> str:
     """Return the tables of one file of results as Markdown."""
     if path.suffix == ".json":
         return _demo_table(json.loads(path.read_text(encoding="utf-8")))
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path)
     (report,) = (module.report for column, module in REPORTS.items() if column in rows[0])
     return report(rows)
 

@@ -1,0 +1,104 @@
+"""A record of measurements: a CSV with versions, its tables as Markdown, and the command line that makes both."""
+
+import argparse
+import csv
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+Row = dict[str, str]
+
+
+def stamp() -> Row:
+    """Return what every row of a record says of when, where and with which versions it was made."""
+    from hf_hybrid.version import __version__
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _cpu(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "hf_hybrid": __version__,
+    }
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Write a record; what a row lacks stays empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cpu() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
+        for line in info:
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read a record."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> str:
+    """Return the least-squares slope of log value over log length, 2k to 16k tokens, and its number of points."""
+    logs = [(math.log(length), math.log(value)) for length, value in points if 2048 <= length <= 16384 and value > 0]
+    if len(logs) < 2:
+        return "-"
+    return f"{statistics.linear_regression(*zip(*logs, strict=True)).slope:.2f} ({len(logs)})"
+
+
+def markdown_table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Lay out a Markdown table."""
+    header = list(header)
+    body = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in body)
+
+
+def command_line(
+    description: str | None,
+    default_out: Path,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], list[Row]],
+    report: Callable[[list[Row]], str],
+    argv: Sequence[str] | None,
+) -> int:
+    """Measure and write a record, or read an earlier one; print its tables.
+
+    Args:
+        description: Of the benchmark.
+        default_out: Where the record goes unless ``--out`` says otherwise.
+        add_arguments: Adds the benchmark's own arguments.
+        run: Measures, writes ``out`` and returns its rows.
+        report: Makes the tables.
+        argv: The command line; the process's own when None.
+
+    Returns:
+        The exit status: 1 where a row's ``outcome`` is a failure.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--out", type=Path, default=default_out, metavar="CSV")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
+    arguments = parser.parse_args(argv)
+    rows = read_csv(arguments.report) if arguments.report else run(arguments)
+    print(report(rows))
+    failed = [row for row in rows if row.get("outcome", "").startswith("failed")]
+    for row in failed:
+        print(*row.values(), file=sys.stderr)
+    return 1 if failed else 0

@@ -11,7 +11,9 @@ Run it from the repository root::
 - a long convolution, token by token: ours, the mean over as many tokens as the filter has taps; and two ways to sum
   over the last inputs anew (`naive`), `sum` of products with time outside the channels, `vecdot` with time inside;
 - parallel short convolutions with SiLU: `apart`, one call each; `added`, as a model trains, one call after adding the
-  taps; `fused`, one call with the sum at hand.
+  taps; `fused`, one call with the sum at hand;
+- a language model of four layers of width 256 with 4,096 long taps, token by token: the mean over 256 tokens after
+  prompts of several lengths.
 
 The ways take turns, round after round; a cell is the median.
 """
@@ -43,6 +45,8 @@ HEADS = ((4, 64), (1, 256))
 TAPS = 4096
 RINGS = ((1, 256), (1, 1024), (8, 256))  # batch and channels
 SHORT_SIZES = (3, 9)
+PROMPTS = (1024, 4096, 16384)
+DECODED = 256  # tokens
 Cell = tuple[str, str, int]
 Ways = dict[str, Callable[[], float]]
 
@@ -143,6 +147,28 @@ def short_cells(lengths: Sequence[int]) -> Iterator[tuple[Cell, Ways]]:
         )
 
 
+def model_cells() -> Iterator[tuple[Cell, Ways]]:
+    """A whole model, per token: every way goes on from the cache that it has left behind."""
+    from hf_hybrid import ChelaConfig, ChelaForCausalLM
+
+    config = ChelaConfig.from_preset("tiny", vocab_size=1024, intermediate_size=1024, long_kernel_size=TAPS)
+    model = ChelaForCausalLM(config).eval()
+    ways: Ways = {}
+    for length in PROMPTS:
+        prompt = torch.randint(3, config.vocab_size, (1, length))
+        cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+
+        def decode(cache=cache, token=prompt[:, :1]) -> float:
+            def tokens() -> None:
+                for _ in range(DECODED):
+                    model(token, past_key_values=cache, use_cache=True)
+
+            return seconds(tokens) / DECODED
+
+        ways[f"after {length}"] = decode
+    yield ("model, a token", f"4 layers, {config.hidden_size} channels", DECODED), ways
+
+
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell, rewriting the CSV after each, and return its rows."""
     torch.set_num_threads(arguments.threads)
@@ -168,6 +194,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     with torch.inference_mode():
         measure(decoding_cells())
         measure(short_cells(arguments.lengths))
+        measure(model_cells())
     return rows
 
 

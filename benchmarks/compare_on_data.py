@@ -174,17 +174,21 @@ def report(rows: list[Row]) -> str:
     first = rows[-1]
     scores = [name for name in first if name not in COLUMNS]
     versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "transformers", "hf_hybrid"))
+    counts = sorted({row["steps"] for row in rows if row["steps"]})
+    own = ["steps"] if len(counts) > 1 else []
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         runs = [row for row in rows if row["model"] == model]
         parameters = f"{int(runs[0]['parameters']):,}" if runs[0]["parameters"] else ""
-        lines.append([model, parameters, *(_mean(runs, name) for name in ("cpu_minutes", *scores))])
+        columns = (_mean(runs, name) for name in ("cpu_minutes", *scores))
+        lines.append([model, parameters, *(runs[0][name] for name in own), *columns])
     names = [TITLES.get(name, name.removeprefix("eval_").replace("_", " ")) for name in scores]
+    steps = "" if own else f"{counts[0]} steps, "
     seeds = ", ".join(dict.fromkeys(row["seed"] for row in rows if row["seed"]))
     return (
-        f"{first['date']}, {first['cpu']}, one thread; {versions}. {first['dataset']}, {first['steps']} steps, seeds "
-        f"{seeds}{': the mean, and each value' if ',' in seeds else ''}.\n\n"
-        + markdown_table(["model", "parameters", "CPU minutes", *names], lines)
+        f"{first['date']}, {first['cpu']}, one thread; {versions}. {first['dataset']}, {steps}seeds {seeds}"
+        f"{': the mean, and each value' if ',' in seeds else ''}.\n\n"
+        + markdown_table(["model", "parameters", *own, "CPU minutes", *names], lines)
     )
 
 

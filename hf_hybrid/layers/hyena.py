@@ -4,33 +4,25 @@ B batch · T length · H hidden size · L largest length · O order · Z directi
 E positional features · F width of the network
 """
 
-import math
-from typing import Any, ClassVar
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.dispatch import full_precision
-from ..kernels.long_conv import fft_length, long_conv
-from ..kernels.ssm_kernel import fingerprint
-from .state_space import StateSpaceLayer, check_positive
+from ..kernels.long_conv import long_conv
+from .implicit_filter import ImplicitFilter
+from .state_space import check_positive
 
 
-class Hyena(StateSpaceLayer):
+class Hyena(ImplicitFilter):
     """Hyena operator of any order (Poli et al. 2023).
 
     x_0, ..., x_(O-1), v = split(short_conv(W_in u + b_in));  for n = O-1, ..., 1:  v = h_n * (x_n v) + D_n (x_n v);
     y = W_out (x_0 v) + b_out,  per channel but for the projections, in O(T log T).
 
-    h_n[t] = W [sin(w (W_2 sin(w (W_1 sin(w (W_0 z_t + b_0)) + b_1)) + b_2))] exp(-t |δ|),  one frequency vector w for
-    all three activations;  z_t = [t, cos f θ_t, -sin f θ_t]  with t from 0 to 1 over L positions, θ_t from 0 to 2π and
-    frequencies f from 1e-4 to (E - 3)/2;  δ from ln(0.01)/1.5 in the first channel to ln(0.01)/0.3 in the last.
+    The filters h_n are those of `ImplicitFilter`, with D_n for its D.
 
     Bidirectional: a second output of the same network is a filter of the future, from lag 1 on, as in `S4`. The short
     convolution reads the past alone in either case.
-
-    The taps are kept between calls if none of their tensors requires a gradient, `(Z, O-1, L, H)` numbers at most.
 
     Args:
         hidden_size: Channels H.
@@ -54,27 +46,6 @@ class Hyena(StateSpaceLayer):
         every call, O(L H F).
     """
 
-    TRAINED: ClassVar = {
-        "all": (),
-        "none": (
-            "mlp_in_weight",
-            "mlp_in_bias",
-            "mlp_hidden_weight",
-            "mlp_hidden_bias",
-            "mlp_out_weight",
-            "sine_frequency",
-            "D",
-        ),
-    }
-
-    mlp_in_weight: torch.Tensor
-    mlp_in_bias: torch.Tensor
-    mlp_hidden_weight: torch.Tensor
-    mlp_hidden_bias: torch.Tensor
-    mlp_out_weight: torch.Tensor
-    sine_frequency: torch.Tensor
-    D: torch.Tensor
-
     def __init__(
         self,
         hidden_size: int,
@@ -90,34 +61,27 @@ class Hyena(StateSpaceLayer):
         postact: str | None = None,
         freeze: str = "all",
     ):
-        super().__init__(hidden_size, bidirectional=bidirectional, postact=postact, freeze=freeze)
-        check_positive(max_length=max_length, filter_size=filter_size, short_kernel_size=short_kernel_size)
         if order < 2:
             raise ValueError(f"order must be at least 2; got {order}")
-        if embedding_size < 3 or embedding_size % 2 == 0:
-            raise ValueError(f"embedding_size must be odd and at least 3; got {embedding_size}")
-        if sine_frequency <= 0:
-            raise ValueError(f"sine_frequency must be positive; got {sine_frequency}")
-        self.order, self.max_length, self.embedding_size = order, max_length, embedding_size
-        self.short_kernel_size, self.initial_frequency = short_kernel_size, sine_frequency
+        super().__init__(
+            hidden_size,
+            order - 1,
+            max_length=max_length,
+            filter_size=filter_size,
+            embedding_size=embedding_size,
+            sine_frequency=sine_frequency,
+            bidirectional=bidirectional,
+            postact=postact,
+            freeze=freeze,
+        )
+        check_positive(short_kernel_size=short_kernel_size)
+        self.order, self.short_kernel_size = order, short_kernel_size
 
         width = (order + 1) * hidden_size
         self.in_proj = nn.Linear(hidden_size, width)
         self.short_conv = nn.Conv1d(width, width, short_kernel_size, groups=width)
         self.out_proj = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
-        self._declare(
-            {
-                "mlp_in_weight": (filter_size, embedding_size),
-                "mlp_in_bias": (filter_size,),
-                "mlp_hidden_weight": (2, filter_size, filter_size),
-                "mlp_hidden_bias": (2, filter_size),
-                "mlp_out_weight": (2 if bidirectional else 1, order - 1, hidden_size, filter_size),
-                "sine_frequency": (filter_size,),
-                "D": (order - 1, hidden_size),
-            }
-        )
-        self._kept: tuple[tuple[Any, ...], list[torch.Tensor], torch.Tensor] | None = None
         self.reset_parameters()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
@@ -138,23 +102,6 @@ class Hyena(StateSpaceLayer):
             for tensor in module.parameters():
                 if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
                     nn.init.uniform_(tensor, -bound, bound)
-
-    def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """D normal; weights and biases of the network as torch's linear layers have them."""
-        if name == "D":
-            nn.init.normal_(tensor)
-        elif name == "sine_frequency":
-            nn.init.constant_(tensor, self.initial_frequency)
-        else:
-            fan_in = self.embedding_size if name.startswith("mlp_in") else tensor.shape[-1]
-            nn.init.uniform_(tensor, -(fan_in**-0.5), fan_in**-0.5)
-
-    def clear_cache(self) -> None:
-        """Drop kept taps; only needed after an edit through ``.data``, which nothing can see."""
-        self._kept = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
 
     def extra_repr(self) -> str:
         """The arguments that shape the layer."""
@@ -201,41 +148,6 @@ class Hyena(StateSpaceLayer):
             return (inputs * taps[0].flip(0)).sum(1, keepdim=True) + skip * inputs[:, -1:]
         reverse_kernel = taps[1].mT if self.bidirectional else None
         return long_conv(inputs, taps[0].mT, reverse_kernel=reverse_kernel, skip=skip)[:, -length:]
-
-    def _taps(self, length: int) -> torch.Tensor:
-        """Taps of all filters for inputs of a length, `(Z, O-1, min(length, L), H)`, kept while nothing is trained."""
-        wanted = min(length, self.max_length)
-        if self._is_trained() or torch.compiler.is_compiling():  # no tracer sees an address
-            return self._generate(wanted)
-        tensors = [tensor for _, tensor in self.own_tensors()]
-        key = fingerprint(tensors)
-        if self._kept is None or self._kept[0] != key or self._kept[2].shape[2] < wanted:
-            with torch.inference_mode(False), torch.no_grad():  # they may be wanted in training
-                made = self._generate(min(fft_length(length) // 2, self.max_length))
-            # held on to, the tensors' addresses cannot become another's
-            self._kept = key, [x.detach() for x in tensors], made
-        return self._kept[2][:, :, :wanted]
-
-    def _generate(self, length: int) -> torch.Tensor:
-        """The filters' first taps, `(Z, O-1, length, H)`: in the layout of inputs, for the sake of decoding."""
-        weight = self.mlp_in_weight
-        bands = (self.embedding_size - 1) // 2
-        with full_precision(weight.device):
-            position = torch.arange(length, dtype=weight.dtype, device=weight.device)
-            frequency = torch.linspace(1e-4, bands - 1, bands, dtype=weight.dtype, device=weight.device)
-            angle = torch.outer(position * (2 * math.pi / self.max_length), frequency)
-            time = position / max(1, self.max_length - 1)
-            x = torch.cat([time[:, None], angle.cos(), -angle.sin()], dim=-1)
-            x = torch.sin(self.sine_frequency * F.linear(x, weight, self.mlp_in_bias))
-            for hidden_weight, hidden_bias in zip(self.mlp_hidden_weight, self.mlp_hidden_bias, strict=True):
-                x = torch.sin(self.sine_frequency * F.linear(x, hidden_weight, hidden_bias))
-            return x @ self.mlp_out_weight.mT * torch.exp(torch.outer(-time, self._decay()))
-
-    def _decay(self) -> torch.Tensor:
-        """|δ| of every channel, `(H,)`: e-folds over L positions."""
-        slow, fast = -math.log(0.01) / 1.5, -math.log(0.01) / 0.3
-        like = self.mlp_in_weight
-        return torch.linspace(slow, fast, self.hidden_size, dtype=like.dtype, device=like.device)
 
 
 def _zero_masked(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """S4 as a layer: a linear state space model over the sequence, one independent system per channel.
 
-B batch · T length · H hidden size · S copies of (A, B) · N state size · M = N/2 modes
+B batch · T length · H hidden size · S copies of (A, B) · N state size · M = N/2 modes · C output filters
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ class S4Base(StateSpaceLayer):
         dt_min: float = 1e-3,
         dt_max: float = 0.1,
         num_copies: int | None = None,
+        num_filters: int = 1,
         max_length: int | None = None,
         use_D: bool = True,
         postact: str | None = None,
@@ -52,20 +53,28 @@ class S4Base(StateSpaceLayer):
             raise ValueError(f"dt_min must be positive and at most dt_max; got {dt_min} and {dt_max}")
         if num_copies < 1 or hidden_size % num_copies:
             raise ValueError(f"num_copies must be a positive divisor of hidden_size {hidden_size}; got {num_copies}")
-        check_positive(max_length=max_length)
+        check_positive(num_filters=num_filters, max_length=max_length)
+        if num_filters > 1 and "P" not in self.TRAINED["none"]:
+            raise ValueError(f"num_filters must be 1 for {type(self).__name__}; got {num_filters}")
+        if num_filters > 1 and (bidirectional or max_length is not None or postact is not None):
+            raise ValueError(
+                f"num_filters must be 1 with bidirectional, max_length or postact; got {num_filters} with "
+                f"{bidirectional}, {max_length} and {postact!r}"
+            )
+        self.num_filters = num_filters
         self.state_size, self.num_copies, self.max_length = state_size, num_copies, max_length
         self.dt_min, self.dt_max = dt_min, dt_max
 
         modes, has_low_rank = state_size // 2, "P" in self.TRAINED["none"]
         self._declare(
             {
-                "C": (2 if bidirectional else 1, hidden_size, modes, 2),
+                "C": (2 if bidirectional else num_filters, hidden_size, modes, 2),
                 "B": (1, num_copies, modes, 2),
                 "P": (1, num_copies, modes, 2) if has_low_rank else None,
                 "log_A_real": (num_copies, modes),
                 "A_imag": (num_copies, modes),
                 "log_dt": (hidden_size,),
-                "D": (hidden_size,) if use_D else None,
+                "D": ((hidden_size,) if num_filters == 1 else (num_filters, hidden_size)) if use_D else None,
             }
         )
         self._cache = S4Cache()
@@ -112,7 +121,9 @@ class S4Base(StateSpaceLayer):
     def _run(
         self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tensors = S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
+        if self.num_filters > 1:
+            return self._system().advance_all(u, state, self.D, return_state)
+        tensors = self._tensors()
         arguments = *tensors, self.D, self.discretization, self.max_length
         trained, convolution = self._is_trained(), state is None and not return_state
         if convolution and not trained:
@@ -128,6 +139,13 @@ class S4Base(StateSpaceLayer):
             return system.convolve(u, self.D, self.max_length), None
         return system.advance(u, state, self.D, self.max_length)
 
+    def _tensors(self) -> S4Tensors:
+        return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
+
+    def _system(self) -> Any:
+        """The system of this call alone."""
+        return s4_system(self._tensors(), self.discretization)
+
 
 class S4(S4Base):
     """Structured state space model with HiPPO-LegS dynamics (SPADE, section 3; Gu et al. 2022).
@@ -137,7 +155,10 @@ class S4(S4Base):
 
     Bidirectional (SPADE's encoder): y[t] = sum_{j>=0} k0[j] u[t-j] + sum_{j>=0} k1[j] u[t+1+j] + D u[t].
 
-    Kernels and spectra are kept between calls if no tensor requires a gradient.
+    Kernels and spectra are kept between calls if no tensor requires a gradient and there is one filter.
+
+    Several filters: y_c[t] = C_c x[t] + D_c u[t], outputs `(C, B, T, H)` from one state. `sample`, `follow` and `read`
+    compute no more than what is wanted of many filters.
 
     Args:
         hidden_size: Channels H.
@@ -147,6 +168,7 @@ class S4(S4Base):
         dt_max: Largest initial step.
         num_copies: Copies S of (A, B), a divisor of H; channel c reads copy ``c % S``. When None, 1 where A, B and the
             step are frozen (equal copies would compute the same function) and H where they are trained.
+        num_filters: Output filters C of each channel; the tensors C and D have as many.
         max_length: Taps of the kernel in tokens; unlimited when None.
         use_D: Whether there is a skip connection D.
         postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the convolution, as in S4's own layer.
@@ -169,3 +191,15 @@ class S4(S4Base):
     def _initial_modes(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """HiPPO-LegS."""
         return dplr_legs(self.state_size)
+
+    def sample(self, u: torch.Tensor, window: int) -> torch.Tensor:
+        """Outputs of all filters at the last token of every whole window, `(B, T // window, C, H)`, in u's dtype."""
+        return self._system().sample(u, self.D, window)
+
+    def follow(self, u: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The state `(B, H, M, 2)` after masked inputs `(B, T, H)`."""
+        return self._system().follow(u, state)
+
+    def read(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Outputs of all filters at the last token, `(B, C, H)`, given the state behind it and its input `(B, H)`."""
+        return self._system().read(state, last, self.D)

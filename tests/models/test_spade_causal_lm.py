@@ -109,7 +109,7 @@ def test_chunks_keep_to_themselves():
 def test_baselines_are_configurations(baseline, tmp_path):
     model = language_model(**baseline, **SHORT_MEMORY.get(baseline.get("ssm_type"), {}))
     modules = {type(module).__name__ for module in model.modules()}
-    assert ("SpadeSelfAttention" in modules) == (baseline.get("attention_type") != "none")
+    assert ("LocalSelfAttention" in modules) == (baseline.get("attention_type") != "none")
     assert bool(modules & {"S4", "S4D", "S5", "Hyena", "LSTM"}) == (baseline["global_layers"] == "all")
     inputs = tiny_inputs(model)
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
@@ -325,7 +325,7 @@ def test_what_would_be_silently_ignored_is_refused_or_said(monkeypatch):
     inputs = tiny_inputs(model)
     with pytest.raises(ValueError, match="shift_labels must be None"):
         model(**inputs, shift_labels=inputs["input_ids"])
-    monkeypatch.setattr("hf_hybrid.models.spade.modeling_spade.logger.warning_once", said.append)
+    monkeypatch.setattr("hf_hybrid.models.decoder.logger.warning_once", said.append)
     model(**inputs)
     assert not said
     model(**inputs, output_attentions=True)

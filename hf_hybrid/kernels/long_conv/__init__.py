@@ -2,19 +2,21 @@
 
 One call, `long_conv`, takes taps. Where the taps stay the same over many calls, `kernel_spectrum` and `spectral_conv`
 split it in two: a spectrum of ``n_fft / 2`` taps in each direction serves every length up to ``n_fft / 2`` exactly.
-`start_online_conv` and `online_conv` decode: they carry a causal convolution on, token by token.
+`start_online_conv` and `online_conv` decode: they carry a causal convolution on, token by token. `filter_bank_conv`
+runs several filters over the same sequence.
 
-B batch · T length · T_k taps · D width · F = n_fft / 2 + 1 frequencies
+B batch · T length · T_k taps · D width · C filters · F = n_fft / 2 + 1 frequencies
 """
 
 import torch
 
-from . import torch_impl
+from . import filter_bank, torch_impl
 from .online import ConvState, online_conv, start_online_conv
 
 __all__ = [
     "ConvState",
     "fft_length",
+    "filter_bank_conv",
     "kernel_spectrum",
     "long_conv",
     "online_conv",
@@ -161,3 +163,30 @@ def long_conv(
     kernel = kernel.to(dtype)
     reverse_kernel = None if reverse_kernel is None else reverse_kernel.to(dtype)
     return torch_impl.long_conv(u, kernel, reverse_kernel, n_fft, skip, backend)
+
+
+def filter_bank_conv(
+    u: torch.Tensor, kernel: torch.Tensor, *, skip: torch.Tensor | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """Convolve a sequence with several causal filters, by C + 1 transforms for each channel and C for its taps.
+
+    y_c[t] = sum_{j>=0} kernel[c, :, j] u[t-j] + skip[c] u[t]      (BST, appendix E, pseudocode 1)
+
+    Args:
+        u: Input, `(B, T, D)`, any floating dtype.
+        kernel: Taps at lag 0, 1, 2, ..., `(C, D, T_k)`; taps beyond T are ignored.
+        skip: Weights of the input itself, `(C, D)`; none when None.
+        backend: See `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(C, B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    _check_input(u, None)
+    if kernel.dim() != 3 or kernel.shape[1] != u.shape[2] or 0 in kernel.shape:
+        raise ValueError(f"kernel must be (C, {u.shape[2]}, taps); got {tuple(kernel.shape)}")
+    if skip is not None and skip.shape != kernel.shape[:2]:
+        raise ValueError(f"skip must be {tuple(kernel.shape[:2])} like kernel; got {tuple(skip.shape)}")
+    return filter_bank.filter_bank_conv(u, kernel, skip, backend)

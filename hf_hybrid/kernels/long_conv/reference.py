@@ -1,6 +1,6 @@
 """Long convolution as the double sum it is: the specification of `hf_hybrid.kernels.long_conv`.
 
-B batch · T length · T_k taps · D width
+B batch · T length · T_k taps · D width · C filters
 """
 
 import torch
@@ -39,3 +39,9 @@ def long_conv(
         for lag in range(1, min(reverse_kernel.shape[1] + 1, length)):
             y = y + F.pad(reverse_kernel[:, lag - 1].to(wide) * x[:, lag:], (0, 0, 0, lag))
     return y.to(u.dtype)
+
+
+def filter_bank_conv(u: torch.Tensor, kernel: torch.Tensor, *, skip: torch.Tensor | None = None) -> torch.Tensor:
+    """Run one filter after the other: `long_conv` with the taps `(D, T_k)` of each, `(C, B, T, D)` together."""
+    skips = [None] * len(kernel) if skip is None else skip
+    return torch.stack([long_conv(u, taps, skip=weight) for taps, weight in zip(kernel, skips, strict=True)])

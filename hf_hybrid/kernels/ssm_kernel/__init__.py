@@ -3,8 +3,9 @@
 x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t],  hence y = K * u with K[l] = C Abar^l Bbar      (SPADE, eqs. 3 and 4)
 
 `s4_kernel` gives K for training and prompts, `s4_step` one token of the recurrence in O(N); `s4_final_state` and
-`s4_state_response` hand a state over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``. S4D, whose
-dynamics are diagonal, has the same functions under its own name.
+`s4_state_response` hand a state over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``;
+`s4_window_states` gives the state at the end of every window. S4D, whose dynamics are diagonal, has the others under
+its own name.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
 """
@@ -35,6 +36,7 @@ from .s4d import (
     s4d_step_constants,
 )
 from .system import S4Cache, S4Tensors, fingerprint, frozen_s4_advance, frozen_s4_conv, s4_system
+from .windows import s4_window_states
 
 __all__ = [
     "DISCRETIZATIONS",
@@ -57,6 +59,7 @@ __all__ = [
     "s4_step",
     "s4_step_constants",
     "s4_system",
+    "s4_window_states",
     "s4d_block_powers",
     "s4d_final_state",
     "s4d_kernel",

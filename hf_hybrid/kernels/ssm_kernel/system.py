@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..long_conv import fft_length, kernel_spectrum
+from ..dispatch import full_precision
+from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum
 from ..long_conv import torch_impl as conv_impl
 from .discrete import (
     S4Blocks,
@@ -26,6 +27,8 @@ from .discrete import (
     s4_state_response,
     s4_step,
     s4_step_constants,
+    to_real,
+    to_real_row,
 )
 from .s4d import (
     S4DStep,
@@ -37,6 +40,7 @@ from .s4d import (
     s4d_step_constants,
 )
 from .torch_impl import s4_kernel
+from .windows import s4_window_states
 
 _MAX_SPECTRA = 4
 
@@ -97,7 +101,12 @@ class _System:
         """The step in complex128."""
         raise NotImplementedError
 
-    def _make_blocks(self, step: Any, dtype: torch.dtype) -> Any:
+    def _make_blocks(self, step: Any, dtype: torch.dtype, C: torch.Tensor) -> Any:
+        """What advances a state by blocks, with the outputs of some filters."""
+        raise NotImplementedError
+
+    def _window_states(self, u: torch.Tensor, window: int) -> torch.Tensor:
+        """The state at the end of every whole window, `(B, T // window, H, M)`."""
         raise NotImplementedError
 
     def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: Any) -> torch.Tensor:
@@ -146,7 +155,7 @@ class _System:
         """What advances a state by blocks."""
         if dtype not in self._blocks:
             with self._making():
-                self._blocks[dtype] = self._make_blocks(self._make_step(), dtype)
+                self._blocks[dtype] = self._make_blocks(self._make_step(), dtype, self.C)
         return self._blocks[dtype]
 
     def convolve(
@@ -185,6 +194,75 @@ class _System:
             y = y + self._response(x, u.shape[1], C, blocks)[:, 0]
         return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, blocks, x))
 
+    def advance_all(
+        self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Continue from a state with all output filters, which share it.
+
+        Args:
+            u: `(B, T, H)`.
+            state: `(B, H, M, 2)`; zeros when None.
+            skip: `(C, H)` or None.
+            return_state: Whether the next state is wanted.
+
+        Returns:
+            y `(C, B, T, H)` in u's dtype, and the next state `(B, H, M, 2)` or None.
+        """
+        dtype = self.dtype(u)
+        C, step = self.step(dtype)
+        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
+        if u.shape[1] == 1:
+            token = u[:, 0].to(dtype)
+            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
+            y, x = self._advance_token(x, token, C, step)
+            y = y if skip is None else y + skip.to(dtype) * token[:, None]
+            return y.transpose(0, 1)[:, :, None].to(u.dtype), torch.view_as_real(x)
+        y = filter_bank_conv(
+            u.to(dtype), self.kernel(u.shape[1], dtype), skip=None if skip is None else skip.to(dtype)
+        )
+        if x is not None:
+            y = y + self._response(x, u.shape[1], C, self.blocks(dtype)).transpose(0, 1)
+        if not return_state:
+            return y.to(u.dtype), None
+        return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, self.blocks(dtype), x))
+
+    def follow(self, u: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The state `(B, H, M, 2)` after `u`, without an output."""
+        dtype = self.dtype(u)
+        C, step = self.step(dtype)
+        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
+        if u.shape[1] == 1:
+            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
+            x = self._advance_token(x, u[:, 0].to(dtype), C[:1], step)[1]
+        else:
+            blocks = self._make_blocks(self._make_step(), dtype, self.C[:1])
+            x = self._final_state(u, step, blocks, x)
+        return torch.view_as_real(x)
+
+    def read(self, state: torch.Tensor, last: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+        """Outputs of all filters at a token.
+
+        Args:
+            state: After the token, `(..., H, M, 2)`.
+            last: The token, `(..., H)`.
+            skip: `(C, H)` or None.
+
+        Returns:
+            `(..., C, H)` in the token's dtype.
+        """
+        dtype = self.dtype(last)
+        C = to_real_row(self.C).to(dtype)
+        x = to_real(torch.view_as_complex(state.to(dtype).contiguous()))
+        with full_precision(last.device):
+            y = torch.einsum("...hn,chn->...ch", x, C)
+        y = y if skip is None else y + skip.to(dtype) * last.to(dtype)[..., None, :]
+        return y.to(last.dtype)
+
+    def sample(self, u: torch.Tensor, skip: torch.Tensor | None, window: int) -> torch.Tensor:
+        """Outputs of all filters at the last token of every whole window, `(B, T // window, C, H)`."""
+        last = u[:, window - 1 :: window]
+        return self.read(torch.view_as_real(self._window_states(u, window)), last, skip)
+
 
 class _S4System(_System):
     _advance_token = staticmethod(s4_step)
@@ -202,8 +280,11 @@ class _S4System(_System):
     def _make_step(self) -> S4Step:
         return s4_step_constants(self.B, self.P, self.w, self.dt)
 
-    def _make_blocks(self, step: S4Step, dtype: torch.dtype) -> S4Blocks:
-        return s4_block_constants(self.C, step, dtype)
+    def _make_blocks(self, step: S4Step, dtype: torch.dtype, C: torch.Tensor) -> S4Blocks:
+        return s4_block_constants(C, step, dtype)
+
+    def _window_states(self, u: torch.Tensor, window: int) -> torch.Tensor:
+        return s4_window_states(u, self.B, self.P, self.w, self.dt, window, self.dtype(u))
 
     def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: S4Blocks) -> torch.Tensor:
         return s4_state_response(x, length, blocks)
@@ -219,7 +300,7 @@ class _S4DSystem(_System):
     def _make_step(self) -> S4DStep:
         return s4d_step_constants(self.B, self.w, self.dt, self.discretization)
 
-    def _make_blocks(self, step: S4DStep, dtype: torch.dtype) -> torch.Tensor:
+    def _make_blocks(self, step: S4DStep, dtype: torch.dtype, C: torch.Tensor) -> torch.Tensor:
         return s4d_block_powers(step, dtype)
 
     def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

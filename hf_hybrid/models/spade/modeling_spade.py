@@ -25,11 +25,10 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ...kernels import local_attention
 from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ...layers.feed_forward import FeedForward
 from ...layers.hyena import Hyena
@@ -40,6 +39,13 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
+from ..decoder import (
+    LocalSelfAttention,
+    additive_mask,
+    eager_attention_forward,
+    kept_pairs,
+    make_bias_table,
+)
 from ..generation import StatefulGenerationMixin
 from ..heads import (
     CausalLMForward,
@@ -52,226 +58,6 @@ from ..heads import (
 )
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
-
-logger = logging.get_logger(__name__)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense softmax attention that also returns its probabilities.
-
-    Args:
-        module: The attention layer, asked only whether it trains.
-        query: `(B, H, T, K)`.
-        key: `(B, H, S, K)`.
-        value: `(B, H, S, K)`.
-        attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
-        scaling: Factor on the scores.
-        dropout: Probability of dropping a probability.
-        **kwargs: Ignored.
-
-    Returns:
-        Output `(B, T, H, K)` and probabilities `(B, H, T, S)`.
-    """
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
-    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
-
-
-def visible_keys(
-    config: SpadeConfig,
-    query_length: int,
-    key_length: int,
-    *,
-    query_start: int | torch.Tensor,
-    key_start: int | torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """Say which keys each query of a self-attention sees.
-
-    Args:
-        config: The stack's config; its attention type, reach and direction decide.
-        query_length: T.
-        key_length: Number of keys S, cached ones included.
-        query_start: Position of the first query in the whole sequence.
-        key_start: Position of the first key.
-        attention_mask: `(B, query_start + T)`, 1 for tokens to keep; or `(B, 1, T, S)`, True or 0 for pairs to keep.
-        device: Where the result lives.
-
-    Returns:
-        Boolean `(B or 1, 1, T, S)`, or None when every query sees every key.
-    """
-    queries = torch.arange(query_length, device=device)[:, None] + query_start
-    keys = torch.arange(key_length, device=device)[None, :] + key_start
-    visible = None
-    if config.is_decoder:
-        visible = keys <= queries
-    if config.attention_type == "window":
-        near = (queries - keys).abs() <= config.local_radius
-        visible = near if visible is None else visible & near
-    visible = None if visible is None else visible[None, None]
-    if attention_mask is not None and attention_mask.dim() == 4:
-        kept = kept_pairs(attention_mask)[..., -query_length:, :key_length]
-        visible = kept if visible is None else visible & kept
-        attention_mask = None
-    if config.attention_type == "chunk":
-        # the grid of chunks starts at each row's first token, so that left padding does not move it
-        first = 0 if attention_mask is None else attention_mask.to(torch.int8).argmax(-1)[:, None, None, None]
-        same = torch.div(queries - first, config.chunk_size, rounding_mode="floor") == torch.div(
-            keys - first, config.chunk_size, rounding_mode="floor"
-        )
-        same = same if same.dim() == 4 else same[None, None]
-        visible = same if visible is None else visible & same
-    if attention_mask is not None:
-        # keys that no token has been written to yet lie beyond the mask; causality hides them
-        positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
-        kept = attention_mask.to(torch.bool)[:, positions][:, None, None, :]
-        visible = kept if visible is None else visible & kept
-    return visible
-
-
-def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Spell out a padding mask `(B, S)` or `(B, 1, 1 or T, S)`, boolean or added to scores, as True where it keeps."""
-    if attention_mask.dim() == 4:
-        return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-    return attention_mask.to(torch.bool)[:, None, None, :]
-
-
-def additive_mask(
-    visible: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Join visibility and position bias into what is added to attention scores; None when there is neither."""
-    if visible is None:
-        return None if bias is None else bias.to(dtype)
-    lowest = torch.finfo(dtype).min
-    base = torch.zeros((), dtype=dtype, device=device) if bias is None else bias.to(dtype)
-    return torch.where(visible, base, lowest)
-
-
-class SpadeSelfAttention(nn.Module):
-    """Windowed, chunked or full self-attention with T5's relative position bias (SPADE, section 3.2 and figure 1).
-
-    Args:
-        config: The stack's config.
-        layer_idx: Index of the layer, for the cache.
-        has_bias_table: Whether this layer has its own table of relative position biases.
-    """
-
-    def __init__(self, config: SpadeConfig, layer_idx: int, *, has_bias_table: bool):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.is_causal = config.is_decoder
-        self.scaling = config.head_dim**-0.5 if config.scale_attention else 1.0
-        inner_size = config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
-        if not config.scale_attention:
-            self.q_proj.init_scale = config.head_dim**-0.5  # scores start at the size scaled ones would have
-        self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        bias_table: RelativePositionBias | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: `(B, T, D)`.
-            bias_table: The stack's shared table; a table of the layer's own goes before it.
-            attention_mask: `(B, P + T)`, 1 for tokens to keep.
-            past_key_values: Cache of this stack's keys and values, appended to.
-            **kwargs: Passed on to the attention function.
-
-        Returns:
-            Output `(B, T, D)`, and probabilities `(B, H, T, P + T)` where the attention function gives them.
-        """
-        batch, length, _ = hidden_states.shape
-        heads = (batch, length, self.config.num_attention_heads, self.config.head_dim)
-        query = self.q_proj(hidden_states).view(heads)
-        key = self.k_proj(hidden_states).view(heads)
-        value = self.v_proj(hidden_states).view(heads)
-        bias_table = self.relative_attention_bias or bias_table
-        dropout = self.config.attention_dropout if self.training else 0.0
-
-        past = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-        if isinstance(past, torch.Tensor):  # a static cache counts in place
-            past = past.clone()
-        if past_key_values is not None:
-            _, key_start = past_key_values.get_mask_sizes(length, self.layer_idx)
-            key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
-            key, value = key.transpose(1, 2), value.transpose(1, 2)
-        else:
-            key_start = 0
-
-        # the blocked kernel serves whole sequences; a step over cached keys is short, and "eager" is dense on request
-        whole = key.shape[1] == length and (attention_mask is None or attention_mask.dim() == 2)
-        if self.config.attention_type != "full" and whole and self.config._attn_implementation != "eager":
-            if kwargs.get("output_attentions"):
-                logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
-            window = self.config.attention_type == "window"
-            reach = self.config.local_radius if window else self.config.chunk_size - 1
-            reach = min(reach, max(length - 1, 0))
-            offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=hidden_states.device)
-            output = local_attention(
-                query,
-                key,
-                value,
-                bias=bias_table(offsets) if bias_table is not None else None,
-                radius=reach if window else None,
-                chunk_size=None if window else reach + 1,
-                causal=self.is_causal,
-                attention_mask=attention_mask,
-                scale=self.scaling,
-                dropout=dropout,
-            )
-            return self.o_proj(output.reshape(batch, length, -1)), None
-
-        visible = visible_keys(
-            self.config,
-            length,
-            key.shape[1],
-            query_start=past,
-            key_start=key_start,
-            attention_mask=attention_mask,
-            device=hidden_states.device,
-        )
-        bias = None
-        if bias_table is not None:
-            queries = torch.arange(length, device=hidden_states.device)[:, None] + past
-            keys = torch.arange(key.shape[1], device=hidden_states.device)[None, :] + key_start
-            bias = bias_table(keys - queries)[None]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, probabilities = attend(
-            self,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            additive_mask(visible, bias, query.dtype, query.device),
-            dropout=dropout,
-            scaling=self.scaling,
-            is_causal=False,  # the mask says so already
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(batch, length, -1)), probabilities
 
 
 class SpadeCrossAttention(nn.Module):
@@ -362,7 +148,7 @@ class SpadeTokenMixer(nn.Module):
         self.layer_idx = layer_idx
         self.attention = None
         if config.attention_type != "none":
-            self.attention = SpadeSelfAttention(config, layer_idx, has_bias_table=has_bias_table)
+            self.attention = LocalSelfAttention(config, layer_idx, has_bias_table=has_bias_table)
         self.ssm = None
         if layer_idx not in config.global_layers:
             return
@@ -387,7 +173,7 @@ class SpadeTokenMixer(nn.Module):
         past_key_values: Cache | None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Mix the tokens of `(B, T, D)`; the arguments are those of `SpadeSelfAttention`."""
+        """Mix the tokens of `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
         attend = {
             "bias_table": bias_table,
             "attention_mask": attention_mask,
@@ -529,7 +315,7 @@ class SpadePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_record_outputs = {
         "hidden_states": SpadeLayer,
-        "attentions": OutputRecorder(SpadeSelfAttention, index=1),
+        "attentions": OutputRecorder(LocalSelfAttention, index=1),
         "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
     }
 
@@ -1092,16 +878,6 @@ def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
             **shared,
         )
     return S4(config.hidden_size, config.ssm_state_size, **copies, **steps, **shared)
-
-
-def make_bias_table(config: SpadeConfig) -> RelativePositionBias:
-    """Build one table of relative position biases for a stack."""
-    return RelativePositionBias(
-        config.num_attention_heads,
-        num_buckets=config.relative_attention_num_buckets,
-        max_distance=config.relative_attention_max_distance,
-        bidirectional=not config.is_decoder,
-    )
 
 
 __all__ = [

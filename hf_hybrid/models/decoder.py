@@ -1,0 +1,386 @@
+"""What architectures with local self-attention share: the attention itself, its masks and biases.
+
+Shapes: B batch · T length · S keys · P tokens already cached · D width · H heads · K head width.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, logging
+
+from ..kernels import local_attention
+from ..layers.relative_position import RelativePositionBias
+
+logger = logging.get_logger(__name__)
+
+HIDDEN = -1e30  # a bias that leaves a key no weight, and a finite one in any sum with others
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense softmax attention that also returns its probabilities.
+
+    Args:
+        module: The attention layer, asked only whether it trains.
+        query: `(B, H, T, K)`.
+        key: `(B, H, S, K)`.
+        value: `(B, H, S, K)`.
+        attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
+        scaling: Factor on the scores.
+        dropout: Probability of dropping a probability.
+        **kwargs: Ignored.
+
+    Returns:
+        Output `(B, T, H, K)` and probabilities `(B, H, T, S)`.
+    """
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
+    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
+
+
+def first_kept(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Index of each row's first kept token, `(B,)`, and the mask's length where none is kept yet.
+
+    It is where grids of chunks and windows start, so that left padding moves none.
+    """
+    kept = attention_mask.to(torch.bool)
+    return torch.where(kept.any(-1), kept.to(torch.int8).argmax(-1), kept.shape[-1])
+
+
+def visible_keys(
+    config: PreTrainedConfig,
+    query_length: int,
+    key_length: int,
+    *,
+    attention_type: str,
+    include_self: bool = True,
+    query_start: int | torch.Tensor,
+    key_start: int | torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Say which keys each query of a self-attention sees.
+
+    Args:
+        config: The stack's config; its reach (`local_radius`, `chunk_size`) and direction (`is_decoder`) decide.
+        query_length: T.
+        key_length: Number of keys S, cached ones included.
+        attention_type: `"window"`, `"chunk"` or `"full"`.
+        include_self: Whether a query sees its own position.
+        query_start: Position of the first query in the whole sequence.
+        key_start: Position of the first key.
+        attention_mask: `(B, query_start + T)`, 1 for tokens to keep; or `(B, 1, T, S)`, True or 0 for pairs to keep.
+        device: Where the result lives.
+
+    Returns:
+        Boolean `(B or 1, 1, T, S)`, or None when every query sees every key.
+    """
+    queries = torch.arange(query_length, device=device)[:, None] + query_start
+    keys = torch.arange(key_length, device=device)[None, :] + key_start
+    visible = None
+    if config.is_decoder:
+        visible = keys <= queries
+    if attention_type == "window":
+        near = (queries - keys).abs() <= config.local_radius
+        visible = near if visible is None else visible & near
+    if not include_self:
+        others = keys != queries
+        visible = others if visible is None else visible & others
+    visible = None if visible is None else visible[None, None]
+    if attention_mask is not None and attention_mask.dim() == 4:
+        kept = kept_pairs(attention_mask)[..., -query_length:, :key_length]
+        visible = kept if visible is None else visible & kept
+        attention_mask = None
+    if attention_type == "chunk":
+        first = 0 if attention_mask is None else first_kept(attention_mask)[:, None, None, None]
+        same = torch.div(queries - first, config.chunk_size, rounding_mode="floor") == torch.div(
+            keys - first, config.chunk_size, rounding_mode="floor"
+        )
+        same = same if same.dim() == 4 else same[None, None]
+        visible = same if visible is None else visible & same
+    if attention_mask is not None:
+        # keys that no token has been written to yet lie beyond the mask; causality hides them
+        positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
+        kept = attention_mask.to(torch.bool)[:, positions][:, None, None, :]
+        visible = kept if visible is None else visible & kept
+    return visible
+
+
+def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Spell out a padding mask `(B, S)` or `(B, 1, 1 or T, S)`, boolean or added to scores, as True where it keeps."""
+    if attention_mask.dim() == 4:
+        return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    return attention_mask.to(torch.bool)[:, None, None, :]
+
+
+def additive_mask(
+    visible: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Join visibility and position bias into what is added to attention scores; None when there is neither."""
+    if visible is None:
+        return None if bias is None else bias.to(dtype)
+    lowest = torch.finfo(dtype).min
+    base = torch.zeros((), dtype=dtype, device=device) if bias is None else bias.to(dtype)
+    return torch.where(visible, base, lowest)
+
+
+def make_bias_table(config: PreTrainedConfig) -> RelativePositionBias:
+    """Build one table of relative position biases for a stack."""
+    return RelativePositionBias(
+        config.num_attention_heads,
+        num_buckets=config.relative_attention_num_buckets,
+        max_distance=config.relative_attention_max_distance,
+        bidirectional=not config.is_decoder,
+    )
+
+
+class LocalAttention(nn.Module):
+    """Softmax attention to a neighbourhood, on queries, keys and values that a subclass projects.
+
+    With `qk_norm`, queries and keys are divided by their lengths and scores multiplied by a number per head:
+    (q/|q| · k/|k| + bias) |g|, where |x| is sqrt(x·x + 1e-6) and g starts as 1.
+
+    Args:
+        config: The stack's config.
+        attention_type: `"window"`, `"chunk"` or `"full"`; that of the config when None.
+        include_self: Whether a query sees its own position. Without, queries that see nothing give zeros.
+        qk_norm: Whether queries and keys are normalised.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        attention_type: str | None = None,
+        include_self: bool = True,
+        qk_norm: bool = False,
+    ):
+        super().__init__()
+        self.config = config
+        self.attention_type = config.attention_type if attention_type is None else attention_type
+        self.include_self = include_self
+        self.is_causal = config.is_decoder
+        self.scaling = config.head_dim**-0.5 if config.scale_attention and not qk_norm else 1.0
+        self.score_scale = nn.Parameter(torch.ones(config.num_attention_heads)) if qk_norm else None
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping an attention weight."""
+        return self.config.attention_dropout if self.training else 0.0
+
+    def as_query(self, states: torch.Tensor) -> torch.Tensor:
+        """Split projected queries `(B, T, H K)` into heads; normalised and scaled with `qk_norm`."""
+        query = self.as_key(states)
+        return query if self.score_scale is None else query * self.score_scale.abs()[:, None].to(query.dtype)
+
+    def as_key(self, states: torch.Tensor) -> torch.Tensor:
+        """Split projected keys `(B, T, H K)` into heads; normalised with `qk_norm`."""
+        key = self.as_value(states)
+        return key if self.score_scale is None else unit_length(key)
+
+    def as_value(self, states: torch.Tensor) -> torch.Tensor:
+        """Split projected values `(B, T, H K)` into heads, `(B, T, H, K)`."""
+        return states.unflatten(-1, (self.config.num_attention_heads, self.config.head_dim))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        bias_table: RelativePositionBias | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_start: int | torch.Tensor = 0,
+        key_start: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from every query to its neighbourhood.
+
+        Args:
+            query: `(B, T, H, K)`.
+            key: `(B, S, H, K)`.
+            value: `(B, S, H, K)`.
+            bias_table: Relative position biases, if there are any.
+            attention_mask: `(B, query_start + T)`, 1 for tokens to keep.
+            query_start: Position of the first query in the whole sequence.
+            key_start: Position of the first key.
+            **kwargs: Passed on to the attention function.
+
+        Returns:
+            Output `(B, T, H K)`, and probabilities `(B, H, T, S)` where the attention function gives them.
+        """
+        length = query.shape[1]
+        # the blocked kernel serves whole sequences; a step over cached keys is short, and "eager" is dense on request
+        whole = key.shape[1] == length and (attention_mask is None or attention_mask.dim() == 2)
+        if self.attention_type != "full" and whole and self.config._attn_implementation != "eager":
+            if kwargs.get("output_attentions"):
+                logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
+            return self._attend_blocked(query, key, value, bias_table, attention_mask), None
+        visible = visible_keys(
+            self.config,
+            length,
+            key.shape[1],
+            attention_type=self.attention_type,
+            include_self=self.include_self,
+            query_start=query_start,
+            key_start=key_start,
+            attention_mask=attention_mask,
+            device=query.device,
+        )
+        bias = None
+        if bias_table is not None:
+            queries = torch.arange(length, device=query.device)[:, None] + query_start
+            keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
+            bias = self._scaled_bias(bias_table, keys - queries)[None]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, probabilities = attend(
+            self,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            additive_mask(visible, bias, query.dtype, query.device),
+            dropout=self.dropout,
+            scaling=self.scaling,
+            is_causal=False,  # the mask says so already
+            **kwargs,
+        )
+        if not self.include_self:  # only then are there queries that see nothing, whatever is kept
+            output = output.masked_fill(~visible.any(-1).transpose(1, 2)[..., None], 0)
+        return output.flatten(2), probabilities
+
+    def _scaled_bias(self, bias_table: RelativePositionBias, offsets: torch.Tensor) -> torch.Tensor:
+        bias = bias_table(offsets)
+        if self.score_scale is None:
+            return bias
+        return bias * self.score_scale.abs().view(-1, *[1] * offsets.dim()).to(bias.dtype)
+
+    def _attend_blocked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias_table: RelativePositionBias | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend` over a whole sequence by the blocked kernel."""
+        length, window = query.shape[1], self.attention_type == "window"
+        reach = self.config.local_radius if window else self.config.chunk_size - 1
+        reach = min(reach, max(length - 1, 0))
+        offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
+        bias = None if bias_table is None else self._scaled_bias(bias_table, offsets)
+        if not self.include_self:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            bias = query.new_zeros(query.shape[2], len(offsets), dtype=wide) if bias is None else bias.to(wide)
+            bias = bias.masked_fill(offsets == 0, HIDDEN)
+        output = local_attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            radius=reach if window else None,
+            chunk_size=None if window else reach + 1,
+            causal=self.is_causal,
+            attention_mask=attention_mask,
+            scale=self.scaling,
+            dropout=self.dropout,
+        )
+        if not self.include_self:
+            output = output.masked_fill(~self._sees_others(query, attention_mask)[..., None, None], 0)
+        return output.flatten(2)
+
+    def _sees_others(self, query: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Whether there is an earlier kept token within reach, `(B or 1, T)`; of a causal attention."""
+        position = torch.arange(query.shape[1], device=query.device)
+        kept = torch.ones_like(position)[None] if attention_mask is None else attention_mask.to(torch.bool).long()
+        if self.attention_type == "window":
+            start = (position - self.config.local_radius).clamp_min(0)[None]
+        else:
+            start = position - (position - first_kept(kept)[:, None]) % self.config.chunk_size
+        before = kept.cumsum(-1) - kept
+        return before > before.gather(1, start.clamp_min(0).expand_as(before))
+
+
+class LocalSelfAttention(LocalAttention):
+    """Windowed, chunked or full self-attention with T5's relative position bias (SPADE, section 3.2 and figure 1).
+
+    Args:
+        config: The stack's config.
+        layer_idx: Index of the layer, for the cache.
+        has_bias_table: Whether this layer has its own table of relative position biases.
+        **options: The other arguments of `LocalAttention`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, *, has_bias_table: bool, **options):
+        super().__init__(config, **options)
+        self.layer_idx = layer_idx
+        inner_size = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
+        if not config.scale_attention and self.score_scale is None:
+            self.q_proj.init_scale = config.head_dim**-0.5  # scores start at the size scaled ones would have
+        self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        bias_table: RelativePositionBias | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `(B, T, D)`.
+            bias_table: The stack's shared table; a table of the layer's own goes before it.
+            attention_mask: `(B, P + T)`, 1 for tokens to keep.
+            past_key_values: Cache of this stack's keys and values, appended to.
+            **kwargs: Passed on to the attention function.
+
+        Returns:
+            Output `(B, T, D)`, and probabilities `(B, H, T, P + T)` where the attention function gives them.
+        """
+        query = self.as_query(self.q_proj(hidden_states))
+        key = self.as_key(self.k_proj(hidden_states))
+        value = self.as_value(self.v_proj(hidden_states))
+        past = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        if isinstance(past, torch.Tensor):  # a static cache counts in place
+            past = past.clone()
+        key_start = 0
+        if past_key_values is not None:
+            _, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
+            key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        output, probabilities = self.attend(
+            query,
+            key,
+            value,
+            bias_table=self.relative_attention_bias or bias_table,
+            attention_mask=attention_mask,
+            query_start=past,
+            key_start=key_start,
+            **kwargs,
+        )
+        return self.o_proj(output), probabilities
+
+
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Divide vectors by their length, x / sqrt(x·x + 1e-6), in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

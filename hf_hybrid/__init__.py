@@ -4,6 +4,7 @@ Importing the package registers every architecture with transformers' Auto class
 """
 
 from .models.auto import ARCHITECTURES, register
+from .models.bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel, BstPreTrainedModel
 from .models.chela import (
     ChelaConfig,
     ChelaForCausalLM,
@@ -42,6 +43,11 @@ register()
 
 __all__ = [
     "ARCHITECTURES",
+    "BstConfig",
+    "BstForCausalLM",
+    "BstForSequenceClassification",
+    "BstModel",
+    "BstPreTrainedModel",
     "ChelaConfig",
     "ChelaForCausalLM",
     "ChelaForMaskedLM",

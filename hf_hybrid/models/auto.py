@@ -4,6 +4,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel
 from .chela import (
     ChelaConfig,
     ChelaForCausalLM,
@@ -34,6 +35,14 @@ from .srformer import (
 )
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrainedModel]]]] = {
+    "bst": (
+        BstConfig,
+        {
+            "AutoModel": BstModel,
+            "AutoModelForCausalLM": BstForCausalLM,
+            "AutoModelForSequenceClassification": BstForSequenceClassification,
+        },
+    ),
     "chela": (
         ChelaConfig,
         {

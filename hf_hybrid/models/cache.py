@@ -84,19 +84,66 @@ class StateCacheLayer(CacheLayerMixin):
         self.state = tree_map_only(torch.Tensor, function, self.state)
 
 
+class SlidingStateCacheLayer(StateCacheLayer):
+    """A state, and beside it the keys and values of a sliding window.
+
+    `update` counts the tokens, `store` is told of none. `sliding_window` is set by the model before the first use:
+    transformers tells it to layers of its own types alone.
+    """
+
+    _layer_type = "sliding_state"
+    sliding_window: int
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values `(B, H, T, K)`, return all, and keep one less than the window."""
+        if self.keys is not None:
+            key_states = torch.cat([self.keys, key_states], dim=2)
+            value_states = torch.cat([self.values, value_states], dim=2)
+            self.length -= self.keys.shape[2]
+        self.length += key_states.shape[2]
+        dropped = max(0, key_states.shape[2] - self.sliding_window + 1)
+        self.keys, self.values = key_states[:, :, dropped:], value_states[:, :, dropped:]
+        self.is_initialized, self.device = True, key_states.device
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number and first position of the keys that the next queries get to see."""
+        held = 0 if self.keys is None else self.keys.shape[2]
+        return held + query_length, self.length - held
+
+    def reset(self):
+        """Forget everything."""
+        super().reset()
+        self.keys = self.values = None
+
+    def _map(self, function):
+        super()._map(function)
+        if self.keys is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
+
+
 LAYER_TYPE = StateCacheLayer._layer_type
-STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = StateCacheLayer  # the base class has entered it for dynamic caches
+SLIDING_LAYER_TYPE = SlidingStateCacheLayer._layer_type
+for _layer in (StateCacheLayer, SlidingStateCacheLayer):
+    STATIC_LAYER_TYPE_MAPPING[_layer._layer_type] = _layer  # the base class has entered it for dynamic caches
 
 
-def state_layer(past_key_values: Cache, layer_idx: int) -> StateCacheLayer:
+def state_layer(past_key_values: Cache, layer_idx: int, kind: type[StateCacheLayer] = StateCacheLayer):
     """The layer of a cache that keeps states.
+
+    Args:
+        past_key_values: The cache.
+        layer_idx: Index of the layer.
+        kind: What it must be.
 
     Raises:
         ValueError: The cache keeps something else.
     """
     layers = getattr(past_key_values, "layers", [])
     layer = layers[layer_idx] if layer_idx < len(layers) else None
-    if not isinstance(layer, StateCacheLayer):
+    if not isinstance(layer, kind):
         raise ValueError(
             "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got a "
             f"{type(past_key_values).__name__} whose layer {layer_idx} is {type(layer).__name__}"

@@ -57,6 +57,18 @@ def check_activation(config: PreTrainedConfig):
         )
 
 
+def check_relative_attention(config: PreTrainedConfig):
+    """Raise ValueError unless there can be such a table of T5's relative position biases."""
+    buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    if buckets < 4 or buckets % 2:
+        raise ValueError(f"relative_attention_num_buckets must be even and at least 4; got {buckets}")
+    if distance <= buckets // 2:
+        raise ValueError(
+            f"relative_attention_max_distance must exceed half of relative_attention_num_buckets; "
+            f"got {distance} and {buckets}"
+        )
+
+
 def check_token_ids(config: PreTrainedConfig, fields: Iterable[str]):
     """Raise ValueError unless each of these fields is None, or a token of the vocabulary, or a list of such."""
     for field in fields:

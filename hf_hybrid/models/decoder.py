@@ -241,6 +241,10 @@ class LocalAttention(nn.Module):
             attention_mask=attention_mask,
             device=query.device,
         )
+        sees = None
+        if not self.include_self:  # only then are there queries that see nothing, whatever is kept
+            sees = visible.any(-1, keepdim=True)
+            visible = visible | ~sees  # of nothing there is no softmax
         bias = None
         if bias_table is not None:
             queries = torch.arange(length, device=query.device)[:, None] + query_start
@@ -258,8 +262,8 @@ class LocalAttention(nn.Module):
             is_causal=False,  # the mask says so already
             **kwargs,
         )
-        if not self.include_self:  # only then are there queries that see nothing, whatever is kept
-            output = output.masked_fill(~visible.any(-1).transpose(1, 2)[..., None], 0)
+        if sees is not None:
+            output = output.masked_fill(~sees.transpose(1, 2), 0)
         return output.flatten(2), probabilities
 
     def _scaled_bias(self, bias_table: RelativePositionBias, offsets: torch.Tensor) -> torch.Tensor:

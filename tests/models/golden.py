@@ -18,6 +18,24 @@ LANGUAGE_MODEL = {"is_decoder": True, "is_encoder_decoder": False}
 # model type -> name -> options that add, drop or reshape weights of the tiny config's model: of the language model
 # where they ask for one, otherwise of the class with the most weights, which holds what the others are made of
 VARIANTS = {
+    "bst": {
+        "multi head": {"context_type": "multi_head"},
+        "multi filter": {"context_type": "multi_filter"},
+        "unstructured": {"context_filter": "unstructured"},
+        "multi filter, unstructured": {"context_filter": "unstructured", "context_type": "multi_filter"},
+        "states of the window before": {"context_shift": "window"},
+        "lifted states": {"context_lift": True},
+        "lifted filters": {"context_lift": True, "context_type": "multi_filter"},
+        "gate": {"context_mixing": "gate"},
+        "no norm of queries and keys": {"qk_norm": False},
+        "windows alone": {"bst_layers": []},
+        "gated, layer_norm, biases": {
+            "gated_feed_forward": True,
+            "norm_type": "layer_norm",
+            "feed_forward_bias": True,
+        },
+        "adaptive vocabulary": {**LANGUAGE_MODEL, "adaptive_cutoffs": [10, 30]},
+    },
     "chela": {
         "causal": {"is_decoder": True},
         "no affine final norm": {"final_norm_affine": False},

@@ -8,6 +8,17 @@ import transformers
 from hf_hybrid.models.auto import ARCHITECTURES
 
 TINY_CONFIGS = {
+    "bst": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "window": 5,
+        "state_size": 8,
+        "num_labels": 3,
+        "initializer_range": 0.2,
+    },
     "chela": {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -57,6 +68,7 @@ TINY_CONFIGS = {
         "horizon_mode": "fixed",
     },
 }
+UNSTRUCTURED = {"context_filter": "unstructured", "filter_length": 12}
 # where a config serves several roles, what it says for one of them
 ROLES = {("spade", "AutoModelForCausalLM"): {"is_decoder": True, "is_encoder_decoder": False}}
 # model type -> its own names for fields that the common tests set
@@ -77,6 +89,7 @@ NEEDS_DICT = {"srformer_bart"}
 ALWAYS_TIED = {"srformer_bart"}
 # model type -> projections that adapters are usually put on
 ADAPTED = {
+    "bst": ["q_proj", "v_proj"],
     "chela": ["v_proj", "output_gate_proj"],
     "spade": ["q_proj", "v_proj"],
     "srformer_bart": ["q_proj", "v_proj"],
@@ -92,6 +105,27 @@ MODEL_CLASSES = [
 GENERATIVE = [(model_type, name) for model_type, name in MODEL_CLASSES if name.endswith(("Seq2SeqLM", "CausalLM"))]
 # for each generative class of a model type, every way of decoding that differs in what a cache holds
 DECODERS = {
+    ("bst", "AutoModelForCausalLM"): {
+        "single head": {},
+        "multi head": {"context_type": "multi_head"},
+        "multi filter": {"context_type": "multi_filter", "num_context_states": 6},
+        "single head, unstructured": {**UNSTRUCTURED},
+        "multi head, unstructured": {**UNSTRUCTURED, "context_type": "multi_head"},
+        "multi filter, unstructured": {**UNSTRUCTURED, "context_type": "multi_filter", "num_context_states": 6},
+        "states of the window before": {"context_shift": "window", "bst_layers": [0, 1]},
+        "states of the window before, per head": {"context_shift": "window", "context_type": "multi_head"},
+        "lifted states": {"context_lift": True},
+        "lifted filters": {"context_lift": True, "context_type": "multi_filter"},
+        "gate, raw states": {"context_mixing": "gate", "context_input": "raw"},
+        "windows that do not slide": {"sliding_context_layers": False, "context_type": "multi_filter"},
+        "without the query's own key": {"include_self": False, "bst_layers": [0]},
+        "neither": {"include_self": False, "sliding_context_layers": False},
+        "window of one": {"window": 1, "context_type": "multi_filter"},
+        "no norm of queries and keys": {"qk_norm": False},
+        "windows alone": {"bst_layers": []},
+        "windows alone without the query's own key": {"bst_layers": [], "include_self": False},
+        "adaptive vocabulary": {"adaptive_cutoffs": [10, 30], "adaptive_factor": 2},
+    },
     ("chela", "AutoModelForCausalLM"): {
         "short-long convolution": {},
         "heads": {"num_attention_heads": 4, "attention_norm": "rms_norm"},
@@ -160,6 +194,8 @@ def tiny_config(model_type: str, **overrides):
     names = FIELD_NAMES.get(model_type, {})
     overrides = {names.get(name, name): value for name, value in overrides.items() if names.get(name, name)}
     fields = {**TINY_CONFIGS[model_type], **overrides}
+    if fields.get("context_filter") == "unstructured":
+        fields.pop("state_size")
     if fields.get("ssm_type") in ("hyena", "lstm") and "ssm_state_size" not in overrides:
         fields.pop("ssm_state_size")  # they have none
     return transformers.AutoConfig.for_model(model_type, **fields)

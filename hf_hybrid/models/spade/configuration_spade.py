@@ -15,6 +15,7 @@ from ..config_checks import (
     check_positive_integers,
     check_positive_numbers,
     check_probabilities,
+    check_relative_attention,
     check_token_ids,
 )
 
@@ -364,16 +365,7 @@ class SpadeConfig(PreTrainedConfig):
             raise ValueError(
                 f"ssm_n_ssm must divide hidden_size; got {self.ssm_n_ssm} and hidden_size {self.hidden_size}"
             )
-        if self.relative_attention_num_buckets < 4 or self.relative_attention_num_buckets % 2:
-            raise ValueError(
-                f"relative_attention_num_buckets must be even and at least 4; "
-                f"got {self.relative_attention_num_buckets}"
-            )
-        if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
-            raise ValueError(
-                f"relative_attention_max_distance must exceed half of relative_attention_num_buckets; "
-                f"got {self.relative_attention_max_distance} and {self.relative_attention_num_buckets}"
-            )
+        check_relative_attention(self)
         check_probabilities(self, PROBABILITIES)
         if not 0 <= self.combine_alpha <= 1:
             raise ValueError(f"combine_alpha must lie in [0, 1]; got {self.combine_alpha}")

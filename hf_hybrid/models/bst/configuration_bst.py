@@ -1,0 +1,337 @@
+"""Configuration of Block-State Transformers."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from hf_hybrid.suggestions import did_you_mean
+
+from ..cache import SLIDING_LAYER_TYPE
+from ..config_checks import (
+    check_activation,
+    check_adaptive_vocabulary,
+    check_choices,
+    check_positive_integers,
+    check_positive_numbers,
+    check_probabilities,
+    check_relative_attention,
+    check_token_ids,
+)
+
+CONTEXT_FILTERS = ("s4", "unstructured")
+CONTEXT_INPUTS = ("normed", "raw")
+CONTEXT_MIXINGS = ("concat", "gate")
+CONTEXT_SHIFTS = ("none", "window")
+CONTEXT_TYPES = ("single_head", "multi_head", "multi_filter")
+NORM_TYPES = ("layer_norm", "rms_norm")
+POOLINGS = ("first", "mean", "last")
+PAPER_LAYERS = (1, 7, 9)
+# fields that not every model reads
+FILTER_FIELDS = {
+    "s4": ("state_size", "dt_min", "dt_max"),
+    "unstructured": ("filter_length", "filter_size", "filter_embedding_size", "filter_sine_frequency"),
+}
+POSITIVE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "intermediate_size",
+    "window",
+    "relative_attention_max_distance",
+    "num_context_states",
+    "state_size",
+    "filter_length",
+    "filter_size",
+    "adaptive_factor",
+)
+
+PRESETS = {
+    # the paper's model of about 200 million parameters, appendix A.2
+    "base": {},
+    "tiny": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+        "window": 128,
+        "bst_layers": [1, 3],
+    },
+}
+
+
+@strict
+class BstConfig(PreTrainedConfig):
+    r"""Configuration of a Block-State Transformer (Fathi et al. 2023).
+
+    The defaults are the paper's language model of about 200 million parameters: twelve layers of sliding-window
+    attention, three of which also attend to context states. Lengths and distances are in tokens.
+
+    Args:
+        vocab_size: Rows of the token embedding.
+        hidden_size: Model width D.
+        num_hidden_layers: Layers.
+        num_attention_heads: Heads H of every attention.
+        head_dim: Width of one head; ``hidden_size / num_attention_heads`` when None.
+        intermediate_size: Inner width of the feed-forward network.
+        hidden_act: Its activation, a name known to transformers.
+        gated_feed_forward: Whether the feed-forward network is gated.
+        feed_forward_bias: Whether its projections have biases.
+        norm_type: `"rms_norm"` (the paper's, without mean and bias) or `"layer_norm"`.
+        layer_norm_eps: Epsilon of every norm.
+        dropout: Dropout on embeddings and on the output of every sub-layer.
+        attention_dropout: Dropout on attention probabilities.
+        activation_dropout: Dropout inside the feed-forward network.
+        initializer_range: Standard deviation of initial weights.
+        embedding_initializer_range: That of token embeddings.
+        window: W: tokens that self-attention reaches, and distance at which context states are renewed.
+        include_self: Whether the W tokens end with the query's own; without, they are the W before it.
+        qk_norm: Whether queries and keys are normalised and each head's scores multiplied by a trained number.
+        scale_attention: Whether scores are multiplied by ``head_dim ** -0.5`` otherwise.
+        relative_attention_num_buckets: Buckets of the relative position bias, of which every layer has a table.
+        relative_attention_max_distance: Distance from which on all positions share a bucket.
+        bst_layers: Layers, counted from 0, that attend to context states; those of 1, 7 and 9 that there are when
+            None. With ``[]`` the model is a sliding-window transformer.
+        sliding_context_layers: Whether self-attention in those layers slides as well; without, it keeps to windows
+            (pseudocode 5 to the letter).
+        context_type: What context states are: `"single_head"`, the outputs of one filter at the tokens of the query's
+            window so far; `"multi_head"`, those of one filter per head; `"multi_filter"`, the outputs of
+            `num_context_states` filters at the end of the window before.
+        num_context_states: S, the states of `"multi_filter"`.
+        context_filter: `"s4"`, or `"unstructured"`: filters that a network draws, tap by tap.
+        context_input: What the filters read: the layer's `"normed"` input, like attention, or the `"raw"` one.
+        context_shift: `"none"`, or `"window"`: attend to all states of the window before, to trained ones in the first
+            window. When None, `"window"` for `"multi_filter"`, which would see the future without, and `"none"` for
+            the others.
+        context_lift: Whether a trained map lifts states to heads before the projections to keys and values, which can
+            do what it does; not for `"multi_head"`, whose states have heads.
+        context_mixing: How self-attention and attention to states are joined: `"concat"`, one projection of both, and
+            a residual; `"gate"`, the same behind a trained gate instead of the residual.
+        state_size: N of `"s4"`, even.
+        dt_min: Smallest initial step Δ.
+        dt_max: Largest initial step Δ.
+        filter_length: Taps of an `"unstructured"` filter: the length that is trained. Nothing further back is seen.
+        filter_size: Width of the network that draws them.
+        filter_embedding_size: Positional features that it reads, odd.
+        filter_sine_frequency: Initial frequency of its sine activations.
+        tie_word_embeddings: Whether the language modelling head shares the embedding table.
+        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``; when None, exactly with
+            `adaptive_cutoffs`, whose tables start that much smaller.
+        scale_decoder_outputs: Whether what a language modelling head reads is multiplied by ``hidden_size ** -0.5``
+            before it; when None, exactly without `adaptive_cutoffs`.
+        adaptive_cutoffs: Token ids at which the next cluster of an adaptive input embedding and softmax begins, ids
+            being sorted by frequency; an ordinary vocabulary when None.
+        adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
+        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
+        pooling: What a sequence classifier reads: the `"last"` kept token, which alone has seen all, the `"mean"` of
+            them or the `"first"`.
+        classifier_dropout: Dropout before the classification heads; that of `dropout` when None.
+        use_cache: Whether decoding returns its key, value and state cache.
+        is_decoder: True: the model is causal.
+        pad_token_id: Padding token.
+        bos_token_id: Beginning-of-sequence token, if there is one.
+        eos_token_id: End-of-sequence token or tokens.
+
+    Raises:
+        ValueError: The head width breaks its rule.
+        huggingface_hub.errors.StrictDataclassError: Another value breaks its rule, or is of the wrong type. As with
+            every config of transformers, the error that names the field, the value and the rule is its cause.
+    """
+
+    model_type = "bst"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32128
+    hidden_size: int = 1024
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    head_dim: int | None = None
+    intermediate_size: int = 4096
+    hidden_act: str = "relu"
+    gated_feed_forward: bool = False
+    feed_forward_bias: bool = False
+    norm_type: str = "rms_norm"
+    layer_norm_eps: float | int = 1e-6
+    dropout: float | int = 0.05
+    attention_dropout: float | int = 0.05
+    activation_dropout: float | int = 0.0
+    initializer_range: float | int = 0.02
+    embedding_initializer_range: float | int = 1.0
+    window: int = 512
+    include_self: bool = True
+    qk_norm: bool = True
+    scale_attention: bool = True
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    bst_layers: list[int] | None = None
+    sliding_context_layers: bool = True
+    context_type: str = "single_head"
+    num_context_states: int = 32
+    context_filter: str = "s4"
+    context_input: str = "normed"
+    context_shift: str | None = None
+    context_lift: bool = False
+    context_mixing: str = "concat"
+    state_size: int = 16
+    dt_min: float | int = 1e-3
+    dt_max: float | int = 1e-1
+    filter_length: int = 4096
+    filter_size: int = 64
+    filter_embedding_size: int = 33
+    filter_sine_frequency: float | int = 14.0
+    tie_word_embeddings: bool = True
+    scale_embeddings: bool | None = None
+    scale_decoder_outputs: bool | None = None
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    adaptive_dropout: float | int = 0.0
+    pooling: str = "last"
+    classifier_dropout: float | int | None = None
+    use_cache: bool = True
+    is_decoder: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "BstConfig":
+        """Build the configuration of a named size.
+
+        Args:
+            name: `"base"` (12 layers of width 1024: the paper's smaller model) or `"tiny"` (4 layers of width 256,
+                windows of 128).
+            **overrides: Fields to set differently.
+
+        Raises:
+            ValueError: No preset has this name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    def __post_init__(self, **kwargs):
+        """Fill in the fields whose default depends on others."""
+        if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "
+                    f"got {self.hidden_size} and {self.num_attention_heads}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        for field, default in {
+            "bst_layers": [layer for layer in PAPER_LAYERS if layer < self.num_hidden_layers],
+            "context_shift": "window" if self.context_type == "multi_filter" else "none",
+            "scale_embeddings": self.adaptive_cutoffs is not None,
+            "scale_decoder_outputs": self.adaptive_cutoffs is None,
+            "classifier_dropout": self.dropout,
+        }.items():
+            if getattr(self, field) is None:
+                setattr(self, field, default)
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Check every field against its rule; part of the strict dataclass validation."""
+        check_positive_integers(self, POSITIVE_FIELDS)
+        check_probabilities(
+            self, ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout")
+        )
+        check_positive_numbers(
+            self,
+            (
+                *("layer_norm_eps", "initializer_range", "embedding_initializer_range"),
+                *("dt_min", "dt_max", "filter_sine_frequency"),
+            ),
+        )
+        check_choices(
+            self,
+            {
+                "context_filter": CONTEXT_FILTERS,
+                "context_input": CONTEXT_INPUTS,
+                "context_mixing": CONTEXT_MIXINGS,
+                "context_shift": CONTEXT_SHIFTS,
+                "context_type": CONTEXT_TYPES,
+                "norm_type": NORM_TYPES,
+                "pooling": POOLINGS,
+            },
+        )
+        check_activation(self)
+        check_relative_attention(self)
+        check_token_ids(self, ("pad_token_id", "bos_token_id", "eos_token_id"))
+        if self.adaptive_cutoffs is not None:
+            check_adaptive_vocabulary(self)
+        if not self.is_decoder:
+            raise ValueError("is_decoder must be True, since a Block-State Transformer is causal; got False")
+        layers = self.bst_layers
+        if any(not 0 <= layer < self.num_hidden_layers for layer in layers) or len(set(layers)) < len(layers):
+            raise ValueError(f"bst_layers must be distinct, from 0 to {self.num_hidden_layers - 1}; got {layers}")
+        self._validate_context()
+
+    def _validate_context(self):
+        if self.state_size % 2:
+            raise ValueError(f"state_size must be even; got {self.state_size}")
+        if self.dt_max < self.dt_min:
+            raise ValueError(f"dt_max must be at least dt_min; got {self.dt_max} and dt_min {self.dt_min}")
+        if self.filter_embedding_size < 3 or self.filter_embedding_size % 2 == 0:
+            raise ValueError(f"filter_embedding_size must be odd and at least 3; got {self.filter_embedding_size}")
+        if self.context_type == "multi_filter" and self.context_shift == "none":
+            raise ValueError(
+                "context_shift must be window for context_type multi_filter, whose states have seen the whole window "
+                "that they are the end of; got 'none'"
+            )
+        if self.context_type == "multi_head" and self.context_lift:
+            raise ValueError(
+                "context_lift must be False for context_type multi_head, whose states have heads; got True"
+            )
+        other = "unstructured" if self.context_filter == "s4" else "s4"
+        unread = dict.fromkeys(FILTER_FIELDS[other], "context_filter")
+        if self.context_type != "multi_filter":
+            unread["num_context_states"] = "context_type"
+        if self.adaptive_cutoffs is None:
+            unread |= dict.fromkeys(("adaptive_factor", "adaptive_dropout"), "adaptive_cutoffs")
+        for field, by in unread.items():
+            if getattr(self, field) != (default := getattr(type(self), field)):
+                raise ValueError(
+                    f"{field} must be left at {default} for {by} {getattr(self, by)}, which does not read it; "
+                    f"got {getattr(self, field)!r}"
+                )
+
+    # what the attention shared with other architectures reads
+
+    @property
+    def attention_type(self) -> str:
+        """Self-attention of the layers without context states, and by default of all."""
+        return "window"
+
+    @property
+    def attention_bias(self) -> bool:
+        """False: attention has no biases."""
+        return False
+
+    @property
+    def local_radius(self) -> int:
+        """How far back self-attention reaches."""
+        return self.window - 1 if self.include_self else self.window
+
+    @property
+    def chunk_size(self) -> int:
+        """Length of the windows that attention to context states keeps to."""
+        return self.window
+
+    @property
+    def sliding_window(self) -> int:
+        """Keys of one decoding step, its own included."""
+        return max(self.local_radius + 1, 2)  # transformers' sliding cache keeps one less, and cannot keep none
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What each layer keeps in a cache."""
+        return [
+            SLIDING_LAYER_TYPE if layer in self.bst_layers else "sliding_attention"
+            for layer in range(self.num_hidden_layers)
+        ]
+
+    def validate_layer_type(self):
+        """Accept the layer type of `models.cache`, which transformers does not know."""
+
+
+__all__ = ["BstConfig"]

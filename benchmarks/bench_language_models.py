@@ -64,6 +64,14 @@ def _spade(**fields: object) -> Any:
     return SpadeConfig(is_decoder=True, is_encoder_decoder=False, **shape, **sizes, **fields)
 
 
+def _bst(**fields: object) -> Any:
+    from hf_hybrid import BstConfig
+
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    layers = {"bst_layers": [1], **fields}
+    return BstConfig(**shape, intermediate_size=INNER, window=WINDOW, vocab_size=VOCABULARY, **layers)
+
+
 def _llama() -> Any:
     from transformers import LlamaConfig
 
@@ -90,6 +98,14 @@ def _chela(**fields: object) -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
+    "bst-slide": lambda: _bst(bst_layers=[]),
+    "bst-sh-s4": _bst,
+    "bst-mh-s4": lambda: _bst(context_type="multi_head"),
+    "bst-mf-s4": lambda: _bst(context_type="multi_filter"),
+    "bst-sh-s4-state-64": lambda: _bst(state_size=64),
+    "bst-mf-s4-state-64": lambda: _bst(context_type="multi_filter", state_size=64),
+    "bst-sh-unstructured": lambda: _bst(context_filter="unstructured"),
+    "bst-mf-unstructured": lambda: _bst(context_type="multi_filter", context_filter="unstructured"),
     "llama-sdpa": _llama,
     "mamba2": _mamba2,
     "chela": lambda: _chela(num_attention_heads=HEADS),

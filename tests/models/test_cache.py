@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_hybrid.models.cache import LAYER_TYPE, StateCacheLayer, state_layer
+from hf_hybrid.models.cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
 
 from .tiny import tiny_config
 
@@ -74,6 +74,30 @@ def test_what_a_state_cannot_do_is_refused():
         filled().update(torch.zeros(1), torch.zeros(1))
 
 
+def test_keys_and_values_slide_beside_a_state():
+    layer = SlidingStateCacheLayer()
+    layer.sliding_window = 4
+    rising = torch.arange(9, dtype=torch.float64).expand(2, 1, 9)[..., None]
+    seen = []
+    for start, stop in ((0, 2), (2, 3), (3, 8), (8, 9)):
+        kept, first = layer.get_mask_sizes(stop - start)
+        keys, values = layer.update(rising[:, :, start:stop], -rising[:, :, start:stop])
+        assert torch.equal(values, -keys)
+        assert (keys.shape[2], keys[0, 0, 0, 0]) == (kept, first)
+        seen.append(keys[0, 0, :, 0].tolist())
+        assert layer.get_seq_length() == stop
+    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7], [5, 6, 7, 8]]
+    layer.store((torch.tensor([[1.0], [2.0]]),), tokens=0)
+    layer.batch_repeat_interleave(2)
+    layer.reorder_cache(torch.tensor([3, 0]))
+    assert layer.keys.shape == (2, 1, 3, 1)
+    assert layer.state[0].flatten().tolist() == [2.0, 1.0]
+    assert layer.get_seq_length() == 9
+    layer.reset()
+    assert layer.get_mask_sizes(2) == (2, 0)
+    assert layer.update(rising[:, :, :1], rising[:, :, :1])[0].shape[2] == 1
+
+
 def test_caches_are_built_from_a_config():
     config = tiny_config("chela", is_decoder=True)
     assert config.layer_types == [LAYER_TYPE] * 2
@@ -101,3 +125,6 @@ def test_another_cache_is_refused():
         ValueError, match=r"DynamicCache\(config=model.config\) is; got a DynamicCache whose layer 0 is DynamicL"
     ):
         state_layer(cache, 0)
+    cache.layers[0] = filled()
+    with pytest.raises(ValueError, match="layer 0 is StateCacheLayer"):
+        state_layer(cache, 0, SlidingStateCacheLayer)

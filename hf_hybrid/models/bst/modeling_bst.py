@@ -33,10 +33,10 @@ from ..cache import SlidingStateCacheLayer, state_layer
 from ..decoder import (
     LocalAttention,
     LocalSelfAttention,
-    StatefulGenerationMixin,
     eager_attention_forward,
     first_kept,
 )
+from ..generation import StatefulGenerationMixin
 from ..heads import CausalLMForward, make_lm_head, pool
 from .configuration_bst import BstConfig
 
@@ -453,11 +453,6 @@ class BstPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(LocalSelfAttention, index=1),
     }
 
-    @property
-    def _is_stateful(self) -> bool:
-        # by this transformers refuses assisted decoding of the model
-        return bool(self.config.bst_layers)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -583,6 +578,10 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
         elif config.scale_decoder_outputs:  # as large as the table it would be tied to
             self.lm_head.init_scale = config.embedding_initializer_range / config.initializer_range
         self.post_init()
+
+    @property
+    def _is_stateful(self) -> bool:
+        return bool(self.config.bst_layers)
 
     def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states * self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else hidden_states

@@ -8,7 +8,9 @@ Run it from the repository root, with the folder of the data set (``train`` and 
 
 An experiment is a JSON file: the ``script`` (``summarization``, ``clm`` or ``glue``), its ``flags`` that all models
 share, ``models``, which have flags of their own, and ``scores``, the metrics to show. The models begin from scratch,
-or where there is a ``start``, one more model with its flags, from what that one has learnt with the first seed.
+or where there is a ``start``, one more model with its flags, from what that one has learnt with the first seed. Where
+there are ``evaluations``, flags by name, every trained model is evaluated once more with each of them, which gives
+``scores`` of the form "metric, name".
 Every run is a process of its own with one thread, so that as many as there are cores can run side by side and the
 processor time of a run means the same for all. Beside the models stand rows that need no training: for summaries, the
 first words of each document (as many as the training summaries' median) and training summaries drawn at random; for
@@ -64,7 +66,9 @@ def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int,
                 _flags(experiment["flags"] | own, files, seed, output_dir)
                 for output_dir, (_, seed, own) in zip(folders, runs, strict=True)
             ]
-            for (name, seed, _), result in zip(runs, pool.map(_train, [script] * len(runs), flags), strict=True):
+            evaluations = [experiment.get("evaluations", {})] * len(runs)
+            results = pool.map(_train, [script] * len(runs), flags, evaluations)
+            for (name, seed, _), result in zip(runs, results, strict=True):
                 rows.append({**common, "model": name, "seed": str(seed), **_shown(result, scores)})
                 write_csv(out, (*COLUMNS, *scores), rows)
 
@@ -100,21 +104,32 @@ def _flags(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Pat
     }
 
 
-def _train(script: str, flags: dict[str, Any]) -> dict[str, float]:
+def _train(script: str, flags: dict[str, Any], evaluations: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Train in this process with one thread; its processor time includes start-up, evaluation and generation."""
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    metrics = importlib.import_module(f"hf_hybrid.training.{script}").main(
-        [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in flags.items()]
-    )
-    model = getattr(transformers, AUTO_CLASSES[script]).from_pretrained(flags["output_dir"])
+
+    def call(flags: dict[str, Any]) -> dict[str, float]:
+        arguments = {k: json.dumps(value) if isinstance(value, dict) else value for k, value in flags.items()}
+        return importlib.import_module(f"hf_hybrid.training.{script}").main(
+            [f"--{name}={value}" for name, value in arguments.items()]
+        )
+
+    metrics, trained = call(flags), flags["output_dir"]
+    minutes = time.process_time() / 60
+    left_out = {"model_type", "config_overrides", "tokenizer_type", "tokenizer_vocab_size", "do_train", "train_file"}
+    again = {name: value for name, value in flags.items() if name not in left_out}
+    for name, more in evaluations.items():
+        place = {"model_name_or_path": trained, "output_dir": Path(trained) / f"evaluation-{_slug(name)}"}
+        metrics |= {f"{metric}, {name}": value for metric, value in call(again | more | place).items()}
+    model = getattr(transformers, AUTO_CLASSES[script]).from_pretrained(trained)
     return {
         **metrics,
         "parameters": model.num_parameters(),
         "steps": flags["max_steps"],
-        "cpu_minutes": time.process_time() / 60,
+        "cpu_minutes": minutes,
     }
 
 
@@ -157,7 +172,9 @@ def _shown(values: dict[str, float], scores: Sequence[str]) -> Row:
     digits = {"parameters": 0, "steps": 0, "cpu_minutes": 1, "eval_loss": 4, "eval_bits_per_byte": 4}
     digits |= dict.fromkeys(("eval_accuracy", "eval_f1", "eval_matthews_correlation"), 3)
     shown = ("parameters", "steps", "cpu_minutes", *scores)
-    return {name: f"{value:.{digits.get(name, 2)}f}" for name, value in values.items() if name in shown}
+    return {
+        name: f"{value:.{digits.get(name.partition(',')[0], 2)}f}" for name, value in values.items() if name in shown
+    }
 
 
 TITLES = {

@@ -240,7 +240,7 @@ class ImplicitConv(ImplicitFilter):
         if u.shape[1] == 1:
             wide = torch.promote_types(u.dtype, taps.dtype)
             last = inputs[:, -taps.shape[1] :].to(wide)
-            y = torch.einsum("blh,clh->cbh", last, taps.flip(1).to(wide)) + self.D[:, None].to(wide) * last[:, -1]
+            y = torch.einsum("blh,clh->cbh", last.flip(1), taps.to(wide)) + self.D[:, None].to(wide) * last[:, -1]
             y = y[:, :, None]
         elif self.num_filters > 1:
             y = filter_bank_conv(inputs, taps.mT, skip=self.D)[:, :, -u.shape[1] :]

@@ -31,6 +31,24 @@ VARIANTS = [
     for kind, filters in FILTERS.items()
 ]
 every_variant = pytest.mark.parametrize("options", VARIANTS)
+LAYOUTS = {
+    "windows of one token": {"window": 1},
+    "strictly before": {"include_self": False},
+    "windows apart": {"sliding_context_layers": False},
+    "windows of one token, apart, strictly before": {
+        "window": 1,
+        "include_self": False,
+        "sliding_context_layers": False,
+    },
+}
+every_layout = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({**TYPES[name], **layout}, id=f"{name}, {where}")
+        for name in ("single head", "multi head", "multi filter")
+        for where, layout in LAYOUTS.items()
+    ],
+)
 
 
 def base_model(seed=0, **options) -> BstModel:
@@ -80,6 +98,11 @@ def test_nothing_leaks_whichever_token_changes(options, attention):
     assert own > 1e-3
     # two layers of windows reach eight tokens back; the states reach all
     assert difference[0, 2 * WINDOW :].min() > 1e-9
+
+
+@every_layout
+def test_nothing_leaks_however_windows_lie(options):
+    assert leak(changes(base_model(**options), use_cache=False))[0] < 1e-12
 
 
 def test_without_states_only_windows_are_seen():
@@ -422,6 +445,15 @@ def decode(model, x, stops, mask=None):
 @pytest.mark.parametrize("stops", [[18], [10, 18], [4, 5, 6, 18], [3, 15, 16, 17, 18]], ids=str)
 def test_rows_in_different_places_decode_as_alone(options, stops):
     """Left padding puts every row elsewhere in its window; one has no token before the third stretch at the least."""
+    check_decoding(options, stops)
+
+
+@every_layout
+def test_decoding_however_windows_lie(options):
+    check_decoding(options, [3, 15, 16, 17, 18])
+
+
+def check_decoding(options, stops):
     model = base_model(**options)
     x, lengths = embedded(4, LENGTH, 32), (18, 9, 13, 5)
     mask = (torch.arange(LENGTH) >= LENGTH - torch.tensor(lengths)[:, None]).long()
@@ -664,9 +696,12 @@ def test_bad_inputs_are_named():
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
     with pytest.raises(
-        ValueError, match=r"attention_mask must be of shape \(batch, length\) for a model with context"
+        ValueError, match=r"attention_mask must be of shape \(batch, length\) = \(1, 3\).*got \(1, 1, 3, 3\)"
     ):
         model(inputs_embeds=x, attention_mask=torch.zeros(1, 1, 3, 3))
+    cache = model(inputs_embeds=x, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask must be .* = \(1, 6\).*got \(1, 3\)"):
+        model(inputs_embeds=x, attention_mask=torch.ones(1, 3), past_key_values=cache)
     model.config.bst_layers = [2]
     with pytest.raises(StrictDataclassError):
         BstModel(model.config)

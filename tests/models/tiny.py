@@ -96,7 +96,7 @@ ADAPTED = {
     "srformer_t5": ["q", "v"],
 }
 # model types whose config may scale embeddings
-SCALED = {"spade", "chela"}
+SCALED = {"bst", "spade", "chela"}
 
 ATTENTION_FREE = {"chela"}  # model types without softmax attention, and so without its implementations and weights
 MODEL_CLASSES = [

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..dispatch import full_precision
-from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum
+from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
 from ..long_conv import torch_impl as conv_impl
 from .discrete import (
     S4Blocks,
@@ -162,6 +162,10 @@ class _System:
         self, u: torch.Tensor, skip: torch.Tensor | None, max_length: int | None, adjoint: bool = False
     ) -> torch.Tensor:
         """The convolution, or its transpose: `(B, T, H)` to `(B, T, H)` in u's dtype."""
+        if not self.reuse and not adjoint:  # a kernel that is used once has no spectrum to keep
+            taps = u.shape[1] if max_length is None else min(u.shape[1], max_length)
+            kernel = self.kernel(taps, self.dtype(u))
+            return long_conv(u, kernel[0], reverse_kernel=kernel[1] if kernel.shape[0] == 2 else None, skip=skip)
         spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
         return conv_impl.spectral_conv(u, spectrum, n_fft, skip, adjoint, "auto")
 

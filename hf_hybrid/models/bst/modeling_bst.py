@@ -37,7 +37,7 @@ from ..decoder import (
     first_kept,
 )
 from ..generation import StatefulGenerationMixin
-from ..heads import CausalLMForward, make_lm_head, pool
+from ..heads import CausalLMForward, make_embedding, make_lm_head, pool
 from .configuration_bst import BstConfig
 
 logger = logging.get_logger(__name__)
@@ -256,7 +256,8 @@ class BstContext(LocalAttention):
         )
         if not return_state:
             return output, None
-        dropped = max(0, key.shape[1] - self.config.window + 1)
+        # one at least: without any, the next tokens would look like a whole sequence
+        dropped = max(0, key.shape[1] - max(self.config.window, 2) + 1)
         return output, ContextState(after, key[:, dropped:], value[:, dropped:])
 
     def _attend_to_window_before(
@@ -496,12 +497,7 @@ class BstModel(BstPreTrainedModel):
     def __init__(self, config: BstConfig):
         super().__init__(config)
         config.validate()  # from_pretrained may have set fields without checking them
-        if config.adaptive_cutoffs is None:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        else:
-            self.embed_tokens = AdaptiveEmbedding(
-                config.vocab_size, config.hidden_size, config.adaptive_cutoffs, config.adaptive_factor
-            )
+        self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList(BstLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
@@ -525,10 +521,7 @@ class BstModel(BstPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        hidden_states = inputs_embeds
-        if self.config.scale_embeddings:
-            hidden_states = hidden_states * self.config.hidden_size**0.5
-        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.dropout(inputs_embeds)
         place = self._place(attention_mask, past_key_values, *hidden_states.shape[:2])
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer where generation asks for an early exit
             hidden_states = layer(hidden_states, place, past_key_values=past_key_values, **kwargs)
@@ -538,12 +531,12 @@ class BstModel(BstPreTrainedModel):
 
     def _place(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Place:
         """Say where the next tokens lie; how far rows have come is a question to the device, asked only if needed."""
-        if attention_mask is not None and self.config.bst_layers and attention_mask.dim() != 2:
+        past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
+        if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
             raise ValueError(
-                f"attention_mask must be of shape (batch, length) for a model with context states; "
+                f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so far; "
                 f"got {tuple(attention_mask.shape)}"
             )
-        past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
         limit = self.config.filter_length
         if self.config.bst_layers and self.config.context_filter == "unstructured" and past + length > limit:
             logger.warning_once(

@@ -84,8 +84,9 @@ def s4_kernel(
     K[l] = C Abar^l Bbar = 2 Re sum over one of each conjugate pair,  A = diag(w) - P P^H, bilinear transform
     (SPADE, eqs. 3 to 5)
 
-    Always computed in float64; the result is rounded once. Memory stays under a few hundred MiB, also in a
-    backward, which recomputes tiles of channels.
+    Always computed in float64; the result is rounded once. Memory beside it stays under a few hundred MiB. A backward
+    of ``"two_level"`` is computed in C's precision and keeps O(N sqrt(L)) numbers per channel; one of ``"cauchy"`` is
+    computed in float64 and computes tiles of channels again.
 
     Args:
         C: Output filters, `(C, H, M)`, complex.
@@ -98,7 +99,7 @@ def s4_kernel(
             to rounding.
 
     Returns:
-        `(C, H, L)`, real, in C's precision. Differentiable in every tensor.
+        `(C, H, L)`, real, in C's precision. Differentiable in every tensor, with ``"two_level"`` once.
 
     Raises:
         ValueError: A shape does not fit, the length is not positive or the algorithm unknown.

@@ -117,16 +117,15 @@ def to_real_row(x: torch.Tensor) -> torch.Tensor:
     return 2 * torch.cat([x.real, -x.imag], dim=-1)
 
 
+def dense_diagonal(decay: torch.Tensor) -> torch.Tensor:
+    """A complex diagonal `(H, M)` over real coordinates, `(H, N, N)`."""
+    real, imag = torch.diag_embed(decay.real), torch.diag_embed(decay.imag)
+    return torch.cat([torch.cat([real, -imag], dim=-1), torch.cat([imag, real], dim=-1)], dim=-2)
+
+
 def dense_transition(step: S4Step) -> torch.Tensor:
     """Abar over real coordinates, `(H, N, N)`: a contraction, so that its powers stay accurate."""
-    diagonal = torch.cat(
-        [
-            torch.cat([torch.diag_embed(step.decay.real), torch.diag_embed(-step.decay.imag)], dim=-1),
-            torch.cat([torch.diag_embed(step.decay.imag), torch.diag_embed(step.decay.real)], dim=-1),
-        ],
-        dim=-2,
-    )
-    return diagonal + to_real(step.column)[..., None] * to_real_row(step.row)[..., None, :]
+    return dense_diagonal(step.decay) + to_real(step.column)[..., None] * to_real_row(step.row)[..., None, :]
 
 
 def s4_block_constants(C: torch.Tensor, step: S4Step, dtype: torch.dtype = torch.float32) -> S4Blocks:

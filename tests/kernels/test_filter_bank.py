@@ -83,6 +83,7 @@ def system(channels=6, size=8):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_window_states_are_the_recurrences(window, dtype, monkeypatch):
     monkeypatch.setattr(windows_module, "_TILE", 1 << 9)  # several tiles of channels
+    monkeypatch.setattr(windows_module, "BLOCK", 4)  # and of a longer window several blocks
     u, (B, P, w, dt) = draw(2, 29, 6), system()
     C = torch.zeros(1, 6, 4, dtype=w.dtype)
     ends = range(window, 30, window)
@@ -96,11 +97,14 @@ def test_window_states_are_the_recurrences(window, dtype, monkeypatch):
 
 
 def test_window_states_gradients(monkeypatch):
+    """Window 3 is one block, window 4 is two of 2 tokens."""
     monkeypatch.setattr(windows_module, "_TILE", 1 << 9)
+    monkeypatch.setattr(windows_module, "BLOCK", 2)
     u, (B, P, w, dt) = draw(1, 11, 2), system(channels=2, size=4)
     inputs = [x.clone().requires_grad_() for x in (u, B, P, w, dt)]
+    for window in (3, 4):
 
-    def real(*x):
-        return torch.view_as_real(s4_window_states(*x, 3, torch.float64))
+        def real(*x, window=window):
+            return torch.view_as_real(s4_window_states(*x, window, torch.float64))
 
-    assert torch.autograd.gradcheck(real, inputs)
+        assert torch.autograd.gradcheck(real, inputs)

@@ -19,6 +19,7 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4_step,
     s4_step_constants,
     torch_impl,
+    two_level,
 )
 from tests.tolerances import assert_close
 
@@ -210,8 +211,11 @@ def test_gradients_in_single_precision(size):
 def test_opcheck(blocks):
     C, B, P, w, dt = random_system(4)
     step = [x.detach().requires_grad_() for x in s4_step_constants(B, P, w, dt)]
-    torch.library.opcheck(torch_impl.s4_two_level, (*step, C.requires_grad_(), *blocks))
-    torch.library.opcheck(torch_impl.s4_two_level, (*step, C.detach().to(torch.complex64).requires_grad_(), *blocks))
+    torch.library.opcheck(two_level._two_level, (*step, C.requires_grad_(), *blocks))
+    torch.library.opcheck(two_level._two_level, (*step, C.detach().to(torch.complex64).requires_grad_(), *blocks))
+    torch.library.opcheck(two_level._block, (*step, blocks[0], torch.complex128))
+    added, power = draw(blocks[1], 4, 2, 4).requires_grad_(), draw(4, 4, 4).requires_grad_()
+    torch.library.opcheck(two_level.s4_scan, (added, power))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -77,11 +77,12 @@ def s4_step_constants(B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: tor
     row = P.conj_physical() * G
     scale = 0.5 * dt / (1 + dt * (row * P).real.sum(-1, keepdim=True))
     column = -2 * scale * G * P
-    applied = G * B + 0.5 * column * _two_re(row * B)
+    applied = G * B + 0.5 * column * two_re(row * B)
     return S4Step(decay=2 * G - 1, column=column, row=row, input=dt * applied)
 
 
-def _two_re(product: torch.Tensor) -> torch.Tensor:
+def two_re(product: torch.Tensor) -> torch.Tensor:
+    """2Re of the sum over modes, `(..., 1)`: an inner product over both conjugate halves."""
     return 2 * product.sum(-1, keepdim=True).real
 
 
@@ -97,7 +98,7 @@ def s4_step(state: torch.Tensor, u: torch.Tensor, C: torch.Tensor, step: S4Step)
     Returns:
         y `(B, C, H)`, real, which includes the token itself (lag 0), and the next state `(B, H, M)`.
     """
-    state = step.decay * state + step.column * _two_re(step.row * state) + step.input * u[..., None]
+    state = step.decay * state + step.column * two_re(step.row * state) + step.input * u[..., None]
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
@@ -171,7 +172,7 @@ def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch
         x = (blocks.inputs[..., BLOCK - head :] @ u[:, :head]).transpose(1, 2)
         if state is not None:
             for _ in range(head):
-                state = step.decay * state + step.column * _two_re(step.row * state)
+                state = step.decay * state + step.column * two_re(step.row * state)
             x = x + to_real(state).transpose(0, 1).to(dtype)
         # what every block adds, in one product per channel
         whole = u[:, head:].reshape(channels, -1, BLOCK, batch).transpose(1, 2)

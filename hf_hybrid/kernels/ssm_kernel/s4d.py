@@ -20,7 +20,7 @@ import torch
 from ..dispatch import full_precision
 from ..long_conv import torch_impl as conv_impl
 from .discrete import BLOCK, check_system
-from .torch_impl import _TILE, _recomputed
+from .torch_impl import _TILE, recomputed
 
 DISCRETIZATIONS = ("zoh", "bilinear")
 
@@ -243,5 +243,5 @@ def s4d_kernel(
     parts = []
     for start in range(0, channels, tile):
         part = slice(start, start + tile)
-        parts.append(_recomputed(make, C[:, part], B[part], w[part], dt[part], length).to(out_dtype))
+        parts.append(recomputed(make, C[:, part], B[part], w[part], dt[part], length).to(out_dtype))
     return torch.cat(parts, dim=1)

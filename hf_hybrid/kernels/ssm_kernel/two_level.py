@@ -1,0 +1,341 @@
+"""Powers of Abar without squarings: taps of S4's kernel, and what advances a state by a block of tokens.
+
+Abar is diagonal plus ``g f``, a column times a row, so that an orbit ``Abar^j x`` takes O(N) per step and a power
+``Abar^R = D^R + sum_j (Abar^j g) (f D^(R-1-j))`` is a product of N x R and R x N, whose left factor is an orbit too.
+It is a contraction in these coordinates (its generator's Hermitian part is negative): powers cost accuracy only as
+fast as the recurrence itself does.
+
+Forwards are computed in float64 and rounded once. Backwards run the orbits back, ``la_j = dx_j + Abar' la_(j+1)``, in
+the precision that their caller works in, and keep no more than the rounded orbits, O(N R) per channel.
+
+H channels · M = N/2 modes · C output filters · L taps · R tokens of a block · n blocks
+"""
+
+from math import ceil, isqrt, log2
+from typing import Any
+
+import torch
+
+from ..dispatch import full_precision
+from .discrete import S4Step, dense_diagonal, to_complex, to_real, to_real_row, two_re
+
+
+def two_level_kernel(C: torch.Tensor, step: S4Step, length: int) -> torch.Tensor:
+    """The taps of a few channels, as ``C Abar^(iR)`` times ``Abar^j Bbar`` for l = i R + j.
+
+    Args:
+        C: `(C, H, M)`, complex, in the precision of the backward.
+        step: In complex128.
+        length: L.
+
+    Returns:
+        `(C, H, L)`, float64. Differentiable once.
+    """
+    block = 1 << ceil(log2(max(1, isqrt(length - 1) + 1)))
+    kernel = _two_level(*step, C, block, -(-length // block))[0]
+    return kernel.permute(2, 0, 1, 3).reshape(*C.shape[:2], -1)[..., :length]
+
+
+def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What advances the states of a few channels by a block of tokens.
+
+    Args:
+        step: In complex128.
+        block: R.
+        dtype: Complex precision of the results and of the backward.
+
+    Returns:
+        ``Abar^j Bbar`` for j < R, `(R, H, M)`, and Abar^R over real coordinates, `(H, N, N)`. Differentiable once.
+    """
+    states, power = _block(*step, block, dtype)
+    return states[:, :, 0], power
+
+
+# orbits
+
+
+def _advance(x: torch.Tensor, decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """One step without an input; with ``(conj D, conj f, conj g)`` for ``(D, g, f)``, its adjoint."""
+    return torch.addcmul(column * two_re(row * x), decay, x)
+
+
+def _orbits(
+    decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int
+) -> torch.Tensor:
+    """``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
+    states = [torch.stack([input, column], dim=1)]
+    constants = [x[:, None] for x in (decay, column, row)]
+    while len(states) < block:
+        states.append(_advance(states[-1], *constants))
+    return torch.stack(states)
+
+
+def _power(
+    states: torch.Tensor, decay: torch.Tensor, row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Abar^R `(H, N, N)`, its factors, each `(H, R, N)`, and ``D^(R-1), ..., 1``, `(R, H, M)`, in states' precision.
+
+    Powers of D come from complex128: those of a rounded D would be wrong by R times as much.
+    """
+    block, square, powers = len(states), decay, torch.ones_like(decay)[None]
+    while len(powers) < block:
+        powers = torch.cat([powers * square, powers])
+        square = square * square
+    powers = powers[-block:]
+    left, right = (
+        x.to(states.real.dtype).transpose(0, 1).contiguous()
+        for x in (to_real(states[:, :, 1]), to_real_row(row * powers))
+    )
+    power = torch.baddbmm(dense_diagonal(powers[0] * decay).to(left.dtype), left.mT, right)
+    return power, left, right, powers.to(states.dtype)
+
+
+def _orbits_grad(
+    orbit_grad: torch.Tensor,
+    power_grad: torch.Tensor,
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    states: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    powers: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of decay, column, row and input, in complex128, from those of the orbits and of Abar^R.
+
+    Args:
+        orbit_grad: `(R, H, 2, M)`.
+        power_grad: `(H, N, N)`.
+        decay: D, `(H, M)`.
+        column: g, alike.
+        row: f, alike.
+        states: From `_orbits`.
+        left: From `_power`.
+        right: Alike.
+        powers: Alike.
+    """
+    block = len(states)
+    powers, decay, column, row = (x.to(states.dtype).conj_physical() for x in (powers, decay, column, row))
+    # Abar^R: its right factor, its diagonal and its left factor, which is an orbit
+    factor_grad = 2 * to_complex(left @ power_grad).conj_physical().transpose(0, 1)
+    exponents = torch.arange(block - 1, 0, -1, device=decay.device)[:, None, None]
+    decay_grad = row * (exponents * powers[1:] * factor_grad[:-1]).sum(0)
+    decay_grad += block * powers[0] * _dense_diagonal_grad(power_grad)
+    row_grad = (powers * factor_grad).sum(0)
+    orbit_grad = orbit_grad.clone(memory_format=torch.contiguous_format)
+    orbit_grad[:, :, 1] += to_complex(right @ power_grad.mT).transpose(0, 1)
+    # the orbits
+    adjoint = [x[:, None] for x in (decay, row, column)]
+    for j in reversed(range(block - 1)):
+        orbit_grad[j] += _advance(orbit_grad[j + 1], *adjoint)
+    before, after = states[:-1].conj_physical(), orbit_grad[1:]
+    decay_grad += (before * after).sum((0, 2))
+    row_grad += (before * two_re(adjoint[2] * after)).sum((0, 2))
+    column_grad = orbit_grad[0, :, 1] + (two_re(before * adjoint[1]) * after).sum((0, 2))
+    grads = [x.to(torch.complex128) for x in (decay_grad, column_grad, row_grad)]
+    return grads[0], grads[1], grads[2], orbit_grad[0, :, 0].to(torch.complex128, copy=True)
+
+
+def _dense_diagonal_grad(grad: torch.Tensor) -> torch.Tensor:
+    """Adjoint of `dense_diagonal`."""
+    real, imag = (x.chunk(2, dim=-1) for x in grad.chunk(2, dim=-2))
+    diagonals = [x.diagonal(dim1=-2, dim2=-1) for x in (*real, *imag)]
+    return torch.complex(diagonals[0] + diagonals[3], diagonals[2] - diagonals[1])
+
+
+# a block as an op
+
+
+@torch.library.custom_op("hf_hybrid::s4_block", mutates_args=())
+def _block(
+    decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both orbits, `(R, H, 2, M)`, and Abar^R; arguments as the fields of an `S4Step`."""
+    states = _orbits(decay, column, row, input, block)
+    power = _power(states, decay, row)[0]
+    rounded = states.to(dtype)
+    return rounded, power.to(rounded.real.dtype)
+
+
+@_block.register_fake
+def _(
+    decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    channels, modes = decay.shape
+    states = decay.new_empty(block, channels, 2, modes, dtype=dtype)
+    return states, states.real.new_empty(channels, 2 * modes, 2 * modes)
+
+
+@torch.library.custom_op("hf_hybrid::s4_block_grad", mutates_args=())
+def _block_grad(
+    orbit_grad: torch.Tensor,
+    power_grad: torch.Tensor,
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `_block`'s tensors."""
+    with full_precision(decay.device):
+        _, *factors = _power(states, decay, row)
+        return _orbits_grad(orbit_grad, power_grad, decay, column, row, states, *factors)
+
+
+@_block_grad.register_fake
+def _(
+    orbit_grad: torch.Tensor,
+    power_grad: torch.Tensor,
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(decay), torch.empty_like(decay), torch.empty_like(decay), torch.empty_like(decay)
+
+
+def _block_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:3], output[0])
+
+
+def _block_backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_block_grad(*grads, *ctx.saved_tensors), None, None
+
+
+_block.register_autograd(_block_backward, setup_context=_block_context)
+
+
+# from block to block
+
+
+def _run(added: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+    states = [added[0]]
+    for more in added[1:]:
+        states.append(torch.baddbmm(more, states[-1], power))
+    return torch.stack(states)
+
+
+def _by_channel(x: torch.Tensor) -> torch.Tensor:
+    """Order `(n, H, B, N)` as `(H, n B, N)`."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+@torch.library.custom_op("hf_hybrid::s4_scan", mutates_args=())
+def s4_scan(added: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+    """``x_i = x_(i-1) power + added_i``.
+
+    Args:
+        added: `(n, H, B, N)`.
+        power: `(H, N, N)`, which acts on rows.
+
+    Returns:
+        Like `added`. Differentiable.
+    """
+    with full_precision(added.device):
+        return _run(added, power)
+
+
+@s4_scan.register_fake
+def _(added: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(added, memory_format=torch.contiguous_format)
+
+
+def _scan_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(output, inputs[1])
+
+
+def _scan_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    states, power = ctx.saved_tensors
+    added_grad = s4_scan(grad.flip(0), power.mT).flip(0)
+    return added_grad, _by_channel(states[:-1]).mT @ _by_channel(added_grad[1:])
+
+
+s4_scan.register_autograd(_scan_backward, setup_context=_scan_context)
+
+
+# taps as an op
+
+
+@torch.library.custom_op("hf_hybrid::s4_two_level", mutates_args=())
+def _two_level(
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    input: torch.Tensor,
+    C: torch.Tensor,
+    block: int,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``C Abar^(iR)`` times ``Abar^j Bbar``, `(H, n, C, R)`, both orbits of a block, and the rows `(n, H, C, N)`.
+
+    Only the first result is float64; the others are what the backward needs, in C's precision.
+    """
+    states = _orbits(decay, column, row, input, block)
+    rows = to_real_row(C.to(states.dtype)).transpose(0, 1)
+    rows = _run(torch.cat([rows[None], rows.new_zeros(count - 1, *rows.shape)]), _power(states, decay, row)[0])
+    kernel = _by_channel(rows) @ _by_channel(to_real(states[:, :, :1])).mT
+    return kernel.unflatten(1, (count, -1)), states.to(C.dtype), rows.to(C.real.dtype)
+
+
+@_two_level.register_fake
+def _(
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    input: torch.Tensor,
+    C: torch.Tensor,
+    block: int,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    filters, channels, modes = C.shape
+    return (
+        decay.real.new_empty(channels, count, filters, block),
+        C.new_empty(block, channels, 2, modes),
+        C.real.new_empty(count, channels, filters, 2 * modes),
+    )
+
+
+@torch.library.custom_op("hf_hybrid::s4_two_level_grad", mutates_args=())
+def _two_level_grad(
+    grad: torch.Tensor,
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `_two_level`'s tensors."""
+    grad = grad.to(rows.dtype).flatten(1, 2)
+    with full_precision(grad.device):
+        power, *factors = _power(states, decay, row)
+        row_grad = grad @ _by_channel(to_real(states[:, :, :1]))
+        row_grad = row_grad.unflatten(1, (len(rows), -1)).transpose(0, 1)
+        row_grad = _run(row_grad.flip(0), power.mT).flip(0)
+        power_grad = _by_channel(rows[:-1]).mT @ _by_channel(row_grad[1:])
+        orbit_grad = to_complex(grad.mT @ _by_channel(rows)).transpose(0, 1)
+        orbit_grad = torch.stack([orbit_grad, torch.zeros_like(orbit_grad)], dim=2)
+        grads = _orbits_grad(orbit_grad, power_grad, decay, column, row, states, *factors)
+    return *grads, 2 * to_complex(row_grad[0]).conj_physical().transpose(0, 1).contiguous()
+
+
+@_two_level_grad.register_fake
+def _(
+    grad: torch.Tensor,
+    decay: torch.Tensor,
+    column: torch.Tensor,
+    row: torch.Tensor,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    like = [torch.empty_like(decay) for _ in range(4)]
+    return like[0], like[1], like[2], like[3], states.new_empty(rows.shape[2], *decay.shape)
+
+
+def _two_level_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output[1:])
+
+
+def _two_level_backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_two_level_grad(grad, *ctx.saved_tensors), None, None
+
+
+_two_level.register_autograd(_two_level_backward, setup_context=_two_level_context)

@@ -59,10 +59,27 @@ class RelativePositionBias(nn.Embedding):
 
     def forward(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the bias of every head for every offset, ``(H, *offsets.shape)``, in the table's dtype."""
-        buckets = relative_position_bucket(
+        return functional.embedding(self._buckets(offsets), self.weight).movedim(-1, 0)
+
+    def recency_biases(self) -> torch.Tensor:
+        """The table of a preference for what is near, -2^(-8 h / H) d for head h = 1 ... H and a bucket's nearest d.
+
+        These are the slopes of ALiBi (Press et al. 2022, section 3). Buckets that no distance falls into have 0.
+
+        Returns:
+            `(num_buckets, H)`, on the CPU.
+        """
+        offsets = torch.arange(-self.max_distance, self.max_distance + 1)
+        nearest = torch.full((self.num_embeddings,), self.max_distance + 1)
+        nearest.scatter_reduce_(0, self._buckets(offsets), offsets.abs(), "amin")
+        nearest.masked_fill_(nearest > self.max_distance, 0)
+        slopes = 2.0 ** (-8 / self.embedding_dim * torch.arange(1, self.embedding_dim + 1))
+        return -nearest[:, None] * slopes
+
+    def _buckets(self, offsets: torch.Tensor) -> torch.Tensor:
+        return relative_position_bucket(
             offsets,
             bidirectional=self.bidirectional,
             num_buckets=self.num_embeddings,
             max_distance=self.max_distance,
         )
-        return functional.embedding(buckets, self.weight).movedim(-1, 0)

@@ -8,6 +8,8 @@ from transformers.activations import ACT2FN
 
 from hf_hybrid.suggestions import did_you_mean
 
+RELATIVE_ATTENTION_INITS = ("normal", "recency")
+
 
 def check_positive_integers(config: PreTrainedConfig, fields: Iterable[str]):
     """Raise ValueError unless each of these fields is None or at least 1."""
@@ -59,6 +61,7 @@ def check_activation(config: PreTrainedConfig):
 
 def check_relative_attention(config: PreTrainedConfig):
     """Raise ValueError unless there can be such a table of T5's relative position biases."""
+    check_choices(config, {"relative_attention_init": RELATIVE_ATTENTION_INITS})
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
     if buckets < 4 or buckets % 2:
         raise ValueError(f"relative_attention_num_buckets must be even and at least 4; got {buckets}")

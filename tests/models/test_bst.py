@@ -580,14 +580,21 @@ def test_weights_start_as_documented():
     for tensor, std in (
         (model.model.embed_tokens.weight, 1.0),
         (model.lm_head.weight, 1.0),
-        (model.model.layers[0].attention.relative_attention_bias.weight, 0.02),
-        (model.model.layers[0].attention.q_proj.weight, 0.02),
-        (context.k_proj.weight, 0.02),
+        (model.model.layers[0].attention.q_proj.weight, 1 / 16),
+        (context.k_proj.weight, 1 / 16),
         (context.initial_states, 0.1),
         (context.state_embedding, 0.1),
     ):
         assert 0.7 * std < tensor.std() < 1.3 * std
     assert (context.score_scale == 1).all()
+    # ALiBi's slopes of 4 heads times the buckets' nearest distances: 16 of one token each, then ever wider ones
+    table = model.model.layers[0].attention.relative_attention_bias.weight
+    assert table[[0, 1, 15, 16]].tolist() == [[-d * 4.0**-h for h in (1, 2, 3, 4)] for d in (0, 1, 15, 16)]
+    assert (table[16:-1] > table[17:]).all()
+    assert -128 < 4 * table[-1, 0] < -100
+    config = BstConfig.from_preset("tiny", vocab_size=1000, relative_attention_init="normal", initializer_range=0.02)
+    table = BstForCausalLM(config).model.layers[0].attention.relative_attention_bias.weight
+    assert 0.014 < table.std() < 0.026
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "first"])
@@ -675,6 +682,7 @@ def test_the_papers_layers_and_their_defaults():
         ({"adaptive_cutoffs": [5, 5]}, "adaptive_cutoffs must be a list of ascending token ids"),
         ({"is_decoder": False}, "is_decoder must be True, since a Block-State Transformer is causal"),
         ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be even and at least 4; got 3"),
+        ({"relative_attention_init": "alibi"}, "relative_attention_init must be one of normal, recency; got 'alibi'"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\); got 1.0"),
         ({"pad_token_id": 40000}, "pad_token_id must lie in the vocabulary"),
         ({"hidden_act": "rellu"}, "hidden_act must name an activation.*Did you mean 'relu'"),

@@ -302,6 +302,16 @@ def test_state_space_model_keeps_its_precision():
     assert first_mixer(model).aggregate.weight.dtype == torch.bfloat16
 
 
+def test_relative_biases_may_begin_with_what_is_near():
+    """ALiBi's slopes, 2^-4 and 2^-8 for two heads, the same in both directions; see `test_bst` for one direction."""
+    model = encoder(num_attention_heads=2, share_relative_bias=True, relative_attention_init="recency")
+    table = model.encoder.relative_attention_bias
+    offsets = torch.arange(-8, 9)
+    expected = -offsets.abs() * torch.tensor([[2.0**-4], [2.0**-8]])
+    assert_close(table(offsets), expected, "exact")
+    assert (table(torch.tensor([-500, 500])) < table(torch.tensor([-60, 60]))).all()
+
+
 # other options -------------------------------------------------------------------------------------------------------
 
 OPTIONS = [
@@ -309,6 +319,7 @@ OPTIONS = [
     {"norm_position": "pre", "final_norm": False},
     {"embedding_norm": False},
     {"norm_type": "rms_norm"},
+    {"relative_attention_init": "recency"},
     {"feed_forward_bias": False, "gated_feed_forward": True, "hidden_act": "gelu_new"},
     {"scale_attention": False, "attention_bias": True},
     {"attention_type": "chunk"},

@@ -82,7 +82,8 @@ class BstConfig(PreTrainedConfig):
         dropout: Dropout on embeddings and on the output of every sub-layer.
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that outputs
+            of a projection begin as large as its inputs at every width.
         embedding_initializer_range: That of token embeddings.
         window: W: tokens that self-attention reaches, and distance at which context states are renewed.
         include_self: Whether the W tokens end with the query's own; without, they are the W before it.
@@ -90,6 +91,8 @@ class BstConfig(PreTrainedConfig):
         scale_attention: Whether scores are multiplied by ``head_dim ** -0.5`` otherwise.
         relative_attention_num_buckets: Buckets of the relative position bias, of which every layer has a table.
         relative_attention_max_distance: Distance from which on all positions share a bucket.
+        relative_attention_init: What the biases start from: `"normal"`, small random numbers as in T5, or `"recency"`,
+            a preference for what is near, of another reach in every head, which optimizers take long to find.
         bst_layers: Layers, counted from 0, that attend to context states; those of 1, 7 and 9 that there are when
             None. With ``[]`` the model is a sliding-window transformer.
         sliding_context_layers: Whether self-attention in those layers slides as well; without, it keeps to windows
@@ -155,7 +158,7 @@ class BstConfig(PreTrainedConfig):
     dropout: float | int = 0.05
     attention_dropout: float | int = 0.05
     activation_dropout: float | int = 0.0
-    initializer_range: float | int = 0.02
+    initializer_range: float | int | None = None
     embedding_initializer_range: float | int = 1.0
     window: int = 512
     include_self: bool = True
@@ -163,6 +166,7 @@ class BstConfig(PreTrainedConfig):
     scale_attention: bool = True
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
+    relative_attention_init: str = "recency"
     bst_layers: list[int] | None = None
     sliding_context_layers: bool = True
     context_type: str = "single_head"
@@ -221,6 +225,7 @@ class BstConfig(PreTrainedConfig):
         for field, default in {
             "bst_layers": [layer for layer in PAPER_LAYERS if layer < self.num_hidden_layers],
             "context_shift": "window" if self.context_type == "multi_filter" else "none",
+            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
             "scale_embeddings": self.adaptive_cutoffs is not None,
             "scale_decoder_outputs": self.adaptive_cutoffs is None,
             "classifier_dropout": self.dropout,

@@ -459,6 +459,8 @@ class BstPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
             module.reset_parameters()
+        elif isinstance(module, RelativePositionBias) and self.config.relative_attention_init == "recency":
+            init.copy_(module.weight, module.recency_biases())
         elif isinstance(module, HeadwiseLinear):
             init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, nn.Embedding) and not isinstance(module, RelativePositionBias):

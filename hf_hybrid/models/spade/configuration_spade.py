@@ -145,6 +145,8 @@ class SpadeConfig(PreTrainedConfig):
         decoder_attention_type: Decoder self-attention of an encoder-decoder, always causal.
         relative_attention_num_buckets: Buckets of the relative position bias.
         relative_attention_max_distance: Distance from which on all positions share a bucket.
+        relative_attention_init: What the biases start from: `"normal"`, small random numbers as in T5, or `"recency"`,
+            a preference for what is near, of another reach in every head, which optimizers take long to find.
         share_relative_bias: Whether all layers of the encoder or language model use one bias table instead of one
             each; when None, only those of a language model do.
         decoder_share_relative_bias: Whether all decoder layers use one (T5) instead of one each (UMT5).
@@ -241,6 +243,7 @@ class SpadeConfig(PreTrainedConfig):
     decoder_attention_type: str = "full"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
+    relative_attention_init: str = "normal"
     share_relative_bias: bool | None = None
     decoder_share_relative_bias: bool = True
     decoder_position: str = "relative"

@@ -324,6 +324,8 @@ class SpadePreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
             module.reset_parameters()
+        elif isinstance(module, RelativePositionBias) and self.config.relative_attention_init == "recency":
+            init.copy_(module.weight, module.recency_biases())
         elif isinstance(module, nn.Linear) and hasattr(module, "init_scale"):
             # said by the projection itself: transformers calls this for no module without tensors of its own
             init.normal_(module.weight, std=self.config.initializer_range * module.init_scale)

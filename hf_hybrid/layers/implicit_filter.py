@@ -5,6 +5,7 @@ E positional features · F width of the network
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -235,7 +236,7 @@ class ImplicitConv(ImplicitFilter):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Outputs `(B, T, H)`, or `(C, B, T, H)` of several filters."""
         inputs = u if state is None else torch.cat([state, u.to(state.dtype)], dim=1)
-        new_state = self.follow(u, state) if return_state else None
+        new_state = self.follow(u, state, [u.shape[1]])[0] if return_state else None
         taps = self._taps(inputs.shape[1])[0]
         if u.shape[1] == 1:
             wide = torch.promote_types(u.dtype, taps.dtype)
@@ -276,12 +277,13 @@ class ImplicitConv(ImplicitFilter):
             y = torch.einsum("bfh,chf->bch", projected, self.mlp_out_weight[0].to(inputs.dtype))
         return y + self.D.to(inputs.dtype) * inputs[:, -1:]
 
-    def follow(self, u: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The state `(B, L, H)` after masked inputs `(B, T, H)`."""
+    def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
+        """The states `(B, L, H)` before tokens `stops` of masked inputs `(B, T, H)`; the last stop may be T."""
         wide = torch.promote_types(u.dtype, self.mlp_in_weight.dtype)
-        inputs = u.to(wide) if state is None else torch.cat([state.to(wide), u.to(wide)], dim=1)
-        inputs = inputs[:, -self.max_length :]
-        return F.pad(inputs, (0, 0, self.max_length - inputs.shape[1], 0))
+        if state is None:
+            state = u.new_zeros(u.shape[0], self.max_length, u.shape[2], dtype=wide)
+        inputs = torch.cat([state.to(wide), u.to(wide)], dim=1)
+        return [inputs[:, stop : stop + self.max_length].clone() for stop in stops]
 
     def read(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Outputs of all filters at the last token, `(B, C, H)`, given the state behind it and its input `(B, H)`."""

@@ -4,6 +4,7 @@ B batch · T length · H hidden size · S copies of (A, B) · N state size · M 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -196,9 +197,9 @@ class S4(S4Base):
         """Outputs of all filters at the last token of every whole window, `(B, T // window, C, H)`, in u's dtype."""
         return self._system().sample(u, self.D, window)
 
-    def follow(self, u: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The state `(B, H, M, 2)` after masked inputs `(B, T, H)`."""
-        return self._system().follow(u, state)
+    def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
+        """The states `(B, H, M, 2)` before tokens `stops` of masked inputs `(B, T, H)`; the last stop may be T."""
+        return self._system().follow(u, state, stops)
 
     def read(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Outputs of all filters at the last token, `(B, C, H)`, given the state behind it and its input `(B, H)`."""

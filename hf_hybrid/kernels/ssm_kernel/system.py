@@ -10,7 +10,7 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -230,18 +230,22 @@ class _System:
             return y.to(u.dtype), None
         return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, self.blocks(dtype), x))
 
-    def follow(self, u: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The state `(B, H, M, 2)` after `u`, without an output."""
-        dtype = self.dtype(u)
+    def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
+        """The states `(B, H, M, 2)` before tokens `stops` of `u`, which ascend, without an output."""
+        dtype, start, states, blocks = self.dtype(u), 0, [], None
         C, step = self.step(dtype)
         x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
-        if u.shape[1] == 1:
-            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
-            x = self._advance_token(x, u[:, 0].to(dtype), C[:1], step)[1]
-        else:
-            blocks = self._make_blocks(self._make_step(), dtype, self.C[:1])
-            x = self._final_state(u, step, blocks, x)
-        return torch.view_as_real(x)
+        for stop in stops:
+            if stop - start == 1:
+                x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
+                x = self._advance_token(x, u[:, start].to(dtype), C[:1], step)[1]
+            else:
+                if blocks is None:
+                    blocks = self._make_blocks(self._make_step(), dtype, self.C[:1])
+                x = self._final_state(u[:, start:stop], step, blocks, x)
+            states.append(torch.view_as_real(x))
+            start = stop
+        return states
 
     def read(self, state: torch.Tensor, last: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
         """Outputs of all filters at a token.

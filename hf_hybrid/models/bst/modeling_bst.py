@@ -295,7 +295,7 @@ class BstContext(LocalAttention):
         following = ()
         if own is not None:
             following = (self._last_of(from_windows(x.unflatten(1, (count, window)), first, length)) for x in own)
-        return output, ContextState(self.filter.follow(u, None), key, value, *following)
+        return output, ContextState(self.filter.follow(u, None, [length])[0], key, value, *following)
 
     def _window_of(self, x: torch.Tensor, index: int | torch.Tensor) -> torch.Tensor:
         """One window's part for each row, `(B, S, H, K)`, of `(B, n, S, H, K)`."""
@@ -317,38 +317,33 @@ class BstContext(LocalAttention):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState]:
         """Attention to all states of the window before, from a state: stretch by stretch, each within a window."""
-        outputs, done, length, window = [], 0, query.shape[1], self.config.window
-        while done < length:
-            left = [-row - done if row + done < 0 else window - (row + done) % window for row in place.rows]
-            stop = min(length, done + min(left))
-            outputs.append(self._attend_all(query[:, done:stop], state.key, state.value, **kwargs))
-            state = self._read(u[:, done:stop], state)
-            done = stop
-            turning = [i for i, row in enumerate(place.rows) if row + done > 0 and (row + done) % window == 0]
-            if turning:
-                state = self._turn(state, torch.tensor(turning, device=u.device), u[:, done - 1])
-        return torch.cat(outputs, dim=1), state
-
-    def _read(self, u: torch.Tensor, state: ContextState) -> ContextState:
-        """The state after some tokens of a window."""
+        length, window = query.shape[1], self.config.window
+        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in place.rows}
+        stops = sorted({length}.union(*turns.values()))
         if self.sampled:
-            return state._replace(filter=self.filter.follow(u, state.filter))
-        outputs, after = self._filtered(u, state.filter, True)
-        key, value = self._project(outputs)
-        return state._replace(
-            filter=after,
-            next_key=self._last_of(torch.cat([state.next_key, key], dim=1)),
-            next_value=self._last_of(torch.cat([state.next_value, value], dim=1)),
-        )
-
-    def _turn(self, state: ContextState, rows: torch.Tensor, last: torch.Tensor) -> ContextState:
-        """The state where some rows have come to the end of a window, whose last input was `(B, D)`."""
-        if self.sampled:
-            states = self.filter.read(state.filter[rows], last[rows])
-            key, value = (x[:, 0] for x in self._window_pair(states[:, None]))
+            states = self.filter.follow(u, state.filter, stops)
+            state = state._replace(filter=states[-1])
         else:
-            key, value = state.next_key[rows], state.next_value[rows]
-        return state._replace(key=state.key.index_copy(0, rows, key), value=state.value.index_copy(0, rows, value))
+            outputs, after = self._filtered(u, state.filter, True)
+            own = [torch.cat(pair, dim=1) for pair in zip(state[3:], self._project(outputs), strict=True)]
+            state = state._replace(filter=after, next_key=self._last_of(own[0]), next_value=self._last_of(own[1]))
+        attended, start = [], 0
+        for index, stop in enumerate(stops):
+            attended.append(self._attend_all(query[:, start:stop], state.key, state.value, **kwargs))
+            start = stop
+            rows = [i for i, row in enumerate(place.rows) if stop in turns[row]]
+            if not rows:
+                continue
+            rows = torch.tensor(rows, device=u.device)
+            if self.sampled:
+                sampled = self.filter.read(states[index][rows], u[rows, stop - 1])
+                key, value = (x[:, 0] for x in self._window_pair(sampled[:, None]))
+            else:
+                key, value = (x[rows, stop : stop + window] for x in own)
+            state = state._replace(
+                key=state.key.index_copy(0, rows, key), value=state.value.index_copy(0, rows, value)
+            )
+        return torch.cat(attended, dim=1), state
 
     def _attend_all(
         self,

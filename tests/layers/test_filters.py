@@ -102,9 +102,11 @@ def test_following_and_reading_are_the_last_outputs(kind, filters):
     layer, u, state = make(kind, filters), draw(2, 40, H), None
     outputs, expected_state = layer(u, return_state=True)
     outputs = outputs if filters > 1 else outputs[None]
-    for start, stop in ((0, 1), (1, 20), (20, 21), (21, 40)):
-        state = layer.follow(u[:, start:stop], state)
-        assert_close(layer.read(state, u[:, stop - 1]), outputs[:, :, stop - 1].transpose(0, 1), "float64")
+    for start, stops in ((0, [1, 20]), (20, [1]), (21, [2, 3, 19])):
+        states = layer.follow(u[:, start : start + stops[-1]], state, stops)
+        for stop, state in zip(stops, states, strict=True):
+            last = start + stop - 1
+            assert_close(layer.read(state, u[:, last]), outputs[:, :, last].transpose(0, 1), "float64")
     assert_close(state, expected_state, "float64")
 
 

@@ -410,6 +410,23 @@ def test_rows_padded_on_either_side_are_as_alone(options):
             assert_close(actual[row][mask[row] == 1], expected, "float64 gradient")
 
 
+@every_variant
+def test_gradients_reach_through_a_cache(options):
+    """Of inputs long before the last window, by states alone; the same as without a cache."""
+    model = base_model(**options, window=WINDOW, use_cache=True)
+    embeds = model.embed_tokens(tiny_inputs(model, length=LENGTH)["input_ids"]).detach()
+    grads = []
+    for cut in (LENGTH, 8):
+        leaf = embeds.clone().requires_grad_()
+        cache = transformers.DynamicCache(config=model.config)
+        for part in leaf.split([cut, LENGTH - cut] if cut < LENGTH else [cut], dim=1):
+            last = model(inputs_embeds=part, past_key_values=cache, use_cache=True).last_hidden_state
+        last[:, -1].square().sum().backward()
+        grads.append(leaf.grad)
+    assert (grads[0][:, :2].abs().amax((1, 2)) > 0).all()
+    assert_close(grads[1], grads[0], "float64 gradient")
+
+
 def test_windows_can_be_cut_and_put_back():
     x = embedded(3, 7, 2)
     first = torch.tensor([0, 4, 7])

@@ -51,17 +51,17 @@ class Place(NamedTuple):
     Attributes:
         mask: `(B, P + T)`, 1 for tokens to keep; all when None.
         past: P.
-        rows: For each row, where in it the first of these tokens lies, negative before the first kept one; known if
-            there are tokens before these.
+        first: Index of each row's first kept token, `(B,)`; None where that is the first one everywhere, or where no
+            layer asks.
     """
 
     mask: torch.Tensor | None
     past: int
-    rows: list[int] | None
+    first: torch.Tensor | None
 
-    def first(self) -> torch.Tensor | None:
-        """Index of each row's first kept token, `(B,)`; None where that is the first one everywhere."""
-        return None if self.mask is None else first_kept(self.mask)
+    def rows(self, batch: int) -> list[int]:
+        """For each row, where in it the first of these tokens lies, negative before the first kept one."""
+        return [self.past] * batch if self.first is None else [self.past - index for index in self.first.tolist()]
 
 
 class ContextState(NamedTuple):
@@ -269,7 +269,7 @@ class BstContext(LocalAttention):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attention to all states of the window before, over a whole sequence cut into windows."""
-        (batch, length), window, first = query.shape[:2], self.config.window, place.first()
+        (batch, length), window, first = query.shape[:2], self.config.window, place.first
         count = -(-length // window)
         grid = to_windows(u, first, count, window).flatten(1, 2)
         # the last window's states are for tokens to come
@@ -318,7 +318,8 @@ class BstContext(LocalAttention):
     ) -> tuple[torch.Tensor, ContextState]:
         """Attention to all states of the window before, from a state: stretch by stretch, each within a window."""
         length, window = query.shape[1], self.config.window
-        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in place.rows}
+        places = place.rows(len(query))
+        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in places}
         stops = sorted({length}.union(*turns.values()))
         if self.sampled:
             states = self.filter.follow(u, state.filter, stops)
@@ -331,7 +332,7 @@ class BstContext(LocalAttention):
         for index, stop in enumerate(stops):
             attended.append(self._attend_all(query[:, start:stop], state.key, state.value, **kwargs))
             start = stop
-            rows = [i for i, row in enumerate(place.rows) if stop in turns[row]]
+            rows = [i for i, row in enumerate(places) if stop in turns[row]]
             if not rows:
                 continue
             rows = torch.tensor(rows, device=u.device)
@@ -540,11 +541,12 @@ class BstModel(BstPreTrainedModel):
                 f"a sequence is longer than filter_length {limit}: unstructured filters see that many tokens back, "
                 f"nothing further; train with a larger filter_length, or use context_filter='s4'."
             )
-        rows = None
-        if past and self.config.context_shift == "window":
-            first = [0] * batch if attention_mask is None else first_kept(attention_mask).tolist()
-            rows = [past - index for index in first]
-        return Place(attention_mask, past, rows)
+        first = None
+        if attention_mask is not None and self.config.bst_layers and self.config.context_shift == "window":
+            first = first_kept(attention_mask)
+            if not torch.compiler.is_compiling() and not first.any():  # the common case needs no rearranging
+                first = None
+        return Place(attention_mask, past, first)
 
 
 class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedModel):

@@ -6,11 +6,11 @@ Run it from the repository root::
     python -m benchmarks.bench_language_models --out benchmarks/results/language_models_cpu.csv     # the kept record
     python -m benchmarks.bench_language_models --report benchmarks/results/language_models_cpu.csv  # its tables
 
-Four layers of width 256. The peers are transformers' own: Llama with full attention (SDPA) and Mamba-2. CHELA's long
-kernels have 4,096 taps. Each
-measurement of a cell (a model at one length) is a process of its own, and the models take turns at each length,
-round after round, as in `benchmarks.bench_models`, where it is written how peak memory is measured and how much the
-processes are given. A cell yields:
+Four layers of width 256, but twelve of width 1024 where "base" is in a name (BST's preset). The peers are transformers'
+own: Llama with full attention (SDPA) and Mamba-2. CHELA's long kernels have 4,096 taps. Each measurement of a cell (a
+model at one length) is a process of its own, and the models take turns at each length, round after round, as in
+`benchmarks.bench_models`, where it is written how peak memory is measured and how much the processes are given. A cell
+yields:
 
 - training: forward and backward of one sequence, fp32. The first step at a length is reported beside the later ones,
   which is where a frozen state space model's kernel is made and kept.
@@ -72,6 +72,12 @@ def _bst(**fields: object) -> Any:
     return BstConfig(**shape, intermediate_size=INNER, window=WINDOW, vocab_size=VOCABULARY, **layers)
 
 
+def _bst_base(**fields: object) -> Any:
+    from hf_hybrid import BstConfig
+
+    return BstConfig.from_preset("base", vocab_size=VOCABULARY, **fields)
+
+
 def _llama() -> Any:
     from transformers import LlamaConfig
 
@@ -106,6 +112,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bst-mf-s4-state-64": lambda: _bst(context_type="multi_filter", state_size=64),
     "bst-sh-unstructured": lambda: _bst(context_filter="unstructured"),
     "bst-mf-unstructured": lambda: _bst(context_type="multi_filter", context_filter="unstructured"),
+    "bst-base-slide": lambda: _bst_base(bst_layers=[]),
+    "bst-base-sh-s4": _bst_base,
+    "bst-base-sh-s4-state-64": lambda: _bst_base(state_size=64),
+    "bst-base-mf-s4": lambda: _bst_base(context_type="multi_filter"),
     "llama-sdpa": _llama,
     "mamba2": _mamba2,
     "chela": lambda: _chela(num_attention_heads=HEADS),
@@ -224,8 +234,8 @@ def report(rows: list[Row]) -> str:
     versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     parts = [
         f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers, width {WIDTH}, "
-        f"{HEADS} heads, feed-forward {INNER}, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, fp32, "
-        "random weights."
+        f'{HEADS} heads, feed-forward {INNER} ("base": BstConfig\'s preset), windows of {WINDOW}, vocabulary {VOCABULARY}, '
+        "batch 1, fp32, random weights."
     ]
     lengths = sorted({int(row["length"]) for row in rows})
     cells = {(row["model"], int(row["length"])): row | _first_over_later(row) for row in rows}
@@ -262,7 +272,8 @@ def report(rows: list[Row]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is measured, and how, to a command line."""
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=tuple(MODELS), metavar="NAME")
+    small = tuple(name for name in MODELS if "base" not in name)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=small, metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, two processes each")
     parser.add_argument("--threads", type=int, default=2)

@@ -6,11 +6,11 @@ Run it from the repository root::
     python -m benchmarks.bench_language_models --out benchmarks/results/language_models_cpu.csv     # the kept record
     python -m benchmarks.bench_language_models --report benchmarks/results/language_models_cpu.csv  # its tables
 
-Four layers of width 256, but twelve of width 1024 where "base" is in a name (BST's preset). The peers are transformers'
-own: Llama with full attention (SDPA) and Mamba-2. CHELA's long kernels have 4,096 taps. Each measurement of a cell (a
-model at one length) is a process of its own, and the models take turns at each length, round after round, as in
-`benchmarks.bench_models`, where it is written how peak memory is measured and how much the processes are given. A cell
-yields:
+Four layers of width 256, but twelve of width 1024 where "base" is in a name (BST's preset). The peers are
+transformers' own: Llama with full attention (SDPA) and Mamba-2. CHELA's long kernels have 4,096 taps. Each measurement
+of a cell (a model at one length) is a process of its own, and the models take turns at each length, round after round,
+as in `benchmarks.bench_models`, where it is written how peak memory is measured and how much the processes are given.
+A cell yields:
 
 - training: forward and backward of one sequence, fp32. The first step at a length is reported beside the later ones,
   which is where a frozen state space model's kernel is made and kept.
@@ -234,7 +234,7 @@ def report(rows: list[Row]) -> str:
     versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     parts = [
         f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers, width {WIDTH}, "
-        f'{HEADS} heads, feed-forward {INNER} ("base": BstConfig\'s preset), windows of {WINDOW}, vocabulary {VOCABULARY}, '
+        f'{HEADS} heads, feed-forward {INNER} ("base": 12, 1024, 8, 4096), windows of {WINDOW}, vocabulary {VOCABULARY}, '
         "batch 1, fp32, random weights."
     ]
     lengths = sorted({int(row["length"]) for row in rows})

@@ -234,8 +234,8 @@ def report(rows: list[Row]) -> str:
     versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     parts = [
         f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers, width {WIDTH}, "
-        f'{HEADS} heads, feed-forward {INNER} ("base": 12, 1024, 8, 4096), windows of {WINDOW}, vocabulary {VOCABULARY}, '
-        "batch 1, fp32, random weights."
+        f'{HEADS} heads, feed-forward {INNER} ("base": 12, 1024, 8, 4096), windows of {WINDOW}, '
+        f"vocabulary {VOCABULARY}, batch 1, fp32, random weights."
     ]
     lengths = sorted({int(row["length"]) for row in rows})
     cells = {(row["model"], int(row["length"])): row | _first_over_later(row) for row in rows}

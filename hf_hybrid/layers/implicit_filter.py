@@ -278,12 +278,16 @@ class ImplicitConv(ImplicitFilter):
         return y + self.D.to(inputs.dtype) * inputs[:, -1:]
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
-        """The states `(B, L, H)` before tokens `stops` of masked inputs `(B, T, H)`; the last stop may be T."""
+        """The states `(B, L, H)` before tokens `stops` of masked inputs `(B, T, H)`; the last stop may be T.
+
+        All but the last are views of one tensor, to be read at once; the last is for a cache to keep.
+        """
         wide = torch.promote_types(u.dtype, self.mlp_in_weight.dtype)
         if state is None:
             state = u.new_zeros(u.shape[0], self.max_length, u.shape[2], dtype=wide)
         inputs = torch.cat([state.to(wide), u.to(wide)], dim=1)
-        return [inputs[:, stop : stop + self.max_length].clone() for stop in stops]
+        states = [inputs[:, stop : stop + self.max_length] for stop in stops]
+        return [*states[:-1], states[-1].clone()]
 
     def read(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Outputs of all filters at the last token, `(B, C, H)`, given the state behind it and its input `(B, H)`."""

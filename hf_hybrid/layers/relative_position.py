@@ -67,7 +67,7 @@ class RelativePositionBias(nn.Embedding):
         These are the slopes of ALiBi (Press et al. 2022, section 3). Buckets that no distance falls into have 0.
 
         Returns:
-            `(num_buckets, H)`, on the CPU.
+            `(num_buckets, H)`, on the default device.
         """
         offsets = torch.arange(-self.max_distance, self.max_distance + 1)
         nearest = torch.full((self.num_embeddings,), self.max_distance + 1)

@@ -5,6 +5,7 @@ import torch
 
 from hf_hybrid.kernels.long_conv import filter_bank_conv, reference, torch_impl
 from hf_hybrid.kernels.ssm_kernel import dplr_legs, s4_window_states
+from hf_hybrid.kernels.ssm_kernel import torch_impl as tiles
 from hf_hybrid.kernels.ssm_kernel import windows as windows_module
 from hf_hybrid.kernels.ssm_kernel.reference import s4_scan
 
@@ -82,7 +83,7 @@ def system(channels=6, size=8):
 @pytest.mark.parametrize("window", [1, 2, 5, 8, 13, 30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_window_states_are_the_recurrences(window, dtype, monkeypatch):
-    monkeypatch.setattr(windows_module, "_TILE", 1 << 9)  # several tiles of channels
+    monkeypatch.setattr(tiles, "_CPU_TILE", 1 << 9)  # several tiles of channels
     monkeypatch.setattr(windows_module, "BLOCK", 4)  # and of a longer window several blocks
     u, (B, P, w, dt) = draw(2, 29, 6), system()
     C = torch.zeros(1, 6, 4, dtype=w.dtype)
@@ -97,14 +98,41 @@ def test_window_states_are_the_recurrences(window, dtype, monkeypatch):
 
 
 def test_window_states_gradients(monkeypatch):
-    """Window 3 is one block, window 4 is two of 2 tokens."""
-    monkeypatch.setattr(windows_module, "_TILE", 1 << 9)
+    """Windows of 2 and 1 tokens' blocks, of two blocks, and of one that is shorter than `BLOCK`."""
+    monkeypatch.setattr(tiles, "_CPU_TILE", 1 << 9)
     monkeypatch.setattr(windows_module, "BLOCK", 2)
     u, (B, P, w, dt) = draw(1, 11, 2), system(channels=2, size=4)
     inputs = [x.clone().requires_grad_() for x in (u, B, P, w, dt)]
-    for window in (3, 4):
+    for window in (3, 4, 1):
 
         def real(*x, window=window):
             return torch.view_as_real(s4_window_states(*x, window, torch.float64))
 
         assert torch.autograd.gradcheck(real, inputs)
+
+
+def test_window_states_gradients_in_single_precision():
+    """Windows of 96 tokens: a block of 32 and one of 64."""
+    u, (B, P, w, dt) = draw(2, 500, 4), system(channels=4, size=16)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        narrow = (
+            x.to(dtype if x.is_floating_point() else torch.promote_types(dtype, torch.complex64)) for x in (B, P, w)
+        )
+        leaves = [x.requires_grad_() for x in (u.to(dtype), *narrow, dt.to(dtype))]
+        states = torch.view_as_real(s4_window_states(*leaves, 96, dtype))
+        results.append(torch.autograd.grad(states, leaves, draw(*states.shape, seed=3, dtype=dtype)))
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert_close(actual, expected, "float32 gradient")
+
+
+def test_window_states_compile_without_graph_breaks():
+    u, (B, P, w, dt) = draw(1, 40, 2), system(channels=2, size=4)
+    function = torch.compile(s4_window_states, fullgraph=True, backend="aot_eager")
+    leaves = [x.clone().requires_grad_() for x in (u, B, P, w, dt)]
+    states = torch.view_as_real(function(*leaves, 12, torch.float64))
+    expected = torch.view_as_real(s4_window_states(*leaves, 12, torch.float64))
+    assert_close(states, expected, "float64")
+    grads = (torch.autograd.grad(x.square().sum(), leaves) for x in (states, expected))
+    for actual, wanted in zip(*grads, strict=True):
+        assert_close(actual, wanted, "float64 gradient")

@@ -186,7 +186,7 @@ def test_gradcheck(algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_are_those_of_the_recurrence(algorithm, monkeypatch):
     """With tiles of one channel, whose intermediate results are recomputed."""
-    monkeypatch.setattr(torch_impl, "_TILE", 1 << 10)
+    monkeypatch.setattr(torch_impl, "_CPU_TILE", 1 << 10)
     leaves = [x.clone().requires_grad_() for x in random_system()]
     weight = draw(2, 4, 90)
     expected = torch.autograd.grad(reference.s4_kernel(*leaves, 90), leaves, weight)
@@ -213,9 +213,12 @@ def test_opcheck(blocks):
     step = [x.detach().requires_grad_() for x in s4_step_constants(B, P, w, dt)]
     torch.library.opcheck(two_level._two_level, (*step, C.requires_grad_(), *blocks))
     torch.library.opcheck(two_level._two_level, (*step, C.detach().to(torch.complex64).requires_grad_(), *blocks))
-    torch.library.opcheck(two_level._block, (*step, blocks[0], torch.complex128))
-    added, power = draw(blocks[1], 4, 2, 4).requires_grad_(), draw(4, 4, 4).requires_grad_()
-    torch.library.opcheck(two_level.s4_scan, (added, power))
+    for dtype in (torch.complex128, torch.complex64):
+        torch.library.opcheck(two_level._block, (*step, blocks[0], dtype))
+    added, power, first = (draw(*shape).requires_grad_() for shape in ((5, 4, 2, 4), (4, 4, 4), (4, 4, 4)))
+    for group, offset in ((1, 0), (2, 0), (3, 1), (9, 0)):
+        torch.library.opcheck(two_level.s4_block_scan, (added, power, first, group, offset))
+        assert torch.autograd.gradcheck(two_level.s4_block_scan, (added, power, first, group, offset))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

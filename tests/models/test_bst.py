@@ -413,18 +413,44 @@ def test_rows_padded_on_either_side_are_as_alone(options):
 @every_variant
 def test_gradients_reach_through_a_cache(options):
     """Of inputs long before the last window, by states alone; the same as without a cache."""
-    model = base_model(**options, window=WINDOW, use_cache=True)
+    model = base_model(**options, window=WINDOW)
     embeds = model.embed_tokens(tiny_inputs(model, length=LENGTH)["input_ids"]).detach()
     grads = []
-    for cut in (LENGTH, 8):
+    for parts in ([LENGTH], [8, LENGTH - 8]):
         leaf = embeds.clone().requires_grad_()
-        cache = transformers.DynamicCache(config=model.config)
-        for part in leaf.split([cut, LENGTH - cut] if cut < LENGTH else [cut], dim=1):
-            last = model(inputs_embeds=part, past_key_values=cache, use_cache=True).last_hidden_state
+        cache = transformers.DynamicCache(config=model.config) if len(parts) > 1 else None
+        for part in leaf.split(parts, dim=1):
+            last = model(inputs_embeds=part, past_key_values=cache, use_cache=cache is not None).last_hidden_state
         last[:, -1].square().sum().backward()
         grads.append(leaf.grad)
     assert (grads[0][:, :2].abs().amax((1, 2)) > 0).all()
     assert_close(grads[1], grads[0], "float64 gradient")
+
+
+@every_variant
+def test_nothing_is_asked_of_a_device_without_numbers(options):
+    """Forward and backward with a mask on the meta device."""
+    with torch.device("meta"):
+        model = BstModel(tiny_config("bst", **options, window=WINDOW))
+        mask = torch.ones(2, LENGTH, dtype=torch.long)
+        hidden = model(torch.zeros(2, LENGTH, dtype=torch.long), attention_mask=mask).last_hidden_state
+    assert hidden.shape == (2, LENGTH, model.config.hidden_size)
+    hidden.sum().backward()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@every_variant
+def test_compiles_without_graph_breaks(options, masked):
+    torch.compiler.reset()  # what other models compiled counts as recompilation
+    model = base_model(**options, window=WINDOW)
+    ids = tiny_inputs(model, length=LENGTH)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    inputs = {"input_ids": ids, "use_cache": False} | ({"attention_mask": mask} if masked else {})
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = model(**inputs).last_hidden_state
+    actual = compiled(**inputs).last_hidden_state
+    assert_close(actual[mask.bool()], expected[mask.bool()], "float64")
 
 
 def test_windows_can_be_cut_and_put_back():

@@ -19,7 +19,11 @@ from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import ClmArguments
 from tests.training.conftest import MODELS
 
-MODEL_TYPES = {"gpt2": "n_embd=32,n_layer=1,n_head=4", "spade": MODELS["spade"]}
+MODEL_TYPES = {
+    "gpt2": "n_embd=32,n_layer=1,n_head=4",
+    "spade": MODELS["spade"],
+    "bst": "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,window=8,bst_layers=[1]",
+}
 NO_DROPOUT = {"gpt2": "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", "spade": "dropout=0,attention_dropout=0"}
 WORDS = ["river", "stone", "forest", "cloud", "winter", "summer", "bridge", "market", "teacher", "music", "garden"]
 

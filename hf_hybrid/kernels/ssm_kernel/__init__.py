@@ -85,8 +85,8 @@ def s4_kernel(
     (SPADE, eqs. 3 to 5)
 
     Always computed in float64; the result is rounded once. Memory beside it stays under a few hundred MiB. A backward
-    of ``"two_level"`` is computed in C's precision and keeps O(N sqrt(L)) numbers per channel; one of ``"cauchy"`` is
-    computed in float64 and computes tiles of channels again.
+    of ``"two_level"`` is computed in C's precision and keeps O(N sqrt(L)) numbers per channel and filter; one of
+    ``"cauchy"`` is computed in float64 and computes tiles of channels again.
 
     Args:
         C: Output filters, `(C, H, M)`, complex.

@@ -20,7 +20,7 @@ import torch
 from ..dispatch import full_precision
 from ..long_conv import torch_impl as conv_impl
 from .discrete import BLOCK, check_system
-from .torch_impl import _TILE, recomputed
+from .torch_impl import recomputed, tile_numbers
 
 DISCRETIZATIONS = ("zoh", "bilinear")
 
@@ -238,7 +238,7 @@ def s4d_kernel(
     C, dt = C.to(torch.complex128), dt.to(torch.float64)
     B, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, w))
     filters, channels, modes = C.shape
-    tile = max(1, _TILE // (8 * modes * (isqrt(length) + 2) * (1 + filters) + 3 * filters * length))
+    tile = max(1, tile_numbers(w.device) // (8 * modes * (isqrt(length) + 2) * (1 + filters) + 3 * filters * length))
     make = partial(_two_level_kernel, discretization=discretization)
     parts = []
     for start in range(0, channels, tile):

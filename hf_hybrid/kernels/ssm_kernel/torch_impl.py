@@ -19,8 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from .discrete import dense_transition, s4_step_constants, to_complex, to_real_row
 from .two_level import two_level_kernel
 
-_TILE = 1 << 22
+_CPU_TILE = 1 << 22
 """Float64 numbers that one tile may hold: 32 MiB."""
+
+_GPU_TILE = 1 << 25
+"""The same elsewhere, where each tile costs hundreds of launches."""
+
+
+def tile_numbers(device: torch.device) -> int:
+    """Float64 numbers that one tile may hold."""
+    return _CPU_TILE if device.type == "cpu" else _GPU_TILE
 
 
 def cauchy_kernel(
@@ -44,7 +52,7 @@ def cauchy_kernel(
     numerators = torch.cat([truncated * B[:, None], truncated * P[:, None], (P.conj_physical() * B)[:, None]], dim=1)
     numerators = torch.cat([numerators, (P.conj_physical() * P)[:, None]], dim=1).transpose(1, 2)
     frequencies = length // 2 + 1
-    tile = max(1, _TILE // (16 * w.numel()))
+    tile = max(1, tile_numbers(w.device) // (16 * w.numel()))
     sections = [
         recomputed(_cauchy_section, numerators, w, dt, filters, length, start, min(start + tile, frequencies))
         for start in range(0, frequencies, tile)
@@ -97,7 +105,7 @@ def s4_kernel(
     size = 8 * modes * modes + 16 * modes * isqrt(length) * (2 + filters) + 3 * filters * length
     if algorithm == "cauchy":
         size += 4 * modes * modes * ceil(log2(length))
-    tile = max(1, _TILE // size)
+    tile = max(1, tile_numbers(w.device) // size)
     parts = []
     for start in range(0, channels, tile):
         part = slice(start, start + tile)

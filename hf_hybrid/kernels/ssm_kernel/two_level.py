@@ -6,7 +6,7 @@ It is a contraction in these coordinates (its generator's Hermitian part is nega
 fast as the recurrence itself does.
 
 Forwards are computed in float64 and rounded once. Backwards run the orbits back, ``la_j = dx_j + Abar' la_(j+1)``, in
-the precision that their caller works in, and keep no more than the rounded orbits, O(N R) per channel.
+the precision that their caller works in, and keep no more than rounded orbits and rows, O(N (R + C n)) per channel.
 
 H channels · M = N/2 modes · C output filters · L taps · R tokens of a block · n blocks
 """
@@ -207,10 +207,10 @@ _block.register_autograd(_block_backward, setup_context=_block_context)
 # from block to block
 
 
-def _run(added: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+def _run(added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int) -> torch.Tensor:
     states = [added[0]]
-    for more in added[1:]:
-        states.append(torch.baddbmm(more, states[-1], power))
+    for i in range(1, len(added)):
+        states.append(torch.baddbmm(added[i], states[-1], power if (i + offset) % group else first))
     return torch.stack(states)
 
 
@@ -219,37 +219,52 @@ def _by_channel(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("hf_hybrid::s4_scan", mutates_args=())
-def s4_scan(added: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    """``x_i = x_(i-1) power + added_i``.
+@torch.library.custom_op("hf_hybrid::s4_block_scan", mutates_args=())
+def s4_block_scan(
+    added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int
+) -> torch.Tensor:
+    """``x_i = x_(i-1) P_i + added_i``, where P_i is `first` if the group divides i + offset and `power` otherwise.
 
     Args:
         added: `(n, H, B, N)`.
         power: `(H, N, N)`, which acts on rows.
+        first: Alike.
+        group: Blocks of a group, whose first one may be of another length.
+        offset: Place of the first block in its group.
 
     Returns:
         Like `added`. Differentiable.
     """
     with full_precision(added.device):
-        return _run(added, power)
+        return _run(added, power, first, group, offset)
 
 
-@s4_scan.register_fake
-def _(added: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+@s4_block_scan.register_fake
+def _(added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int) -> torch.Tensor:
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 
-def _scan_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(output, inputs[1])
+def _scan_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, power, first, ctx.group, ctx.offset = inputs
+    ctx.save_for_backward(output, power, first)
 
 
-def _scan_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    states, power = ctx.saved_tensors
-    added_grad = s4_scan(grad.flip(0), power.mT).flip(0)
-    return added_grad, _by_channel(states[:-1]).mT @ _by_channel(added_grad[1:])
+def _scan_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    states, power, first = ctx.saved_tensors
+    count = len(states)
+    # backwards, block k of the reversed order is multiplied with what led to the block before it there
+    added_grad = s4_block_scan(grad.flip(0), power.mT, first.mT, ctx.group, -count - ctx.offset).flip(0)
+    leads = [i for i in range(1, count) if (i + ctx.offset) % ctx.group == 0]
+    others = [i for i in range(1, count) if (i + ctx.offset) % ctx.group]
+    with full_precision(grad.device):
+        power_grad, first_grad = (
+            _by_channel(states[[i - 1 for i in which]]).mT @ _by_channel(added_grad[which])
+            for which in (others, leads)
+        )
+    return added_grad, power_grad, first_grad, None, None
 
 
-s4_scan.register_autograd(_scan_backward, setup_context=_scan_context)
+s4_block_scan.register_autograd(_scan_backward, setup_context=_scan_context)
 
 
 # taps as an op
@@ -271,7 +286,8 @@ def _two_level(
     """
     states = _orbits(decay, column, row, input, block)
     rows = to_real_row(C.to(states.dtype)).transpose(0, 1)
-    rows = _run(torch.cat([rows[None], rows.new_zeros(count - 1, *rows.shape)]), _power(states, decay, row)[0])
+    power = _power(states, decay, row)[0]
+    rows = _run(torch.cat([rows[None], rows.new_zeros(count - 1, *rows.shape)]), power, power, 1, 0)
     kernel = _by_channel(rows) @ _by_channel(to_real(states[:, :, :1])).mT
     return kernel.unflatten(1, (count, -1)), states.to(C.dtype), rows.to(C.real.dtype)
 
@@ -309,7 +325,7 @@ def _two_level_grad(
         power, *factors = _power(states, decay, row)
         row_grad = grad @ _by_channel(to_real(states[:, :, :1]))
         row_grad = row_grad.unflatten(1, (len(rows), -1)).transpose(0, 1)
-        row_grad = _run(row_grad.flip(0), power.mT).flip(0)
+        row_grad = _run(row_grad.flip(0), power.mT, power.mT, 1, 0).flip(0)
         power_grad = _by_channel(rows[:-1]).mT @ _by_channel(row_grad[1:])
         orbit_grad = to_complex(grad.mT @ _by_channel(rows)).transpose(0, 1)
         orbit_grad = torch.stack([orbit_grad, torch.zeros_like(orbit_grad)], dim=2)

@@ -3,14 +3,13 @@
 B batch · T length · W window · n = T // W windows · H channels · S copies of (A, B) · M = N/2 modes
 """
 
-from math import log2
-
 import torch
+from torch.nn import functional as F
 
 from ..dispatch import full_precision
 from .discrete import BLOCK, s4_step_constants, to_complex, to_real
-from .torch_impl import _TILE, recomputed
-from .two_level import s4_block, s4_scan
+from .torch_impl import recomputed, tile_numbers
+from .two_level import s4_block, s4_block_scan
 
 
 def s4_window_states(
@@ -24,9 +23,9 @@ def s4_window_states(
 ) -> torch.Tensor:
     """State after the last token of every whole window, from a state of zeros before the first token.
 
-    x_i = Abar^R x_(i-1) + sum_{j<R} Abar^(R-1-j) Bbar u[iR + j]  for blocks of R tokens, the divisor of W nearest to
-    `BLOCK`, in O(T N) multiplications per channel and T / R sequential steps. A filter's output there is 2Re C x_i, so
-    that many filters cost no more than one.
+    x_i = Abar^R x_(i-1) + sum_{j<R} Abar^(R-1-j) Bbar u[iR + j]  for blocks of R = `BLOCK` tokens, the first one of a
+    window being as much shorter as must be: O(T N + N^2 (R + T / R)) multiplications per channel and T / R sequential
+    steps. A filter's output there is 2Re C x_i, so that many filters cost no more than one.
 
     Args:
         u: `(B, T, H)`.
@@ -45,24 +44,29 @@ def s4_window_states(
     precision = torch.promote_types(dtype, torch.complex64)
     if count == 0:
         return u.new_zeros(u.shape[0], 0, channels, modes, dtype=precision)
-    sizes = (size for size in range(1, window + 1) if window % size == 0)
-    block = min(sizes, key=lambda size: abs(log2(size / BLOCK)))
+    block = min(BLOCK, window)
+    head = window % block or block
     copies = channels // w.shape[0]
     B, P, w = (x.repeat(copies, 1) for x in (B, P, w))
-    u = u[:, : count * window].to(dtype).permute(2, 1, 0)
-    tile = max(1, _TILE // (8 * modes * (modes + 4 * block)))
+    u = u[:, : count * window].to(dtype).permute(2, 1, 0).unflatten(1, (count, window))
+    u = F.pad(u, (0, 0, block - head, 0)).flatten(1, 2)
+    tile = max(1, tile_numbers(u.device) // (8 * modes * (modes + 4 * block)))
     parts = []
     for start in range(0, channels, tile):
         part = slice(start, start + tile)
-        states, power = s4_block(recomputed(s4_step_constants, B[part], P[part], w[part], dt[part]), block, precision)
-        parts.append(_window_states(u[part], states, power)[window // block - 1 :: window // block])
+        step = recomputed(s4_step_constants, B[part], P[part], w[part], dt[part])
+        states, power = s4_block(step, block, precision)
+        first = power if head == block else s4_block(step, head, precision)[1]
+        parts.append(_window_states(u[part], states, power, first, -(-window // block)))
     return to_complex(torch.cat(parts, dim=1).permute(2, 0, 1, 3))
 
 
-def _window_states(u: torch.Tensor, states: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    """The states of a few channels after every block of R tokens, `(n, H, B, N)`, of u `(H, n R, B)`."""
+def _window_states(
+    u: torch.Tensor, states: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int
+) -> torch.Tensor:
+    """The states of a few channels after every group of blocks, `(n, H, B, N)`, of u `(H, n group R, B)`."""
     inputs = to_real(states.flip(0)).permute(1, 2, 0)
     with full_precision(u.device):
-        blocks = u.unflatten(1, (-1, len(states))).transpose(1, 2)
-        added = (inputs @ blocks.flatten(2)).unflatten(2, (-1, u.shape[2])).permute(2, 0, 3, 1)
-    return s4_scan(added, power.mT)
+        blocks = u.unflatten(1, (-1, len(states))).transpose(1, 2).flatten(2)
+        added = (inputs @ blocks).unflatten(2, (blocks.shape[2] // u.shape[2], u.shape[2])).permute(2, 0, 3, 1)
+    return s4_block_scan(added, power.mT, first.mT, group, 0)[group - 1 :: group]

@@ -82,8 +82,8 @@ class BstConfig(PreTrainedConfig):
         dropout: Dropout on embeddings and on the output of every sub-layer.
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that outputs
-            of a projection begin as large as its inputs at every width.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that what is
+            projected from the hidden states begins as large as they are, at every width.
         embedding_initializer_range: That of token embeddings.
         window: W: tokens that self-attention reaches, and distance at which context states are renewed.
         include_self: Whether the W tokens end with the query's own; without, they are the W before it.

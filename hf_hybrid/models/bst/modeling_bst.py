@@ -53,15 +53,14 @@ class Place(NamedTuple):
         past: P.
         first: Index of each row's first kept token, `(B,)`; None where that is the first one everywhere, or where no
             layer asks.
+        rows: For each row, where in it the first of these tokens lies, negative before the first kept one; known if a
+            layer asks and there are tokens before these.
     """
 
     mask: torch.Tensor | None
     past: int
     first: torch.Tensor | None
-
-    def rows(self, batch: int) -> list[int]:
-        """For each row, where in it the first of these tokens lies, negative before the first kept one."""
-        return [self.past] * batch if self.first is None else [self.past - index for index in self.first.tolist()]
+    rows: list[int] | None
 
 
 class ContextState(NamedTuple):
@@ -318,8 +317,7 @@ class BstContext(LocalAttention):
     ) -> tuple[torch.Tensor, ContextState]:
         """Attention to all states of the window before, from a state: stretch by stretch, each within a window."""
         length, window = query.shape[1], self.config.window
-        places = place.rows(len(query))
-        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in places}
+        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in place.rows}
         stops = sorted({length}.union(*turns.values()))
         if self.sampled:
             states = self.filter.follow(u, state.filter, stops)
@@ -332,7 +330,7 @@ class BstContext(LocalAttention):
         for index, stop in enumerate(stops):
             attended.append(self._attend_all(query[:, start:stop], state.key, state.value, **kwargs))
             start = stop
-            rows = [i for i, row in enumerate(places) if stop in turns[row]]
+            rows = [i for i, row in enumerate(place.rows) if stop in turns[row]]
             if not rows:
                 continue
             rows = torch.tensor(rows, device=u.device)
@@ -528,7 +526,7 @@ class BstModel(BstPreTrainedModel):
         )
 
     def _place(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Place:
-        """Say where the next tokens lie; how far rows have come is a question to the device, asked only if needed."""
+        """Say where the next tokens lie; with a shift and a mask, that is one question to the device."""
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
         if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
             raise ValueError(
@@ -541,12 +539,15 @@ class BstModel(BstPreTrainedModel):
                 f"a sequence is longer than filter_length {limit}: unstructured filters see that many tokens back, "
                 f"nothing further; train with a larger filter_length, or use context_filter='s4'."
             )
-        first = None
-        if attention_mask is not None and self.config.bst_layers and self.config.context_shift == "window":
-            first = first_kept(attention_mask)
-            if not torch.compiler.is_compiling() and not first.any():  # the common case needs no rearranging
-                first = None
-        return Place(attention_mask, past, first)
+        first = rows = None
+        if self.config.bst_layers and self.config.context_shift == "window":
+            if attention_mask is not None:
+                first = first_kept(attention_mask)
+            if past:
+                rows = [past] * batch if first is None else [past - index for index in first.tolist()]
+            elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
+                first = None  # the common case, which needs no rearranging
+        return Place(attention_mask, past, first, rows)
 
 
 class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedModel):

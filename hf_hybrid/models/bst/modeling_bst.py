@@ -257,7 +257,7 @@ class BstContext(LocalAttention):
             return output, None
         # one at least: without any, the next tokens would look like a whole sequence
         dropped = max(0, key.shape[1] - max(self.config.window, 2) + 1)
-        return output, ContextState(after, key[:, dropped:], value[:, dropped:])
+        return output, ContextState(after, _behind(key, dropped), _behind(value, dropped))
 
     def _attend_to_window_before(
         self,
@@ -299,12 +299,12 @@ class BstContext(LocalAttention):
     def _window_of(self, x: torch.Tensor, index: int | torch.Tensor) -> torch.Tensor:
         """One window's part for each row, `(B, S, H, K)`, of `(B, n, S, H, K)`."""
         if isinstance(index, int):
-            return x[:, index]
+            return x[:, index].clone()  # a cache that kept a view would keep all windows
         return x.take_along_dim(index.expand(-1, -1, *x.shape[2:]), 1)[:, 0]
 
     def _last_of(self, x: torch.Tensor) -> torch.Tensor:
         """The last W of `(B, T, H, K)`, zeros before the first."""
-        x = x[:, -self.config.window :]
+        x = _behind(x, max(0, x.shape[1] - self.config.window))
         return F.pad(x, (0, 0, 0, 0, self.config.window - x.shape[1], 0))
 
     def _continue_windows(
@@ -624,6 +624,11 @@ class BstForSequenceClassification(BstPreTrainedModel):
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+def _behind(x: torch.Tensor, start: int) -> torch.Tensor:
+    """What lies behind some of `(B, T, ...)`, for a cache: not as a view of what is mostly dropped."""
+    return x[:, start:].clone() if 2 * start > x.shape[1] else x[:, start:]
 
 
 def to_windows(x: torch.Tensor, first: torch.Tensor | None, count: int, window: int) -> torch.Tensor:

@@ -52,6 +52,9 @@ def diagonalize_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     skew = S + 0.5 * torch.eye(state_size, dtype=torch.float64, device="cpu")
     frequencies, vectors = torch.linalg.eigh(-1j * skew)
     half = vectors[:, state_size // 2 :]
+    # orthogonal to their conjugates but for rounding times |S| over the gap of frequencies; this squares that
+    full = torch.cat([half, half.conj()], dim=1)
+    half = 1.5 * half - 0.5 * full @ (full.mH @ half)
     phase = half.mH @ B.to(half.dtype)
     w = torch.complex(torch.full_like(frequencies, -0.5), frequencies)[state_size // 2 :]
     return w, half * (phase / phase.abs())

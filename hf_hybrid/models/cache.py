@@ -7,6 +7,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 
+def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
+    """What a cache keeps of a tensor behind its first tokens: no view of what is mostly dropped."""
+    kept = x.narrow(dim, count, x.shape[dim] - count)
+    return kept.clone() if count > kept.shape[dim] else kept
+
+
 class StateCacheLayer(CacheLayerMixin):
     """One layer's part of a cache: whatever the layer hands from one stretch of tokens to the next.
 
@@ -104,7 +110,7 @@ class SlidingStateCacheLayer(StateCacheLayer):
             self.length -= self.keys.shape[2]
         self.length += key_states.shape[2]
         dropped = max(0, key_states.shape[2] - self.sliding_window + 1)
-        self.keys, self.values = key_states[:, :, dropped:], value_states[:, :, dropped:]
+        self.keys, self.values = without_first(key_states, dropped, 2), without_first(value_states, dropped, 2)
         self.is_initialized, self.device = True, key_states.device
         return key_states, value_states
 

@@ -6,13 +6,16 @@ Shapes: B batch · T length · S keys · P tokens already cached · D width · H
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
 from ..kernels import local_attention
+from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.relative_position import RelativePositionBias
+from ..layers.state_space import StateSpaceLayer
 
 logger = logging.get_logger(__name__)
 
@@ -136,6 +139,19 @@ def additive_mask(
     lowest = torch.finfo(dtype).min
     base = torch.zeros((), dtype=dtype, device=device) if bias is None else bias.to(dtype)
     return torch.where(visible, base, lowest)
+
+
+def init_shared(module: nn.Module, config: PreTrainedConfig):
+    """Initialise what transformers does not know of the modules that architectures with local attention share."""
+    if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
+        module.reset_parameters()
+    elif isinstance(module, RelativePositionBias) and config.relative_attention_init == "recency":
+        init.copy_(module.weight, module.recency_biases())
+    elif isinstance(module, nn.Linear) and hasattr(module, "init_scale"):
+        # said by the projection itself: transformers calls this for no module without tensors of its own
+        init.normal_(module.weight, std=config.initializer_range * module.init_scale)
+    elif isinstance(module, LocalAttention) and module.score_scale is not None:
+        init.ones_(module.score_scale)
 
 
 def make_bias_table(config: PreTrainedConfig) -> RelativePositionBias:

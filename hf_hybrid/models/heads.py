@@ -12,6 +12,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
     TokenClassifierOutput,
 )
 from transformers.processing_utils import Unpack
@@ -173,6 +174,42 @@ class MaskedLMForward:
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+class SequenceClassificationForward:
+    """Forward of a classifier of sequences: `dropout` and `classifier` on what `config.pooling` makes of tokens."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Compute the logits of every sequence's labels, and with labels their loss."""
+        kwargs.setdefault("use_cache", False)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self._classify(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.dropout(pooled))
 
 
 class TokenClassificationForward:

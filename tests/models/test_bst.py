@@ -14,7 +14,7 @@ from hf_hybrid.models.bst import modeling_bst
 from hf_hybrid.models.bst.modeling_bst import BstContext, from_windows, to_windows
 
 from ..tolerances import assert_close
-from .tiny import UNSTRUCTURED, tiny_config, tiny_inputs, tiny_model
+from .tiny import UNSTRUCTURED, check_unequal_prompts, tiny_config, tiny_inputs, tiny_model
 
 WINDOW, LENGTH = 5, 18  # three windows and a part of one
 TYPES = {
@@ -559,16 +559,7 @@ def test_a_batch_of_prompts_of_unequal_length_generates_as_each_alone():
         {**TYPES["multi filter"], **UNSTRUCTURED},
         TYPES["multi head, shifted"],
     ):
-        model = tiny_model("bst", "AutoModelForCausalLM", **options)
-        prompts = [
-            torch.randint(2, 64, (length,), generator=torch.Generator().manual_seed(length)) for length in (3, 9)
-        ]
-        ids = torch.stack([nn.functional.pad(prompt, (9 - len(prompt), 0)) for prompt in prompts])
-        mask = torch.stack([nn.functional.pad(torch.ones_like(prompt), (9 - len(prompt), 0)) for prompt in prompts])
-        together = model.generate(ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12)[:, 9:]
-        for row, prompt in enumerate(prompts):
-            alone = model.generate(prompt[None], max_new_tokens=12, min_new_tokens=12)[:, len(prompt) :]
-            assert torch.equal(together[row : row + 1], alone), options
+        check_unequal_prompts(tiny_model("bst", "AutoModelForCausalLM", **options))
 
 
 def test_a_cache_that_keeps_no_state_is_refused():

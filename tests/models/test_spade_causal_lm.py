@@ -8,7 +8,7 @@ from torch import nn
 from hf_hybrid import SpadeConfig, SpadeEncoderModel, SpadeForCausalLM, SpadeForConditionalGeneration, SpadeModel
 
 from ..tolerances import assert_close
-from .tiny import tiny_config, tiny_inputs, tiny_model
+from .tiny import check_unequal_prompts, tiny_config, tiny_inputs, tiny_model
 
 SSM_TYPES = ("s4", "s4d", "s5", "hyena", "lstm")
 SHORT_MEMORY = {"hyena": {"ssm_l_max": 64}}  # of the tiny models here
@@ -206,16 +206,7 @@ def test_the_cache_does_not_grow_past_the_window(options):
 
 def test_a_batch_of_prompts_of_unequal_length_generates_as_each_alone():
     for options in ({}, {"attention_type": "chunk"}, {"ssm_type": "hyena", "ssm_l_max": 8}, {"ssm_type": "lstm"}):
-        model = language_model(**options)
-        prompts = [
-            torch.randint(2, 64, (length,), generator=torch.Generator().manual_seed(length)) for length in (3, 9)
-        ]
-        ids = torch.stack([nn.functional.pad(prompt, (9 - len(prompt), 0)) for prompt in prompts])
-        mask = torch.stack([nn.functional.pad(torch.ones_like(prompt), (9 - len(prompt), 0)) for prompt in prompts])
-        together = model.generate(ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12)[:, 9:]
-        for row, prompt in enumerate(prompts):
-            alone = model.generate(prompt[None], max_new_tokens=12, min_new_tokens=12)[:, len(prompt) :]
-            assert torch.equal(together[row : row + 1], alone), options
+        check_unequal_prompts(language_model(**options))
 
 
 def test_a_cache_that_keeps_no_state_is_refused():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_hybrid import SpadeForSequenceClassification
-from hf_hybrid.models.spade.modeling_spade import pool
+from hf_hybrid.models.heads import pool
 
 from ..tolerances import assert_close
 from .tiny import tiny_inputs, tiny_model

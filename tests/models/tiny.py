@@ -231,3 +231,14 @@ def main_output(outputs) -> torch.Tensor:
     if "start_logits" in outputs:
         return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
     return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+
+
+def check_unequal_prompts(model):
+    """Assert that a batch of prompts of unequal length, padded on the left, generates as each of them alone."""
+    prompts = [torch.randint(2, 64, (length,), generator=torch.Generator().manual_seed(length)) for length in (3, 9)]
+    ids = torch.stack([torch.nn.functional.pad(prompt, (9 - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(prompt), (9 - len(prompt), 0)) for prompt in prompts])
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12)[:, 9:]
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], max_new_tokens=12, min_new_tokens=12)[:, len(prompt) :]
+        assert torch.equal(together[row : row + 1], alone), model.config

@@ -188,8 +188,7 @@ class _System:
         x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         if u.shape[1] == 1:
             token = u[:, 0].to(dtype)
-            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
-            y, x = self._advance_token(x, token, C, step)
+            y, x = self._token(token, x, C, step)
             y = y[:, 0] if skip is None else y[:, 0] + skip.to(dtype) * token
             return y[:, None].to(u.dtype), torch.view_as_real(x)
         blocks = self.blocks(dtype)
@@ -217,8 +216,7 @@ class _System:
         x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         if u.shape[1] == 1:
             token = u[:, 0].to(dtype)
-            x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
-            y, x = self._advance_token(x, token, C, step)
+            y, x = self._token(token, x, C, step)
             y = y if skip is None else y + skip.to(dtype) * token[:, None]
             return y.transpose(0, 1)[:, :, None].to(u.dtype), torch.view_as_real(x)
         y = filter_bank_conv(
@@ -230,6 +228,12 @@ class _System:
             return y.to(u.dtype), None
         return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, self.blocks(dtype), x))
 
+    def _token(
+        self, token: torch.Tensor, x: torch.Tensor | None, C: torch.Tensor, step: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token `(B, H)` further from a complex state, zeros when None: outputs `(B, C, H)` and the next state."""
+        return self._advance_token(C.new_zeros(token.shape[0], *C.shape[1:]) if x is None else x, token, C, step)
+
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """The states `(B, H, M, 2)` before tokens `stops` of `u`, which ascend, without an output."""
         dtype, start, states, blocks = self.dtype(u), 0, [], None
@@ -237,8 +241,7 @@ class _System:
         x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         for stop in stops:
             if stop - start == 1:
-                x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
-                x = self._advance_token(x, u[:, start].to(dtype), C[:1], step)[1]
+                x = self._token(u[:, start].to(dtype), x, C[:1], step)[1]
             else:
                 if blocks is None:
                     blocks = self._make_blocks(self._make_step(), dtype, self.C[:1])

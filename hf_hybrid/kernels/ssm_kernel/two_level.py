@@ -104,7 +104,7 @@ def _orbits_grad(
     """Gradients of decay, column, row and input, in complex128, from those of the orbits and of Abar^R.
 
     Args:
-        orbit_grad: `(R, H, 2, M)`.
+        orbit_grad: `(R, H, 2, M)`; overwritten.
         power_grad: `(H, N, N)`.
         decay: D, `(H, M)`.
         column: g, alike.
@@ -122,7 +122,6 @@ def _orbits_grad(
     decay_grad = row * (exponents * powers[1:] * factor_grad[:-1]).sum(0)
     decay_grad += block * powers[0] * _dense_diagonal_grad(power_grad)
     row_grad = (powers * factor_grad).sum(0)
-    orbit_grad = orbit_grad.clone(memory_format=torch.contiguous_format)
     orbit_grad[:, :, 1] += to_complex(right @ power_grad.mT).transpose(0, 1)
     # the orbits
     adjoint = [x[:, None] for x in (decay, row, column)]
@@ -178,6 +177,7 @@ def _block_grad(
     """Gradients of `_block`'s tensors."""
     with full_precision(decay.device):
         _, *factors = _power(states, decay, row)
+        orbit_grad = orbit_grad.clone(memory_format=torch.contiguous_format)
         return _orbits_grad(orbit_grad, power_grad, decay, column, row, states, *factors)
 
 

@@ -15,29 +15,29 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ...layers.feed_forward import FeedForward
 from ...layers.implicit_filter import ImplicitConv
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ...layers.s4 import S4
-from ...layers.state_space import StateSpaceLayer, ssm_parameters
-from ..cache import SlidingStateCacheLayer, state_layer
+from ...layers.state_space import ssm_parameters
+from ..cache import SlidingStateCacheLayer, state_layer, without_first
 from ..decoder import (
     LocalAttention,
     LocalSelfAttention,
     eager_attention_forward,
     first_kept,
+    init_shared,
 )
 from ..generation import StatefulGenerationMixin
-from ..heads import CausalLMForward, make_embedding, make_lm_head, pool
+from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
 from .configuration_bst import BstConfig
 
 logger = logging.get_logger(__name__)
@@ -257,7 +257,7 @@ class BstContext(LocalAttention):
             return output, None
         # one at least: without any, the next tokens would look like a whole sequence
         dropped = max(0, key.shape[1] - max(self.config.window, 2) + 1)
-        return output, ContextState(after, _behind(key, dropped), _behind(value, dropped))
+        return output, ContextState(after, without_first(key, dropped, 1), without_first(value, dropped, 1))
 
     def _attend_to_window_before(
         self,
@@ -304,7 +304,7 @@ class BstContext(LocalAttention):
 
     def _last_of(self, x: torch.Tensor) -> torch.Tensor:
         """The last W of `(B, T, H, K)`, zeros before the first."""
-        x = _behind(x, max(0, x.shape[1] - self.config.window))
+        x = without_first(x, max(0, x.shape[1] - self.config.window), 1)
         return F.pad(x, (0, 0, 0, 0, self.config.window - x.shape[1], 0))
 
     def _continue_windows(
@@ -451,20 +451,13 @@ class BstPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
-            module.reset_parameters()
-        elif isinstance(module, RelativePositionBias) and self.config.relative_attention_init == "recency":
-            init.copy_(module.weight, module.recency_biases())
-        elif isinstance(module, HeadwiseLinear):
+        init_shared(module, self.config)
+        if isinstance(module, HeadwiseLinear):
             init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, nn.Embedding) and not isinstance(module, RelativePositionBias):
             init.normal_(module.weight, std=self.config.embedding_initializer_range)
-        elif isinstance(module, nn.Linear) and hasattr(module, "init_scale"):
-            init.normal_(module.weight, std=self.config.initializer_range * module.init_scale)
         elif isinstance(module, BstLayer) and module.gate_bias is not None:
             init.zeros_(module.gate_bias)
-        if isinstance(module, LocalAttention) and module.score_scale is not None:
-            init.ones_(module.score_scale)
         if isinstance(module, BstContext):
             for states in (module.initial_states, module.state_embedding):
                 if states is not None:
@@ -580,7 +573,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
         return hidden_states * self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else hidden_states
 
 
-class BstForSequenceClassification(BstPreTrainedModel):
+class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedModel):
     """Block-State Transformer that classifies whole sequences, by what `config.pooling` makes of all tokens.
 
     `config.num_labels` and `config.problem_type` are as everywhere in transformers.
@@ -589,46 +582,12 @@ class BstForSequenceClassification(BstPreTrainedModel):
         config: The config.
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
-    accepts_loss_kwargs = False  # the loss is a mean over the batch
-
     def __init__(self, config: BstConfig):
         super().__init__(config)
         self.model = BstModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        kwargs.setdefault("use_cache", False)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
-        logits = self.classifier(self.dropout(pooled))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-
-
-def _behind(x: torch.Tensor, start: int) -> torch.Tensor:
-    """What lies behind some of `(B, T, ...)`, for a cache: not as a view of what is mostly dropped."""
-    return x[:, start:].clone() if 2 * start > x.shape[1] else x[:, start:]
 
 
 def to_windows(x: torch.Tensor, first: torch.Tensor | None, count: int, window: int) -> torch.Tensor:

@@ -35,6 +35,7 @@ from ..heads import (
     CausalLMForward,
     MaskedLMForward,
     QuestionAnsweringForward,
+    SequenceClassificationForward,
     TokenClassificationForward,
     make_embedding,
     make_lm_head,
@@ -501,7 +502,7 @@ class ChelaClassifier(nn.Module):
         return self.out_proj(self.dropout(self.activation(self.dense(pooled))))
 
 
-class ChelaForSequenceClassification(ChelaPreTrainedModel):
+class ChelaForSequenceClassification(SequenceClassificationForward, ChelaPreTrainedModel):
     """CHELA that classifies whole sequences of tokens or real values (CHELA, sections 5.1 and 5.2).
 
     `config.pooling` says what the classifier reads; `config.num_labels` and `config.problem_type` are as everywhere in
@@ -511,16 +512,12 @@ class ChelaForSequenceClassification(ChelaPreTrainedModel):
         config: The config.
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
-    accepts_loss_kwargs = False  # the loss is a mean over the batch
-
     def __init__(self, config: ChelaConfig):
         super().__init__(config)
         self.model = ChelaModel(config)
         self.classifier = ChelaClassifier(config)
         self.post_init()
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -530,20 +527,17 @@ class ChelaForSequenceClassification(ChelaPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        kwargs.setdefault("use_cache", False)
-        outputs = self.model(
+        return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             input_values=input_values,
-            return_dict=True,
+            labels=labels,
             **kwargs,
         )
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+    def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.classifier(pooled)
 
 
 class ChelaForSequencePairClassification(ChelaPreTrainedModel):

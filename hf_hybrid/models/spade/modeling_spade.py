@@ -12,7 +12,6 @@ from typing import Self
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,7 +20,6 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
-    SequenceClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
@@ -29,7 +27,6 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ...layers.feed_forward import FeedForward
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
@@ -43,6 +40,7 @@ from ..decoder import (
     LocalSelfAttention,
     additive_mask,
     eager_attention_forward,
+    init_shared,
     kept_pairs,
     make_bias_table,
 )
@@ -51,10 +49,10 @@ from ..heads import (
     CausalLMForward,
     MaskedLMForward,
     QuestionAnsweringForward,
+    SequenceClassificationForward,
     TokenClassificationForward,
     make_embedding,
     make_lm_head,
-    pool,
 )
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
@@ -322,13 +320,7 @@ class SpadePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
-            module.reset_parameters()
-        elif isinstance(module, RelativePositionBias) and self.config.relative_attention_init == "recency":
-            init.copy_(module.weight, module.recency_biases())
-        elif isinstance(module, nn.Linear) and hasattr(module, "init_scale"):
-            # said by the projection itself: transformers calls this for no module without tensors of its own
-            init.normal_(module.weight, std=self.config.initializer_range * module.init_scale)
+        init_shared(module, self.config)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
@@ -754,7 +746,7 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
         return scale_head_inputs(self.config, hidden_states)
 
 
-class SpadeForSequenceClassification(SpadePreTrainedModel):
+class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrainedModel):
     """SPADE encoder that classifies whole sequences (SPADE, section 5.2).
 
     A pooled vector passes through a dense layer and tanh before the classifier, as in BERT. `config.pooling` says what
@@ -765,7 +757,6 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
-    accepts_loss_kwargs = False  # the loss is a mean over the batch
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
@@ -775,31 +766,8 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
-        pooled = torch.tanh(self.dense(self.dropout(pooled)))
-        logits = self.classifier(self.dropout(pooled))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return super()._classify(torch.tanh(self.dense(self.dropout(pooled))))
 
 
 class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedModel):

@@ -3,8 +3,12 @@
 The rule: ``"auto"`` runs Triton if every tensor lies on a CUDA device (or Triton's interpreter is on) and the op's
 ``why_not_triton`` finds no objection, and torch otherwise; ``"torch"`` always runs; ``"triton"`` runs or raises with
 the objection, never something else in silence.
+
+An op asks inside of its custom op, where no tracer looks, because the choice reads the environment and logs; it
+imports its Triton kernels, and with them triton, only when the answer is ``"triton"``.
 """
 
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -44,6 +48,37 @@ def use_backend(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
+def wished_backend(backend: str) -> str:
+    """Return a call's wish, or that of a surrounding `use_backend`, which a backward in another thread cannot see."""
+    return _forced.get() or _check_name(backend, "backend")
+
+
+def forces_triton(backend: str) -> bool:
+    """Say whether a call asks for Triton by name, where a form in plain torch would otherwise be taken.
+
+    For forms that are traced: what they cannot see while traced is `use_backend` and the environment.
+    """
+    if torch.compiler.is_compiling():
+        return backend == "triton"
+    wish = wished_backend(backend)
+    return wish == "triton" or (wish == "auto" and os.environ.get(BACKEND_VARIABLE) == "triton")
+
+
+def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not all(tensor.is_cuda for tensor in tensors):
+        return "not every tensor is on a CUDA device"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA devices"
+    capability = torch.cuda.get_device_capability(tensors[0].device)
+    if capability < (8, 0):
+        return f"the kernels need compute capability 8.0 or later; got {capability[0]}.{capability[1]}"
+    return None
+
+
 def choose_backend(
     op: str, backend: str, tensors: list[torch.Tensor], why_not_triton: Callable[[], str | None]
 ) -> str:
@@ -59,22 +94,22 @@ def choose_backend(
     Raises:
         ValueError: An unknown name, or ``"triton"`` where it cannot run; the message gives the reason.
     """
-    wish = _forced.get() or _check_name(backend, "backend")
+    wish = wished_backend(backend)
     if wish == "auto":
         wish = _check_name(os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE)
     if wish == "torch":
         return "torch"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not interpreted and not all(tensor.is_cuda for tensor in tensors):
-        objection: str | None = "not every tensor is on a CUDA device"
-    else:
-        objection = why_not_triton()
+    no_device = _why_not_device(tensors)
+    objection = no_device or why_not_triton()
     if wish == "triton" and objection is not None:
         raise ValueError(f"{op} cannot run on triton: {objection}")
     chosen = "triton" if objection is None else "torch"
-    if (op, chosen) not in _told:
-        _told.add((op, chosen))
-        logger.debug("%s runs on %s (%s)", op, chosen, objection or "every tensor is on a CUDA device")
+    reason = objection or "every tensor is on a CUDA device"
+    if (op, reason) not in _told:
+        _told.add((op, reason))
+        # on a CPU torch is what everybody expects; on a GPU it may be worth knowing
+        level = logging.INFO if objection is not None and no_device is None else logging.DEBUG
+        logger.log(level, "%s runs on %s (%s)", op, chosen, reason)
     return chosen
 
 

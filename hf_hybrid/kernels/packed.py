@@ -1,0 +1,100 @@
+"""Sequences of different lengths, one after the other in one row of tokens: no padding is computed.
+
+`cu_seqlens`, as everybody calls it, holds where each sequence begins, and where the last one ends: sequence n has
+tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1, and may be empty. An op on packed sequences gives what it gives
+for each alone.
+
+B batch · T length of the row · N sequences
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | None, x: Tensor, name: str) -> int:
+    """Return how many sequences a batch `(B, T, ...)` holds: N where packed, B otherwise.
+
+    The values are checked where reading them is free of charge, on a CPU, by `bounds`.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    if cu_seqlens is None:
+        return x.shape[0]
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens must be (N + 1,) of int32 or int64 with N > 0; got {tuple(cu_seqlens.shape)} "
+            f"of {cu_seqlens.dtype}"
+        )
+    if x.shape[0] != 1:
+        raise ValueError(f"{name} must have a batch of 1 where cu_seqlens is given; got {x.shape[0]}")
+    return cu_seqlens.shape[0] - 1
+
+
+def bounds(cu_seqlens: Tensor, length: int) -> list[slice]:
+    """Tokens of each sequence, read by the host.
+
+    Raises:
+        ValueError: The bounds do not run from 0 to T, or fall.
+    """
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in itertools.pairwise(ends)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {ends}")
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def run_each(
+    function: Callable[..., tuple[Tensor, ...]],
+    cu_seqlens: Tensor,
+    tensors: tuple[Tensor, ...],
+    *states: Tensor | None,
+    states_out: int,
+) -> tuple[Tensor, ...]:
+    """Run a function on each sequence alone and put the results together.
+
+    Args:
+        function: Takes `tensors` with one sequence, `(1, T_n, ...)`, then `states` with one row. It returns results of
+            the same two kinds, the `states_out` of states last.
+        cu_seqlens: `(N + 1,)`.
+        tensors: `(1, T, ...)` each.
+        *states: `(N, ...)` each; None is passed on.
+        states_out: How many of the results are states.
+
+    Returns:
+        The results for the whole row, of empty sequences too: the function must take those.
+    """
+    results = []
+    for n, at in enumerate(bounds(cu_seqlens, tensors[0].shape[1])):
+        own = [None if state is None else state[n : n + 1] for state in states]
+        results.append(function(*(x[:, at] for x in tensors), *own))
+    columns = list(zip(*results, strict=True))
+    first_state = len(columns) - states_out
+    return tuple(torch.cat(column, dim=int(i < first_state)) for i, column in enumerate(columns))
+
+
+def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
+    """Cut every sequence into spans of `size` tokens, the last one shorter, without the host reading a bound.
+
+    Args:
+        cu_seqlens: `(N + 1,)`. Bounds outside of [0, T] are drawn into it, so that a kernel never leaves its tensors.
+        length: T.
+        size: Tokens per span.
+
+    Returns:
+        `(S, 3)` of int32, sequence, first token and the one behind the last token of each span, with
+        S = floor(T / size) + N, which is enough for any bounds: spans that are not needed have no tokens and the
+        sequence N. And `(2, N + 1)` of int32: the bounds, and where each sequence's spans begin.
+    """
+    ends = cu_seqlens.long().clamp(0, length).cummax(0).values
+    counts = (ends.diff() + size - 1) // size
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    sequences = cu_seqlens.shape[0] - 1
+    slot = torch.arange(length // size + sequences, device=cu_seqlens.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), slot, right=True)
+    own = sequence.clamp(max=sequences - 1)
+    first = torch.where(sequence < sequences, ends[own] + (slot - starts[own]) * size, 0)
+    stop = torch.where(sequence < sequences, torch.minimum(first + size, ends[own + 1]), 0)
+    return torch.stack([sequence, first, stop], dim=1).int(), torch.stack([ends, starts]).int()

@@ -118,6 +118,32 @@ def test_merged_kernels_are_all_of_them_side_by_side(causal):
             merge_kernels([make(1, 4)[1]], causal=False)
 
 
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 3, 3, 23, 24, 30], [0, 0, 1, 1]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_packed_sequences_are_each_alone(bounds, dtype):
+    name = str(dtype).removeprefix("torch.")
+    u, kernel, bias, _ = make(bounds[-1], dtype=dtype, batch=1)
+    state = make(1, dtype=dtype, batch=len(bounds) - 1, seed=1)[3]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    for options in ({"state": state}, {}, {"causal": False}):
+        results = []
+        for function in (short_conv, reference):
+            leaves = [
+                x.detach().clone().requires_grad_() for x in (u, kernel, bias, *options.values()) if x is not False
+            ]
+            given = options | ({"state": leaves[3]} if "state" in options else {})
+            outputs = function(*leaves[:3], cu_seqlens=cu_seqlens, activation="silu", **given)
+            total = sum(x.square().sum() for x in outputs if x is not None)
+            results.append([x for x in outputs if x is not None] + list(torch.autograd.grad(total, leaves)))
+        for one, other in zip(*results, strict=True):
+            assert_close(one, other, f"{name} gradient")
+    alone = short_conv(u[:, bounds[-2] :], kernel, bias, state=state[-1:]) if bounds[-2] < bounds[-1] else None
+    if alone is not None:
+        packed = short_conv(u, kernel, bias, state=state, cu_seqlens=cu_seqlens)
+        assert_close(packed[0][:, bounds[-2] :], alone[0], "exact")
+        assert_close(packed[1][-1:], alone[1], "exact")
+
+
 def test_causality_is_exact():
     u, kernel, bias, _ = make(50)
     changed = u.clone()
@@ -162,9 +188,11 @@ def test_strided_inputs_and_expanded_gradients():
 
 
 def test_opcheck():
-    u, kernel, bias, _ = (x.requires_grad_() for x in make(9))
-    torch.library.opcheck(torch_impl.short_conv, (u, kernel, bias, 0, True, "auto"))
-    torch.library.opcheck(torch_impl.short_conv, (u, kernel.detach(), None, 2, False, "auto"))
+    u, kernel, bias, state = (x.requires_grad_() for x in make(9))
+    packed = (u.detach()[:1], kernel, bias, state, torch.tensor([0, 2, 9]), 0, True, "auto")
+    torch.library.opcheck(torch_impl.short_conv, packed)
+    torch.library.opcheck(torch_impl.short_conv, (u, kernel, bias, None, None, 0, True, "auto"))
+    torch.library.opcheck(torch_impl.short_conv, (u, kernel.detach(), None, None, None, 2, False, "auto"))
 
 
 def test_compiles_without_graph_breaks():
@@ -200,6 +228,19 @@ def test_errors_name_the_argument():
         ((u, kernel), {"activation": "relu"}, "activation must be one of None, silu; got 'relu'"),
         ((u, kernel), {"state": state[:, :1]}, r"state must be \(B, J - 1, D\) = \(2, 4, 3\); got \(2, 1, 3\)"),
         ((u, kernel), {"state": state, "causal": False}, "state must be None"),
+        (
+            (u, kernel),
+            {"cu_seqlens": torch.tensor([0, 8])},
+            "u must have a batch of 1 where cu_seqlens is given; got 2",
+        ),
+        ((u[:1], kernel), {"cu_seqlens": torch.tensor([8])}, r"cu_seqlens must be \(N \+ 1,\) of int32 or int64"),
+        ((u[:1], kernel), {"cu_seqlens": torch.tensor([0, 5, 7])}, r"must rise from 0 to T = 8; got \[0, 5, 7\]"),
+        ((u[:1], kernel), {"cu_seqlens": torch.tensor([0, 5, 4, 8])}, "must rise from 0 to T = 8"),
+        (
+            (u[:1], kernel),
+            {"cu_seqlens": torch.tensor([0, 5, 8]), "state": state[:1]},
+            r"\(N, J - 1, D\) = \(2, 4, 3\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             short_conv(*arguments, **options)

@@ -3,7 +3,7 @@
 `merge_kernels` makes one filter of several parallel ones, which is what structural reparameterisation is: it costs a
 few numbers, so that training can afford it in every step.
 
-B batch · T length · J taps · D width
+B batch · T length · J taps · D width · N packed sequences
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from ..dispatch import forces_triton
+from ..packed import check_cu_seqlens
 from . import torch_impl
 
 __all__ = ["merge_kernels", "short_conv"]
@@ -54,6 +56,7 @@ def short_conv(
     causal: bool = True,
     activation: str | None = None,
     state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Convolve each channel with a few taps.
@@ -71,6 +74,9 @@ def short_conv(
         causal: Whether only the past is read. A centred filter has an odd number of taps.
         activation: f, None or ``"silu"``.
         state: The J - 1 inputs before the first, `(B, J - 1, D)`; zeros when None. Causal only.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
+            sequence alone.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
@@ -89,22 +95,41 @@ def short_conv(
         names = ", ".join(str(name) for name in ACTIVATIONS)
         raise ValueError(f"activation must be one of {names}; got {activation!r}")
     past = kernel.shape[1] - 1
+    shape = (check_cu_seqlens(cu_seqlens, u, "u"), past, u.shape[2])
     if state is not None and not causal:
         raise ValueError("state must be None for a convolution that is not causal")
-    if state is not None and state.shape != (u.shape[0], past, u.shape[2]):
-        raise ValueError(f"state must be (B, J - 1, D) = {(u.shape[0], past, u.shape[2])}; got {tuple(state.shape)}")
-    ahead = 0 if causal else past // 2
-    x = u if state is None else torch.cat([state.to(u.dtype), u], dim=1)
-    if u.shape[1] == 1 and state is not None:
-        y = torch_impl.one_token(x, kernel, bias, activation == "silu")
+    if state is not None and state.shape != shape:
+        rows = "B" if cu_seqlens is None else "N"
+        raise ValueError(f"state must be ({rows}, J - 1, D) = {shape}; got {tuple(state.shape)}")
+    if state is not None:
+        state = state.to(u.dtype)
+    if u.shape[1] == 1 and state is not None and cu_seqlens is None and not forces_triton(backend):
+        y = torch_impl.one_token(torch.cat([state, u], dim=1), kernel, bias, activation == "silu")
     else:
-        y = torch_impl.short_conv(x, kernel, bias, ahead, activation == "silu", backend)
-        y = y[:, x.shape[1] - u.shape[1] :]
-    if not causal:
-        return y, None
-    last = x[:, max(0, x.shape[1] - past) :] if past else x[:, :0]
-    # a copy, so that whoever keeps the last inputs does not keep all of them
-    return y, F.pad(last, (0, 0, past - last.shape[1], 0)).clone()
+        ahead = 0 if causal else past // 2
+        before = state if past else None
+        y = torch_impl.short_conv(u, kernel, bias, before, cu_seqlens, ahead, activation == "silu", backend)
+    return y, _last_inputs(u, past, state, cu_seqlens) if causal else None
+
+
+def _last_inputs(
+    u: torch.Tensor, past: int, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor:
+    """The state behind the last token, `(B or N, J - 1, D)`: a copy, so that who keeps it does not keep all of u."""
+    if cu_seqlens is None:
+        last = u[:, max(0, u.shape[1] - past) :] if past else u[:, :0]
+        missing = past - last.shape[1]
+        if state is None or missing == 0:
+            return F.pad(last, (0, 0, missing, 0)).clone()
+        return torch.cat([state[:, past - missing :], last], dim=1)
+    # place of each in its sequence; negative ones lie in the state
+    ends, lengths = cu_seqlens[1:, None], cu_seqlens.diff()[:, None]
+    place = lengths - past + torch.arange(past, device=u.device)
+    last = u[0, (ends - lengths + place).clamp(0, u.shape[1] - 1)]
+    if state is None:
+        return last.masked_fill((place < 0)[..., None], 0)
+    before = state.gather(1, (place + past).clamp(0, past - 1).long()[..., None].expand_as(state)) if past else state
+    return torch.where((place < 0)[..., None], before, last)
 
 
 def _check_kernel(kernel: torch.Tensor, width: int, causal: bool) -> None:

@@ -6,6 +6,8 @@ B batch · T length · J taps · D width
 import torch
 from torch.nn import functional as F
 
+from ..packed import bounds
+
 
 def short_conv(
     u: torch.Tensor,
@@ -15,8 +17,17 @@ def short_conv(
     causal: bool = True,
     activation: str | None = None,
     state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `hf_hybrid.kernels.short_conv` one lag at a time; arguments as there, not checked again."""
+    if cu_seqlens is not None:
+        options = {"causal": causal, "activation": activation}
+        parts = []
+        for n, at in enumerate(bounds(cu_seqlens, u.shape[1])):
+            own = None if state is None else state[n : n + 1]
+            parts.append(short_conv(u[:, at], kernel, bias, state=own, **options))
+        last = torch.cat([after for _, after in parts]) if causal else None
+        return torch.cat([y for y, _ in parts], dim=1), last
     wide = torch.promote_types(u.dtype, torch.float32)
     length, taps = u.shape[1], kernel.shape[1]
     ahead = 0 if causal else (taps - 1) // 2

@@ -15,15 +15,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch import choose_backend
+from ..dispatch import choose_backend, wished_backend
 from ..long_conv.torch_impl import compute_dtype
+from ..packed import run_each
 
 _BLOCK = 1 << 18
 """Numbers multiplied at once in the taps' gradient."""
 
 
-def _why_not_triton() -> str | None:
-    return "no Triton kernel in this version"
+def _runs_on_triton(backend: str, u: Tensor, kernel: Tensor) -> bool:
+    """Choose the backend, in here, where no tracer looks, because the choice reads the environment and logs."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(u, kernel)
+
+    return choose_backend("short_conv", backend, [u, kernel], why_not) == "triton"
 
 
 def _shifts(length: int, taps: int, ahead: int) -> Iterator[tuple[int, slice, slice]]:
@@ -59,28 +67,59 @@ def one_token(x: Tensor, kernel: Tensor, bias: Tensor | None, silu: bool) -> Ten
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-@torch.library.custom_op("hf_hybrid::short_conv", mutates_args=())
-def short_conv(u: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int, silu: bool, backend: str) -> Tensor:
-    """The convolution with its activation; `ahead` is the number of taps on later tokens.
+def _forward(x: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int, silu: bool) -> Tensor:
+    wide = compute_dtype(x)
+    y = _convolve(x.to(wide), kernel.to(wide), None if bias is None else bias.to(wide), ahead)
+    return (F.silu(y, inplace=True) if silu else y).to(x.dtype)
 
-    The backend is chosen in here, where no tracer looks, because the choice reads the environment and logs.
-    """
-    choose_backend("short_conv", backend, [u, kernel], _why_not_triton)
-    wide = compute_dtype(u)
-    y = _convolve(u.to(wide), kernel.to(wide), None if bias is None else bias.to(wide), ahead)
-    return (F.silu(y, inplace=True) if silu else y).to(u.dtype)
+
+def _continued(u: Tensor, state: Tensor | None) -> Tensor:
+    return u if state is None else torch.cat([state.to(u.dtype), u], dim=1)
+
+
+@torch.library.custom_op("hf_hybrid::short_conv", mutates_args=())
+def short_conv(
+    u: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ahead: int,
+    silu: bool,
+    backend: str,
+) -> Tensor:
+    """The convolution with its activation; `ahead` is the number of taps on later tokens."""
+    if _runs_on_triton(backend, u, kernel):
+        from . import triton_kernels
+
+        return triton_kernels.forward(u, kernel, bias, state, cu_seqlens, ahead, silu)
+
+    def alone(u: Tensor, state: Tensor | None) -> tuple[Tensor]:
+        if u.shape[1] == 0:
+            return (u.clone(),)
+        y = _forward(_continued(u, state), kernel, bias, ahead, silu)
+        return (y[:, y.shape[1] - u.shape[1] :].contiguous(),)
+
+    return alone(u, state)[0] if cu_seqlens is None else run_each(alone, cu_seqlens, (u,), state, states_out=0)[0]
 
 
 @short_conv.register_fake
-def _(u: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int, silu: bool, backend: str) -> Tensor:
+def _(
+    u: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ahead: int,
+    silu: bool,
+    backend: str,
+) -> Tensor:
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hf_hybrid::short_conv_backward", mutates_args=())
-def short_conv_backward(
+def _differentiate(
     grad: Tensor, u: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int, silu: bool, trained: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of u, the taps and the bias; of the last two only if `trained`, zeros otherwise."""
     wide = compute_dtype(u)
     x, taps = u.to(wide), kernel.to(wide)
     g = grad.to(wide)
@@ -100,30 +139,87 @@ def short_conv_backward(
                 at = slice(outputs.start + start, min(outputs.stop, outputs.start + start + step))
                 lag = outputs.start - inputs.start
                 grad_taps[tap] += (g[:, at] * x[:, at.start - lag : at.stop - lag]).sum((0, 1))
-    return grad_u.to(u.dtype), grad_taps.mT.contiguous().to(kernel.dtype), grad_bias
+    return grad_u.to(u.dtype), grad_taps.mT, grad_bias
+
+
+@torch.library.custom_op("hf_hybrid::short_conv_backward", mutates_args=())
+def short_conv_backward(
+    grad: Tensor,
+    u: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ahead: int,
+    silu: bool,
+    trained: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of u, the taps, the bias and the state, which is empty where there is no state.
+
+    Those of taps and bias are computed only if `trained`, and zeros otherwise, where leaving them out is cheaper.
+    """
+    if _runs_on_triton(backend, u, kernel):
+        from . import triton_kernels
+
+        d_u, d_kernel, d_bias, d_state = triton_kernels.backward(grad, u, kernel, bias, state, cu_seqlens, ahead, silu)
+        return d_u, d_kernel, d_bias, u.new_empty(0) if d_state is None else d_state
+    wide = compute_dtype(u)
+    d_kernel, d_bias = kernel.new_zeros(kernel.shape, dtype=wide), kernel.new_zeros(kernel.shape[0], dtype=wide)
+
+    def alone(u: Tensor, grad: Tensor, state: Tensor | None) -> tuple[Tensor, ...]:
+        past = 0 if state is None else state.shape[1]
+        if u.shape[1] == 0:
+            return u.clone(), u.new_empty(0) if state is None else torch.zeros_like(state)
+        x = _continued(u, state)
+        d_x, own_taps, own_bias = _differentiate(F.pad(grad, (0, 0, past, 0)), x, kernel, bias, ahead, silu, trained)
+        d_kernel.add_(own_taps)
+        d_bias.add_(own_bias)
+        d_state = u.new_empty(0) if state is None else d_x[:, :past].to(state.dtype, copy=True)
+        return d_x[:, past:].contiguous(), d_state
+
+    if cu_seqlens is None:
+        d_u, d_state = alone(u, grad, state)
+    else:
+        d_u, d_state = run_each(alone, cu_seqlens, (u, grad), state, states_out=1)
+    return d_u, d_kernel.to(kernel.dtype), d_bias, d_state
 
 
 @short_conv_backward.register_fake
 def _(
-    grad: Tensor, u: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int, silu: bool, trained: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    u: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ahead: int,
+    silu: bool,
+    trained: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = torch.empty_like(u, memory_format=torch.contiguous_format)
     taps = torch.empty_like(kernel, memory_format=torch.contiguous_format)
-    return like, taps, kernel.new_empty(kernel.shape[0], dtype=torch.promote_types(u.dtype, torch.float32))
+    d_bias = kernel.new_empty(kernel.shape[0], dtype=torch.promote_types(u.dtype, torch.float32))
+    d_state = u.new_empty(0) if state is None else torch.empty_like(state, memory_format=torch.contiguous_format)
+    return like, taps, d_bias, d_state
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, kernel, bias, ctx.ahead, ctx.silu, _ = inputs
-    ctx.save_for_backward(u, kernel, bias)
+    u, kernel, bias, state, cu_seqlens, ctx.ahead, ctx.silu, backend = inputs
+    ctx.backend = wished_backend(backend)
+    ctx.save_for_backward(u, kernel, bias, state, cu_seqlens)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    u, kernel, bias = ctx.saved_tensors
-    _, wants_kernel, wants_bias = ctx.needs_input_grad[:3]
+    u, kernel, bias, state, cu_seqlens = ctx.saved_tensors
+    _, wants_kernel, wants_bias, wants_state = ctx.needs_input_grad[:4]
     trained = wants_kernel or wants_bias
-    grads = short_conv_backward(grad, u, kernel, bias, ctx.ahead, ctx.silu, trained)
-    grad_bias = grads[2].to(bias.dtype) if bias is not None and wants_bias else None
-    return grads[0], grads[1] if wants_kernel else None, grad_bias, None, None, None
+    d_u, d_kernel, d_bias, d_state = short_conv_backward(
+        grad, u, kernel, bias, state, cu_seqlens, ctx.ahead, ctx.silu, trained, ctx.backend
+    )
+    grad_bias = d_bias.to(bias.dtype) if bias is not None and wants_bias else None
+    return d_u, d_kernel if wants_kernel else None, grad_bias, d_state if wants_state else None, *(None,) * 4
 
 
 short_conv.register_autograd(_backward, setup_context=_setup_context)

@@ -1,5 +1,7 @@
 """Linear attention against its matrix of weights, its recurrence, and torch's machinery."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -93,6 +95,23 @@ def test_a_sequence_in_parts_gives_what_it_gives_in_one(splits):
     assert_close(state, last, "float64")
 
 
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 3, 3, 70, 71, 90], [0, 0, 1, 1]])
+def test_packed_sequences_are_each_alone(bounds):
+    row, state = make(bounds[-1], batch=1)[:3], make(1, batch=len(bounds) - 1, seed=1)[3]
+    cu_seqlens = torch.tensor(bounds)
+    for tensors, causal in (((*row, state), True), (row, True), (row, False)):
+        options = {"cu_seqlens": cu_seqlens, "causal": causal}
+        actual, expected = (run(f, tensors, **options) for f in (linear_attention, reference.linear_attention))
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other, "float64 gradient")
+    packed = linear_attention(*row, state=state, cu_seqlens=cu_seqlens)
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start < stop:
+            alone = linear_attention(*(x[:, start:stop] for x in row), state=state[n : n + 1])
+            assert_close(packed[0][:, start:stop], alone[0], "float64")
+            assert_close(packed[1][n : n + 1], alone[1], "float64")
+
+
 def test_causality_is_exact():
     query, key, value, _ = make(150)
     before = linear_attention(query, key, value)[0]
@@ -157,8 +176,10 @@ def test_strided_inputs_and_expanded_gradients():
 
 def test_opcheck():
     query, key, value, state = (x.requires_grad_() for x in make(9))
-    torch.library.opcheck(torch_impl._forward, (query, key, value, state, "auto"))
-    torch.library.opcheck(torch_impl._forward, (query.detach(), key.detach(), value.detach(), None, "auto"))
+    torch.library.opcheck(torch_impl._forward, (query, key, value, state, None, "auto"))
+    row = [x.detach()[:1].requires_grad_() for x in (query, key, value)]
+    torch.library.opcheck(torch_impl._forward, (*row, state, torch.tensor([0, 4, 9]), "auto"))
+    torch.library.opcheck(torch_impl._forward, (query.detach(), key.detach(), value.detach(), None, None, "auto"))
 
 
 def test_compiles_without_graph_breaks():
@@ -192,5 +213,9 @@ def test_errors_name_the_argument():
             linear_attention(*arguments)
     with pytest.raises(ValueError, match=r"state must be \(B, H, K, V\) = \(2, 2, 5, 3\); got \(1, 2, 5, 3\)"):
         linear_attention(query, key, value, state=state[:1])
+    with pytest.raises(ValueError, match="query must have a batch of 1 where cu_seqlens is given; got 2"):
+        linear_attention(query, key, value, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match=r"state must be \(N, H, K, V\) = \(1, 2, 5, 3\); got \(2, 2, 5, 3\)"):
+        linear_attention(*(x[:1] for x in (query, key, value)), state=state, cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="state must be None for attention that is not causal"):
         linear_attention(query, key, value, state=state, causal=False)

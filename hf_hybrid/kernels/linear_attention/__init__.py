@@ -1,10 +1,12 @@
 """Attention without a softmax: linear in T, and a matrix per head is all that decoding has to remember.
 
-B batch · T length · H heads · K key dim · V value dim
+B batch · T length · H heads · K key dim · V value dim · N packed sequences
 """
 
 from torch import Tensor
 
+from ..dispatch import forces_triton
+from ..packed import check_cu_seqlens
 from . import torch_impl
 
 __all__ = ["linear_attention"]
@@ -17,6 +19,7 @@ def linear_attention(
     *,
     causal: bool = True,
     state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Sum the values, each weighted with the product of its key and the query; no softmax, no denominator.
@@ -36,6 +39,9 @@ def linear_attention(
         value: `(B, T, H, V)` in query's dtype.
         causal: Whether later tokens are hidden.
         state: S before the first token, `(B, H, K, V)`, float32 or float64; zeros when None. Causal only.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
+            sequence alone. Where torch runs, and where not causal, the bounds are read by the host.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
@@ -45,15 +51,17 @@ def linear_attention(
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
-    _check(query, key, value, causal, state)
+    _check(query, key, value, causal, state, cu_seqlens)
     if not causal:
-        return torch_impl.bidirectional(query, key, value, backend), None
-    if query.shape[1] == 1:
-        return torch_impl.step(query, key, value, state, backend)
-    return torch_impl.causal(query, key, value, state, backend)
+        return torch_impl.bidirectional(query, key, value, cu_seqlens, backend), None
+    if query.shape[1] == 1 and cu_seqlens is None and not forces_triton(backend):
+        return torch_impl.step(query, key, value, state)
+    return torch_impl.causal(query, key, value, state, cu_seqlens, backend)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, state: Tensor | None) -> None:
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
     if query.dim() != 4 or query.shape[1] == 0 or not query.is_floating_point():
         raise ValueError(
             f"query must be a floating-point (B, T, H, K) with T > 0; got {tuple(query.shape)} of {query.dtype}"
@@ -67,10 +75,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, state: Tenso
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    sequences = check_cu_seqlens(cu_seqlens, query, "query")
     if state is None:
         return
     if not causal:
         raise ValueError("state must be None for attention that is not causal")
-    shape = (query.shape[0], *query.shape[2:], value.shape[3])
+    shape = (sequences, *query.shape[2:], value.shape[3])
     if state.shape != shape:
-        raise ValueError(f"state must be (B, H, K, V) = {shape}; got {tuple(state.shape)}")
+        rows = "B" if cu_seqlens is None else "N"
+        raise ValueError(f"state must be ({rows}, H, K, V) = {shape}; got {tuple(state.shape)}")

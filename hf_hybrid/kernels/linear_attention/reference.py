@@ -6,11 +6,26 @@ B batch · T length · H heads · K key dim · V value dim
 import torch
 from torch import Tensor
 
+from ..packed import bounds
+
 
 def linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, state: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `hf_hybrid.kernels.linear_attention` with all T^2 weights; arguments as there, not checked again."""
+    if cu_seqlens is not None:
+        parts = []
+        for n, at in enumerate(bounds(cu_seqlens, query.shape[1])):
+            own = None if state is None else state[n : n + 1]
+            parts.append(linear_attention(query[:, at], key[:, at], value[:, at], causal=causal, state=own))
+        last = torch.cat([after for _, after in parts if after is not None]) if causal else None
+        return torch.cat([output for output, _ in parts], dim=1), last
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     weights = torch.einsum("bthk,bshk->bhts", query, key)

@@ -16,16 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, full_precision
+from ..dispatch import choose_backend, full_precision, wished_backend
 from ..long_conv.torch_impl import compute_dtype
+from ..packed import bounds, run_each
 
 _BLOCK = 64
 """Tokens per block. Masked scores, half of them wasted, grow with it; smaller products run slower. For heads of 64 to
 256 numbers on a CPU, nothing is faster."""
 
 
-def _why_not_triton() -> str | None:
-    return "linear_attention has no Triton kernel yet"
+def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(query)
+
+    return choose_backend("linear_attention", backend, [query, key, value], why_not) == "triton"
 
 
 def _blocks(length: int) -> list[slice]:
@@ -51,10 +59,7 @@ def _start(state: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
     return state.flatten(0, 1).to(query.dtype, copy=True)
 
 
-@torch.library.custom_op("hf_hybrid::linear_attention", mutates_args=())
-def _forward(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    # Chosen in here, where no tracer looks, because the choice reads the environment and logs.
-    choose_backend("linear_attention", backend, [query, key, value], _why_not_triton)
+def _forward_alone(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     batch = query.shape[0]
     q, k, v = _rows(query, key, value)
     S = _start(state, q, v)
@@ -67,16 +72,35 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, ba
     return _unrows(output, batch), S.unflatten(0, (batch, -1))
 
 
+@torch.library.custom_op("hf_hybrid::linear_attention", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    if _runs_on_triton(backend, query, key, value):
+        from . import triton_kernels
+
+        return triton_kernels.forward(query, key, value, state, cu_seqlens)
+    if cu_seqlens is None:
+        return _forward_alone(query, key, value, state)
+    output, last = run_each(_forward_alone, cu_seqlens, (query, key, value), state, states_out=1)
+    return output, last
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 @_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
-    S = query.new_empty((query.shape[0], *query.shape[2:], value.shape[3]), dtype=wide)
+    S = query.new_empty((_sequences(query, cu_seqlens), *query.shape[2:], value.shape[3]), dtype=wide)
     return torch.empty_like(value, dtype=wide, memory_format=torch.contiguous_format), S
 
 
-@torch.library.custom_op("hf_hybrid::linear_attention_backward", mutates_args=())
-def _differentiate(
-    grad: Tensor, grad_state: Tensor, query: Tensor, key: Tensor, value: Tensor, state: Tensor | None
+def _differentiate_alone(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, grad_state: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and the first state, with D = tril(dO V^T), A = tril(Q K^T) in each block:
 
@@ -102,38 +126,69 @@ def _differentiate(
     return d_q, d_k, d_v, dS.unflatten(0, (batch, -1))
 
 
+@torch.library.custom_op("hf_hybrid::linear_attention_backward", mutates_args=())
+def _differentiate(
+    grad: Tensor,
+    grad_state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _runs_on_triton(backend, query, key, value):
+        from . import triton_kernels
+
+        return triton_kernels.backward(grad, grad_state, query, key, value, state, cu_seqlens)
+    if cu_seqlens is None:
+        return _differentiate_alone(grad, query, key, value, grad_state, state)
+    d_q, d_k, d_v, d_state = run_each(
+        _differentiate_alone, cu_seqlens, (grad, query, key, value), grad_state, state, states_out=1
+    )
+    return d_q, d_k, d_v, d_state
+
+
 @_differentiate.register_fake
 def _(
-    grad: Tensor, grad_state: Tensor, query: Tensor, key: Tensor, value: Tensor, state: Tensor | None
+    grad: Tensor,
+    grad_state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     return like[0], like[1], like[2], torch.empty_like(grad_state, memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, state, _ = inputs
-    ctx.save_for_backward(query, key, value, state)
+    query, key, value, state, cu_seqlens, backend = inputs
+    ctx.backend = wished_backend(backend)
+    ctx.save_for_backward(query, key, value, state, cu_seqlens)
 
 
 def _backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, state = ctx.saved_tensors
-    d_q, d_k, d_v, d_state = _differentiate(grad, grad_state, query, key, value, state)
-    return d_q, d_k, d_v, d_state.to(state.dtype) if ctx.needs_input_grad[3] else None, None
+    query, key, value, state, cu_seqlens = ctx.saved_tensors
+    d_q, d_k, d_v, d_state = _differentiate(grad, grad_state, query, key, value, state, cu_seqlens, ctx.backend)
+    return d_q, d_k, d_v, d_state.to(state.dtype) if ctx.needs_input_grad[3] else None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
     """The causal form by blocks; arguments as for the op, not checked again."""
-    output, last = _forward(query, key, value, state, backend)
+    output, last = _forward(query, key, value, state, cu_seqlens, backend)
     return output, last
 
 
-def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token of the recurrence: `(B, 1, H, K)` and the state before, to `(B, 1, H, V)` and the state after."""
-    if not torch.compiler.is_compiling():
-        choose_backend("linear_attention", backend, [query, key, value], _why_not_triton)
     wide = compute_dtype(query)
     q, k, v = (x[:, 0].to(wide) for x in (query, key, value))
     S = k[..., :, None] * v[..., None, :]
@@ -143,10 +198,18 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, backen
         return (q[..., None, :] @ S).movedim(2, 1), S
 
 
-def bidirectional(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Tensor:
-    """Q (K^T V): two products, `(B, T, H, V)`."""
+def _why_not_bidirectional() -> str | None:
+    return "the form that is not causal is two matrix products, which torch runs on every device"
+
+
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+    """Q (K^T V): two products, `(B, T, H, V)`, for each packed sequence."""
     if not torch.compiler.is_compiling():
-        choose_backend("linear_attention", backend, [query, key, value], _why_not_triton)
+        choose_backend("linear_attention", backend, [query, key, value], _why_not_bidirectional)
+    if cu_seqlens is not None:
+        parts = bounds(cu_seqlens, query.shape[1])
+        alone = [bidirectional(query[:, at], key[:, at], value[:, at], None, backend) for at in parts]
+        return torch.cat(alone, dim=1)
     wide = compute_dtype(query)
     q, k, v = (x.to(wide).transpose(1, 2) for x in (query, key, value))
     with full_precision(query.device):

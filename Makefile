@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 PIP_EXTRA ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+AOT_TRITONS ?= 3.6.0 3.7.1 3.9.0
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
@@ -15,7 +16,7 @@ TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-long test lint bench build clean
+.PHONY: help install demo demo-long test lint bench aot-matrix build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +29,7 @@ help: ## Show this list
 	@echo "  PIP_EXTRA='...'       further options of every pip install, such as --find-links DIR"
 	@echo "  PYTEST_ARGS='...'     further arguments of pytest, such as -k spade"
 	@echo "  BENCH_ARGS='...'      further arguments of the benchmark, such as '--models spade led --lengths 1024'"
+	@echo "  AOT_TRITONS='...'     versions of Triton that aot-matrix compiles with"
 
 install: $(INSTALLED) ## Make the environment (every other target does so where needed)
 
@@ -60,6 +62,15 @@ lint: $(INSTALLED) ## Check formatting, style, types and the structure of the mo
 
 bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in under 45 minutes on two cores
 	$(PY) -m benchmarks.bench_models $(BENCH_ARGS)
+
+# torch's CUDA build asks for one version of triton, so the others go in behind its back
+aot-matrix: ## Compile the Triton kernels for GPUs that are not there, under several versions of Triton
+	@set -e; for version in $(AOT_TRITONS); do \
+		$(PYTHON) -m venv build/aot-$$version; \
+		build/aot-$$version/bin/python $(PIP_INSTALL) $(TORCH) numpy; \
+		build/aot-$$version/bin/python -m pip install --disable-pip-version-check $(PIP_EXTRA) --no-deps triton==$$version; \
+		build/aot-$$version/bin/python -m benchmarks.aot --output benchmarks/results/aot || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "A limit is broken under:$$failed" >&2; exit 1; }
 
 build: $(INSTALLED) ## Build the wheel and sdist, and import every module of the wheel in a clean environment
 	rm -rf dist build

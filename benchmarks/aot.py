@@ -1,0 +1,323 @@
+"""Compile the Triton kernels ahead of time for GPUs that are not there, and read off what the compiler made of them.
+
+    python -m benchmarks.aot --output benchmarks/results/aot
+
+The launches that the ops would do on a GPU are recorded on tensors without memory, so what is compiled is what is
+launched: the same types, the same constants, the same knowledge of what is divisible by 16. Each is compiled for each
+architecture, and the machine code is searched for spilled registers, tensor core instructions and atomics. `LIMITS`
+says what is allowed, `tests/kernels/test_aot.py` compiles every shipped configuration once and holds it to that, and
+`make aot-matrix` repeats all of it under other versions of Triton.
+
+Needs torch (any build), triton and nothing else.
+"""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+if importlib.util.find_spec("transformers") is None:  # importing the package registers models; the kernels need none
+    sys.modules["hf_hybrid"] = types.ModuleType("hf_hybrid")
+    sys.modules["hf_hybrid"].__path__ = [str(ROOT / "hf_hybrid")]
+
+from hf_hybrid.kernels.launching import Launch, record_launches  # noqa: E402
+
+ARCHITECTURES = (80, 90)
+"""Compute capabilities times 10: A100, H100 and H200."""
+
+
+class Card(NamedTuple):
+    """What one multiprocessor of an architecture has."""
+
+    shared: int
+    registers: int
+
+
+CARDS = {80: Card(163 << 10, 65536), 90: Card(227 << 10, 65536), 100: Card(227 << 10, 65536)}
+
+
+class Limit(NamedTuple):
+    """What is asked of a kernel's machine code, beyond that it spills no register and has no atomics.
+
+    Attributes:
+        tensor_cores: Whether its products run there.
+        warps: How many a multiprocessor can hold at least, which hides the wait for memory.
+        reason: Why this many.
+    """
+
+    tensor_cores: bool
+    warps: int
+    reason: str
+
+
+# the one table of what is asked: kernel -> limit
+LIMITS = {
+    "short_conv.forward": Limit(False, 16, "bound by memory, with nine loads in flight per thread"),
+    "short_conv.backward": Limit(False, 8, "16 loads in flight per warp make up for few warps"),
+    "linear_attention.sums": Limit(True, 8, "bound by memory, with loads in flight in shared memory"),
+    "linear_attention.carry": Limit(False, 32, "a chain of loads"),
+    "linear_attention.walk": Limit(
+        True, 8, "S and a block of scores in registers: two programs of 4 warps, or one of 8"
+    ),
+}
+
+
+class Report(NamedTuple):
+    """One launch, compiled for one architecture."""
+
+    kernel: str
+    configuration: str
+    details: str
+    arch: int
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    mma: int
+    wgmma: int
+    copies: int
+    atomics: int
+    seconds: float
+
+    @property
+    def resident_warps(self) -> int:
+        """Warps that one multiprocessor holds of this kernel alone, by registers and shared memory."""
+        card = CARDS[self.arch]
+        by_registers = card.registers // (max(self.registers + 7, 8) // 8 * 8 * 32 * self.warps)
+        by_shared = card.shared // (self.shared + 1024)  # each program costs the driver 1 KiB
+        return min(64, self.warps * min(by_registers, by_shared))
+
+    def problems(self) -> list[str]:
+        """What breaks `LIMITS`."""
+        limit = LIMITS[self.kernel]
+        found = []
+        if self.arch >= 90 and "bf16" in self.details and limit.tensor_cores and not self.wgmma and self.arch < 100:
+            found.append("no tensor core instruction of a whole warp group")
+        if self.spills:
+            found.append(f"{self.spills} instructions spill registers")
+        if self.atomics:
+            found.append(f"{self.atomics} atomic instructions: sums are not the same from run to run")
+        if self.shared > CARDS[self.arch].shared:
+            found.append(f"{self.shared} bytes of shared memory; a multiprocessor has {CARDS[self.arch].shared}")
+        if limit.tensor_cores and not (self.mma or self.wgmma):
+            found.append("no tensor core instruction")
+        if self.resident_warps < limit.warps:
+            found.append(f"{self.resident_warps} warps fit on a multiprocessor, below {limit.warps}: {limit.reason}")
+        return found
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _short_conv(dtype: torch.dtype, taps: int, packed: bool) -> None:
+    from hf_hybrid.kernels.short_conv import triton_kernels
+
+    batch, width = 1 if packed else 8, 768
+    u = _meta(batch, 4096, width, dtype=dtype)
+    cu_seqlens = _meta(9, dtype=torch.int32) if packed else None
+    state = _meta(8, taps - 1, width, dtype=dtype)
+    arguments = (u, _meta(width, taps), _meta(width), state, cu_seqlens, 0, True)
+    triton_kernels.forward(*arguments)
+    triton_kernels.backward(u, *arguments)
+
+
+def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) -> None:
+    from hf_hybrid.kernels.linear_attention import triton_kernels
+
+    q = _meta(1 if packed else 2, 16384, heads, width, dtype=dtype)
+    state = _meta(2, heads, width, width)
+    cu_seqlens = _meta(3, dtype=torch.int32) if packed else None
+    triton_kernels.forward(q, q, q, state, cu_seqlens)
+    triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
+
+
+def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
+    """Every op with each launch it does on one architecture for shapes that together take all configurations."""
+    calls: list[tuple[str, Any]] = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for taps, packed in ((9, True), (9, False), (3, False)):
+            calls.append(("short_conv", lambda a=(dtype, taps, packed): _short_conv(*a)))
+        for heads, width, packed in ((4, 128, True), (4, 64, True), (4, 128, False), (4, 64, False), (1, 1024, False)):
+            calls.append(("linear_attention", lambda a=(dtype, heads, width, packed): _linear_attention(*a)))
+    for op, call in calls:
+        with record_launches(arch) as launches:
+            call()
+        yield from ((op, launch) for launch in launches)
+
+
+def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
+    """Every launch of `recorded` that is compiled anew."""
+    distinct = {}
+    for op, launch in recorded(arch):
+        kinds = tuple((name, _type(launch.kernel, name, x)) for name, x in launch.arguments.items())
+        distinct.setdefault((op, launch.configuration.name, kinds), (op, launch))
+    return list(distinct.values())
+
+
+def heaviest_launches(arch: int) -> list[tuple[str, Launch]]:
+    """One launch for each configuration, in bfloat16 and in float32, with as many special cases in it as there are.
+
+    That is one of packed sequences with a state, and the last, which is a gradient.
+    """
+    last = {}
+    for op, launch in distinct_launches(arch):
+        if launch.arguments["PACKED"] and _dtype(launch) != "fp16":
+            last[op, launch.configuration.name, _dtype(launch)] = op, launch
+    return list(last.values())
+
+
+def _dtype(launch: Launch) -> str:
+    """Dtype of a launch's tokens, as Triton writes it."""
+    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums"))
+    return _POINTERS[tokens.dtype].removeprefix("*")
+
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def _type(kernel: Any, name: str, value: Any) -> tuple[str, Any, bool]:
+    """An argument's type, its value if it is a constant, and whether it is known to be divisible by 16.
+
+    As Triton does on a launch: pointers of torch's allocations are divisible, integers are looked at unless the kernel
+    forbids it, and the integer 1 and None are constants.
+    """
+    parameter = next(p for p in kernel.params if p.name == name)
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype], None, True
+    looked_at = not parameter.do_not_specialize
+    if parameter.is_constexpr or value is None or (looked_at and value == 1):
+        return "constexpr", value, False
+    return "i32", None, looked_at and value % 16 == 0
+
+
+def compile_for(op: str, launch: Launch, arch: int) -> Report:
+    """Compile a launch for one architecture and read its machine code."""
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    started = time.process_time()
+    kernel, configuration = launch.kernel, launch.configuration
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        kind, constant, divisible = _type(kernel, name, launch.arguments[name])
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[index,] = constant
+        if divisible:
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = str(Path(nvidia.__file__).parent / "bin" / "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        resources, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+
+    def count(pattern: str) -> int:
+        return len(re.findall(rf"\b(?:{pattern})\b", code))
+
+    assert count("EXIT"), "the machine code could not be read"
+    flags = [name for name, x in launch.arguments.items() if x is True]
+    flags += ["STATE"] if launch.arguments.get("state") is not None else []
+    sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J") if name in launch.arguments]
+    return Report(
+        f"{op}.{configuration.name.split()[0]}",
+        configuration.name,
+        " ".join([_dtype(launch), *sizes, *flags]),
+        arch,
+        configuration.num_warps,
+        int(re.findall(r"REG:(\d+)", resources)[-1]),
+        count("LDL|STL"),
+        compiled.metadata.shared,
+        count("HMMA|UTCHMMA|UTCQMMA"),
+        count("HGMMA"),
+        count("LDGSTS|UTMALDG"),
+        count("ATOM|ATOMG|ATOMS|RED|REDG"),
+        time.process_time() - started,
+    )
+
+
+COLUMNS = (
+    "sm",
+    "kernel",
+    "for",
+    "warps",
+    "registers",
+    "spills",
+    "shared KiB",
+    "mma",
+    "wgmma",
+    "async copies",
+    "atomics",
+)
+
+
+def table(reports: list[Report]) -> str:
+    """The reports as Markdown."""
+    lines = ["| " + " | ".join((*COLUMNS, "resident warps")) + " |", "|" + " --- |" * (len(COLUMNS) + 1)]
+    for r in reports:
+        cells = (r.arch, f"{r.kernel.split('.')[0]} {r.configuration}", r.details, r.warps, r.registers, r.spills)
+        cells += (f"{r.shared / 1024:.0f}", r.mma, r.wgmma, r.copies, r.atomics, r.resident_warps)
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Compile every launch and write the tables; return how many break a limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for triton-VERSION.md; only printed if not given")
+    parser.add_argument("--archs", type=int, nargs="+", default=[*ARCHITECTURES, 100], choices=sorted(CARDS))
+    parser.add_argument("--few", action="store_true", help="each configuration once, as the tests do")
+    parser.add_argument("--only", default="", help="configurations whose op and name contain this")
+    arguments = parser.parse_args()
+    import triton
+
+    reports, problems = [], []
+    for arch in arguments.archs:
+        for op, launch in (heaviest_launches if arguments.few else distinct_launches)(arch):
+            if arguments.only not in f"{op}.{launch.configuration.name}":
+                continue
+            try:
+                report = compile_for(op, launch, arch)
+            except Exception as error:  # a compiler that fails is a result
+                problems.append(f"sm_{arch} {op} {launch.configuration.name}: {type(error).__name__}: {error}")
+                continue
+            reports.append(report)
+            name = f"sm_{arch} {op} {report.configuration} ({report.details})"
+            problems += [f"{name}: {problem}" for problem in report.problems()]
+            print(f"{report.seconds:5.1f} s  {name}: {report.registers} registers, {report.spills} spills", flush=True)
+    reports.sort(key=lambda r: (r.arch, r.kernel, r.configuration))
+    text = f"# Kernels compiled ahead of time by Triton {triton.__version__}\n\n{table(reports)}\n"
+    text += "\n".join(f"- {problem}" for problem in problems) if problems else "Every one keeps within the limits."
+    print(text)
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / f"triton-{triton.__version__}.md").write_text(text.rstrip() + "\n")
+    return len(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main()))

@@ -1,0 +1,85 @@
+"""What the compiler makes of every shipped configuration, for GPUs that are not there."""
+
+import sys
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("triton is there on Linux only", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from benchmarks import aot
+from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
+from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
+from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
+
+OPS = {"linear_attention": linear_attention, "short_conv": short_conv}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("arch", aot.ARCHITECTURES)
+def test_shipped_configurations_keep_within_the_limits(arch, op):
+    launches = [launch for name, launch in aot.heaviest_launches(arch) if name == op]
+    reports = [aot.compile_for(op, launch, arch) for launch in launches]
+    problems = [f"{r.configuration} ({r.details}): {p}" for r in reports for p in r.problems()]
+    assert problems == []
+
+
+def test_every_shipped_configuration_is_compiled():
+    compiled = {(op, x.configuration.name) for arch in aot.ARCHITECTURES for op, x in aot.heaviest_launches(arch)}
+    shipped = {(op, c.name) for op, module in OPS.items() for c in module.CONFIGURATIONS.values()}
+    assert compiled == shipped
+
+
+@triton.jit
+def broken_kernel(u, total, T, BLOCK: tl.constexpr, SPILL: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    if SPILL:
+        held = ()
+        for i in tl.static_range(24):
+            held = held + (tl.load(u + i * BLOCK + cols, mask=cols < T),)  # noqa: RUF005
+        tl.debug_barrier()
+        for i in tl.static_range(24):
+            tl.store(u + (23 - i) * BLOCK + cols, held[i] * held[(i + 5) % 24], mask=cols < T)
+    else:
+        tl.atomic_add(total, tl.sum(tl.load(u + cols, mask=cols < T)))
+
+
+@pytest.mark.parametrize(("spill", "complaint"), [(False, "atomic instructions"), (True, "spill registers")])
+def test_a_broken_kernel_is_seen(spill, complaint):
+    configuration = Configuration("forward", "", {"BLOCK": 1024 if spill else 128}, 1, 1)
+    with record_launches(90) as launches:
+        x = torch.empty(24 * 1024, device="meta")
+        launch(broken_kernel, 1, configuration, u=x, total=x[:1], T=100, SPILL=spill)
+    report = aot.compile_for("short_conv", launches[0], 90)
+    assert any(complaint in problem for problem in report.problems()), report
+
+
+def test_limits_complain():
+    good = aot.Report("linear_attention.walk", "", "bf16", 90, 4, 160, 0, 50_000, 0, 8, 4, 0, 0.0)
+    assert good.problems() == []
+    assert good.resident_warps == 12
+    for change, complaint in (
+        ({"registers": 255, "warps": 8, "shared": 240 << 10}, "bytes of shared memory"),
+        ({"wgmma": 0, "mma": 8}, "of a whole warp group"),
+        ({"wgmma": 0}, "no tensor core instruction"),
+        ({"shared": 200 << 10}, "4 warps fit on a multiprocessor, below 8"),
+    ):
+        assert any(complaint in problem for problem in good._replace(**change).problems()), change
+
+
+def test_arguments_have_the_types_that_a_launch_gives_them():
+    with record_launches(90) as launches:
+        linear_attention.forward(*(torch.empty(1, 48, 1, 64, device="meta") for _ in range(3)), None, None)
+    (walk,) = launches
+    assert isinstance(walk, Launch)
+    kinds = {name: aot._type(walk.kernel, name, value) for name, value in walk.arguments.items()}
+    assert kinds["q"] == ("*fp32", None, True)
+    assert kinds["H"] == ("constexpr", 1, False)  # one is a constant
+    assert kinds["T"] == ("i32", None, False)  # lengths are not looked at, though this one is divisible
+    assert kinds["SIZE"] == ("i32", None, True)
+    assert kinds["state"] == ("constexpr", None, False)
+    assert blocks(65, 64) == 2

@@ -19,8 +19,8 @@ The gradients have the same form, since o[t] = sum_{s<=t} (q[t].k[s]) v[s]:
 so the same kernel computes them, and no accumulator is ever transposed: compilers have got that wrong.
 
 Products are of the inputs' own precision for bfloat16, of tf32 for float16, which has as many digits but would
-overflow in S, and of three tf32 parts for float32. Sums are float32. A key dim beyond one tile is walked over in slices,
-one launch each, that add to the outputs of the one before.
+overflow in S, and of three tf32 parts for float32. Sums are float32. A key dim beyond one tile is walked over in
+slices, one launch each, that add to the outputs of the one before.
 
 B batch · T length · H heads · K key dim · V value dim
 """
@@ -50,7 +50,8 @@ CONFIGURATIONS = {
         Configuration("sums k64", "K <= 64, or not bfloat16, or before sm_90", {"BT": 64, "BK": 64, "BV": 64}, 4, 2),
         Configuration("sums k128", "bfloat16, K > 64, from sm_90 on", {"BT": 64, "BK": 128, "BV": 64}, 4, 3),
         Configuration("carry", "everything", {"BLOCK": 1024}, 4, 1),
-        Configuration("walk k64 bfloat16", "bfloat16, K <= 64 or before sm_90", {"BT": 64, "BK": 64, "BV": 64}, 4, 2),
+        Configuration("walk k64 bfloat16", "bfloat16, K <= 64, from sm_90 on", {"BT": 64, "BK": 64, "BV": 64}, 4, 2),
+        Configuration("walk k64 bfloat16 before sm_90", "bfloat16", {"BT": 64, "BK": 64, "BV": 64}, 4, 1),
         Configuration("walk k128 bfloat16", "bfloat16, K > 64, from sm_90 on", {"BT": 64, "BK": 128, "BV": 64}, 8, 2),
         Configuration("walk k64", "float32 and float16, from sm_90 on", {"BT": 16, "BK": 64, "BV": 64}, 8, 1),
         Configuration(
@@ -67,9 +68,8 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
     tile = 128 if width > 64 and narrow and recent else 64
     if kernel == "sums":
         return CONFIGURATIONS[f"sums k{tile}"]
-    if narrow:
-        return CONFIGURATIONS[f"walk k{tile} bfloat16"]
-    return CONFIGURATIONS["walk k64" if recent else "walk k64 before sm_90"]
+    name = f"walk k{tile}{' bfloat16' if narrow else ''}"
+    return CONFIGURATIONS[name if recent else f"{name} before sm_90"]
 
 
 def why_not(query: Tensor) -> str | None:
@@ -219,6 +219,7 @@ class _Call:
         batch, length, self.heads = query.shape[:3]
         self.dtype, self.capability = query.dtype, capability_of(query)
         self.sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        self.place: dict[str, Any]
         # interpreted, bfloat16 has no arithmetic
         narrow = query.dtype == torch.bfloat16 and not _interpreted()
         precision = "tf32" if query.dtype != torch.float32 else "tf32x3"

@@ -21,12 +21,11 @@ def short_conv(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `hf_hybrid.kernels.short_conv` one lag at a time; arguments as there, not checked again."""
     if cu_seqlens is not None:
-        options = {"causal": causal, "activation": activation}
         parts = []
         for n, at in enumerate(bounds(cu_seqlens, u.shape[1])):
             own = None if state is None else state[n : n + 1]
-            parts.append(short_conv(u[:, at], kernel, bias, state=own, **options))
-        last = torch.cat([after for _, after in parts]) if causal else None
+            parts.append(short_conv(u[:, at], kernel, bias, causal=causal, activation=activation, state=own))
+        last = torch.cat([after for _, after in parts if after is not None]) if causal else None
         return torch.cat([y for y, _ in parts], dim=1), last
     wide = torch.promote_types(u.dtype, torch.float32)
     length, taps = u.shape[1], kernel.shape[1]

@@ -50,7 +50,7 @@ def broken_kernel(u, total, T, BLOCK: tl.constexpr, SPILL: tl.constexpr):
 
 @pytest.mark.parametrize(("spill", "complaint"), [(False, "atomic instructions"), (True, "spill registers")])
 def test_a_broken_kernel_is_seen(spill, complaint):
-    configuration = Configuration("forward", "", {"BLOCK": 1024 if spill else 128}, 1, 1)
+    configuration = Configuration("forward", "", {"BLOCK": 512 if spill else 128}, 1, 1)
     with record_launches(90) as launches:
         x = torch.empty(24 * 1024, device="meta")
         launch(broken_kernel, 1, configuration, u=x, total=x[:1], T=100, SPILL=spill)

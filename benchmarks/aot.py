@@ -165,15 +165,13 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
     return list(distinct.values())
 
 
-def heaviest_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration, in bfloat16 and in float32, with as many special cases in it as there are.
-
-    That is one of packed sequences with a state, and the last, which is a gradient.
-    """
+def representative_launches(arch: int) -> list[tuple[str, Launch]]:
+    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences."""
     last = {}
     for op, launch in distinct_launches(arch):
         if launch.arguments["PACKED"] and _dtype(launch) != "fp16":
-            last[op, launch.configuration.name, _dtype(launch)] = op, launch
+            flags = tuple(name for name, x in launch.arguments.items() if x is True)
+            last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
 
 
@@ -291,14 +289,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for triton-VERSION.md; only printed if not given")
     parser.add_argument("--archs", type=int, nargs="+", default=[*ARCHITECTURES, 100], choices=sorted(CARDS))
-    parser.add_argument("--few", action="store_true", help="each configuration once, as the tests do")
+    parser.add_argument("--few", action="store_true", help="what the tests compile")
     parser.add_argument("--only", default="", help="configurations whose op and name contain this")
     arguments = parser.parse_args()
     import triton
 
     reports, problems = [], []
     for arch in arguments.archs:
-        for op, launch in (heaviest_launches if arguments.few else distinct_launches)(arch):
+        for op, launch in (representative_launches if arguments.few else distinct_launches)(arch):
             if arguments.only not in f"{op}.{launch.configuration.name}":
                 continue
             try:

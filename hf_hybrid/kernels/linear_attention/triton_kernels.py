@@ -51,7 +51,7 @@ CONFIGURATIONS = {
         Configuration("sums k128", "bfloat16, K > 64, from sm_90 on", {"BT": 64, "BK": 128, "BV": 64}, 4, 3),
         Configuration("carry", "everything", {"BLOCK": 1024}, 4, 1),
         Configuration("walk k64 bfloat16", "bfloat16, K <= 64, from sm_90 on", {"BT": 64, "BK": 64, "BV": 64}, 4, 2),
-        Configuration("walk k64 bfloat16 before sm_90", "bfloat16", {"BT": 64, "BK": 64, "BV": 64}, 4, 1),
+        Configuration("walk k64 bfloat16 before sm_90", "bfloat16", {"BT": 16, "BK": 64, "BV": 64}, 4, 3),
         Configuration("walk k128 bfloat16", "bfloat16, K > 64, from sm_90 on", {"BT": 64, "BK": 128, "BV": 64}, 8, 2),
         Configuration("walk k64", "float32 and float16, from sm_90 on", {"BT": 16, "BK": 64, "BV": 64}, 8, 1),
         Configuration(

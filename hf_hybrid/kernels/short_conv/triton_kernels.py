@@ -22,7 +22,7 @@ from ..triton_kernels import tokens_of_span
 MOST_TAPS = 9
 
 CONFIGURATIONS = {
-    "forward": Configuration("forward", "all shapes and dtypes", {"BT": 32, "BD": 32}, num_warps=8, num_stages=1),
+    "forward": Configuration("forward", "all shapes and dtypes", {"BT": 32, "BD": 32}, num_warps=4, num_stages=1),
     "backward": Configuration("backward", "all shapes and dtypes", {"BD": 64, "STEP": 8}, num_warps=1, num_stages=1),
 }
 

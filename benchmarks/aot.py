@@ -69,6 +69,9 @@ LIMITS = {
     "linear_attention.walk": Limit(
         True, 8, "S and a block of scores in registers: two programs of 4 warps, or one of 8"
     ),
+    "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
+    "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
+    "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
 }
 
 
@@ -142,6 +145,18 @@ def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) 
     triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
 
 
+def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool) -> None:
+    from hf_hybrid.kernels.local_attention import triton_kernels
+
+    q = _meta(1 if packed else 8, 4096, 12, width, dtype=dtype)
+    bias = None if chunk_size else _meta(12, 257)
+    mask = _meta(*q.shape[:2], dtype=torch.bool) if chunk_size or packed else None
+    cu_seqlens = _meta(9, dtype=torch.int32) if packed else None
+    arguments = (q, q, q, bias, mask, cu_seqlens, None if chunk_size else 128, chunk_size, False, 0.125)
+    _, log_sum = triton_kernels.forward(*arguments)
+    triton_kernels.backward(q, log_sum, *arguments)
+
+
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every op with each launch it does on one architecture for shapes that together take all configurations."""
     calls: list[tuple[str, Any]] = []
@@ -150,6 +165,9 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
             calls.append(("short_conv", lambda a=(dtype, taps, packed): _short_conv(*a)))
         for heads, width, packed in ((4, 128, True), (4, 64, True), (4, 128, False), (4, 64, False), (1, 1024, False)):
             calls.append(("linear_attention", lambda a=(dtype, heads, width, packed): _linear_attention(*a)))
+        for width in (64, 128, 256) if dtype != torch.float32 else (64, 128) if arch >= 90 else (64,):
+            for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
+                calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -187,6 +205,7 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 
 
@@ -202,6 +221,8 @@ def _type(kernel: Any, name: str, value: Any) -> tuple[str, Any, bool]:
     looked_at = not parameter.do_not_specialize
     if parameter.is_constexpr or value is None or (looked_at and value == 1):
         return "constexpr", value, False
+    if isinstance(value, float):
+        return "fp32", None, False
     return "i32", None, looked_at and value % 16 == 0
 
 
@@ -239,7 +260,7 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    flags += ["STATE"] if launch.arguments.get("state") is not None else []
+    flags += [name for name in ("state", "bias", "CHUNK") if launch.arguments.get(name) is not None]
     sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J") if name in launch.arguments]
     return Report(
         f"{op}.{configuration.name.split()[0]}",

@@ -1,3 +1,4 @@
+import itertools
 import math
 from contextlib import nullcontext
 
@@ -422,16 +423,21 @@ def op_arguments(**changes):
     mask, seed = make_mask("left", 2, 70).bool(), torch.tensor(7)
     options = {"radius": 5, "chunk_size": None, "causal": False, "scale": 0.3, "dropout": 0.1, **changes}
     options["backend"] = "torch"
-    return (query, key, value, bias, mask, seed, *options.values())
+    return (query, key, value, bias, mask, seed, None, *options.values())
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"radius": None, "chunk_size": 6}], ids=["window", "chunk"])
-def test_opcheck(changes):
+def test_opcheck(changes, packed):
     arguments = op_arguments(**changes)
+    if packed:
+        query, key, value, bias, mask, seed, _, *options = arguments
+        row = [x[:1].detach().requires_grad_() for x in (query, key, value)]
+        arguments = (*row, bias, mask[:1], seed, torch.tensor([0, 30, 70]), *options)
     torch.library.opcheck(torch_impl._forward, arguments)
     output, log_sum = torch_impl._forward(*arguments)
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    torch.library.opcheck(torch_impl._backward, (torch.ones_like(output), log_sum.detach(), *arguments[:-1]))
+    torch.library.opcheck(torch_impl._backward, (torch.ones_like(output), log_sum.detach(), *arguments))
 
 
 @pytest.mark.parametrize("shape", [{"radius": 5}, {"chunk_size": 16}], ids=shape_id)
@@ -445,6 +451,38 @@ def test_compiles_without_graph_breaks(shape):
     dropped = run(compiled, inputs, dropout=0.3, **options)
     assert all(x.isfinite().all() for x in dropped)
     assert not torch.equal(dropped[0], run(compiled, inputs, dropout=0.3, **options)[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [{"radius": 7}, {"radius": 300}, {"chunk_size": 24}], ids=shape_id)
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 3, 3, 150, 151, 190], [0, 0, 1, 1]], ids=str)
+def test_packed_sequences_are_each_alone(bounds, shape, causal):
+    query, key, value, bias = inputs = make_inputs(bounds[-1], shape, causal, torch.float64, batch=1)
+    for kind in ("none", "holes"):
+        mask = make_mask(kind, 1, bounds[-1])
+        options = {"attention_mask": mask, "causal": causal, **shape}
+        actual = run(local_attention, inputs, cu_seqlens=torch.tensor(bounds), **options)
+        expected = run(reference.local_attention, inputs, cu_seqlens=torch.tensor(bounds).int(), **options)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close(a, e, "float64 gradient")
+        for start, stop in itertools.pairwise(bounds):
+            if start < stop:
+                own = {**options, "attention_mask": None if mask is None else mask[:, start:stop]}
+                alone = local_attention(*(x[:, start:stop] for x in (query, key, value)), bias=bias, **own)
+                assert_close(actual[0][:, start:stop], alone, "float64")
+
+
+def test_packed_sequences_have_dropout_masks_of_their_own():
+    inputs = make_inputs(30, {"radius": 4}, False, batch=1)
+    query, key, value, bias = (x.repeat(1, 2, 1, 1) if x.dim() == 4 else x for x in inputs)
+    options = {"bias": bias, "radius": 4, "cu_seqlens": torch.tensor([0, 30, 60])}
+    assert_close(*local_attention(query, key, value, **options).split(30, dim=1), "exact")
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(local_attention(query, key, value, dropout=0.5, **options))
+    assert_close(*results, "exact")
+    assert not torch.equal(*results[0].split(30, dim=1))
 
 
 def test_autocast_does_not_reach_inside():
@@ -484,6 +522,8 @@ def test_triton_is_refused_with_a_reason():
         ({"causal": True}, r"bias must have shape \(H, reach \+ 1\) = \(2, 6\).*got \(2, 11\)"),
         ({"bias": torch.zeros(2, 11).long()}, "bias must be of a floating dtype; got torch.int64"),
         ({"attention_mask": torch.ones(2, 19)}, r"attention_mask must have shape .* = \(2, 20\); got \(2, 19\)"),
+        ({"cu_seqlens": torch.tensor([0, 20])}, "query must have a batch of 1 where cu_seqlens is given; got 2"),
+        ({"cu_seqlens": torch.tensor([0.0, 20.0])}, r"cu_seqlens must be \(N \+ 1,\) of int32 or int64"),
         ({"query": torch.zeros(2, 20, 8)}, r"query must have shape \(B, T, H, K\); got \(2, 20, 8\)"),
         ({"query": torch.zeros(2, 0, 2, 8)}, "query must hold at least one token"),
         ({"query": torch.zeros(2, 20, 2, 8).long()}, "query must be of a floating dtype; got torch.int64"),

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..packed import check_cu_seqlens
 from . import torch_impl
 
 __all__ = ["local_attention"]
@@ -17,6 +18,7 @@ def local_attention(
     chunk_size: int | None = None,
     causal: bool = False,
     attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
@@ -46,6 +48,9 @@ def local_attention(
         causal: Whether to hide later keys.
         attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at tokens
             that are not kept.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone, except
+            that each has a dropout mask of its own. Where torch runs, the bounds are read by the host.
         scale: Factor on the dot products; `K ** -0.5` when None. T5 itself uses 1.
         dropout: Probability of dropping an attention weight, at least 0 and below 1, in steps of 2**-16; the others
             are scaled up. The mask follows from one draw of torch's global CPU generator.
@@ -58,7 +63,7 @@ def local_attention(
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
-    _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, dropout)
+    _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, dropout)
     return torch_impl.local_attention(
         query,
         key,
@@ -68,6 +73,7 @@ def local_attention(
         chunk_size=chunk_size,
         causal=causal,
         attention_mask=attention_mask,
+        cu_seqlens=cu_seqlens,
         scale=scale,
         dropout=dropout,
         backend=backend,
@@ -83,6 +89,7 @@ def _check(
     chunk_size: int | None,
     causal: bool,
     attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
     dropout: float,
 ) -> None:
     # The messages are only put together where they are raised: torch.compile cannot format a symbolic number.
@@ -126,3 +133,4 @@ def _check(
         raise ValueError(
             f"attention_mask must have shape (B, T) = {tuple(query.shape[:2])}; got {tuple(attention_mask.shape)}"
         )
+    check_cu_seqlens(cu_seqlens, query, "query")

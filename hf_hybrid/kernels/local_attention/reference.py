@@ -6,6 +6,8 @@ Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
 import torch
 from torch import Tensor
 
+from ..packed import bounds
+
 
 def local_attention(
     query: Tensor,
@@ -17,10 +19,22 @@ def local_attention(
     chunk_size: int | None = None,
     causal: bool = False,
     attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Compute `hf_hybrid.kernels.local_attention` with all `T * T` scores; arguments as there, not checked again."""
+    if cu_seqlens is not None:
+        outputs = []
+        for at in bounds(cu_seqlens, query.shape[1]):
+            own = None if attention_mask is None else attention_mask[:, at]
+            outputs.append(
+                local_attention(
+                    query[:, at], key[:, at], value[:, at], bias=bias, radius=radius, chunk_size=chunk_size,
+                    causal=causal, attention_mask=own, scale=scale, dropout=dropout,
+                ) if at.start < at.stop else value[:, at]
+            )  # fmt: skip
+        return torch.cat(outputs, dim=1)
     batch, length, _, width = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k, v = query.to(wide), key.to(wide), value.to(wide)

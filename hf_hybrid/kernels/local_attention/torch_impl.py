@@ -14,13 +14,15 @@ again batch by batch from query, key and the saved log-sum-exp.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend
+from ..dispatch import choose_backend, full_precision, wished_backend
+from ..packed import run_each
 
 _LOG2E = 1.4426950408889634
 # Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.
@@ -272,22 +274,37 @@ class _Walk:
         return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
 
 
-def _why_not_triton() -> str | None:
-    return "local_attention has no Triton kernel yet"
+def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(query, value, dropout)
+
+    return choose_backend("local_attention", backend, [query, key, value], why_not) == "triton"
 
 
-@torch.library.custom_op("hf_hybrid::local_attention", mutates_args=())
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float, backend: str,
+def _each_alone(
+    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor, query: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A mask that can be cut into sequences, and one seed for each: their dropout masks must not be the same."""
+    mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if mask is None else mask
+    return mask, None if seed is None else seed + torch.arange(len(cu_seqlens) - 1)
+
+
+def _forward_alone(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, bias: Tensor | None,
+    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Chosen in here, where no tracer looks, because the choice reads the environment and logs.
-    choose_backend("local_attention", backend, [query, key, value], _why_not_triton)
-    with torch.autocast(query.device.type, enabled=False):
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
+    log_sum = torch.zeros(query.shape[:3], dtype=wide, device=query.device)
+    if query.shape[1] == 0:  # an empty sequence among packed ones
+        return output, log_sum
+    with full_precision(query.device):
         mask = _informative(mask)
         walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
-        output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
-        log_sum = torch.zeros(query.shape[:3], dtype=walk.wide, device=query.device)
         for strips in walk.strips():
             q = walk.load("query", query, strips, walk.wide)
             k = walk.load("key", key, strips, walk.wide, walk.pad)
@@ -313,27 +330,51 @@ def _forward(
         return output, log_sum
 
 
+@torch.library.custom_op("hf_hybrid::local_attention", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+    cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if _runs_on_triton(backend, query, key, value, dropout):
+        from . import triton_kernels
+
+        return triton_kernels.forward(query, key, value, bias, mask, cu_seqlens, radius, chunk_size, causal, scale)
+    alone = partial(
+        _forward_alone, bias=bias, radius=radius, chunk_size=chunk_size, causal=causal, scale=scale, dropout=dropout
+    )
+    if cu_seqlens is None:
+        return alone(query, key, value, mask, seed)
+    mask, seeds = _each_alone(mask, seed, cu_seqlens, query)
+    output, log_sum = run_each(alone, cu_seqlens, (query, key, value, mask), seeds, states_out=0)
+    return output, log_sum
+
+
 @_forward.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float, backend: str,
+    cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=wide)
 
 
-@torch.library.custom_op("hf_hybrid::local_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
+def _differentiate_alone(
+    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    seed: Tensor | None, bias: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    with torch.autocast(query.device.type, enabled=False):
+    """Gradients of query, key, value and, in the precision of sums, of bias: `(1, H, offsets)`."""
+    d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    d_bias = torch.zeros((1, *bias.shape) if bias is not None else (1, 0), dtype=log_sum.dtype, device=query.device)
+    if query.shape[1] == 0:  # an empty sequence among packed ones
+        return d_query, d_key, d_value, d_bias
+    with full_precision(query.device):
         mask = _informative(mask)
         if mask is not None:
             grad = grad.masked_fill(~mask[:, :, None, None], 0.0)
         walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
-        d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
         d_offsets = torch.zeros_like(walk.offsets)
         for strips in walk.strips():
             q = q_low = walk.load("query", query, strips, walk.wide)
@@ -374,18 +415,46 @@ def _backward(
         if mask is not None:
             for gradient in (d_query, d_key, d_value):
                 gradient.masked_fill_(~mask[:, :, None, None], 0.0)
-        if bias is None:
-            return d_query, d_key, d_value, query.new_empty(0)
-        d_bias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-        d_bias[:, walk.bias_columns] = d_offsets[:, walk.seen] / walk.keep_rate
+        if bias is not None:
+            d_bias[0, :, walk.bias_columns] = d_offsets[:, walk.seen] / walk.keep_rate
         return d_query, d_key, d_value, d_bias
+
+
+@torch.library.custom_op("hf_hybrid::local_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
+    causal: bool, scale: float, dropout: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if _runs_on_triton(backend, query, key, value, dropout):
+        from . import triton_kernels
+
+        return triton_kernels.backward(
+            grad, log_sum, query, key, value, bias, mask, cu_seqlens, radius, chunk_size, causal, scale
+        )
+    alone = partial(
+        _differentiate_alone,
+        bias=bias,
+        radius=radius,
+        chunk_size=chunk_size,
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+    )
+    if cu_seqlens is None:
+        d_query, d_key, d_value, d_bias = alone(grad, log_sum, query, key, value, mask, seed)
+    else:
+        mask, seeds = _each_alone(mask, seed, cu_seqlens, query)
+        tensors = (grad, log_sum, query, key, value, mask)
+        d_query, d_key, d_value, d_bias = run_each(alone, cu_seqlens, tensors, seeds, states_out=1)
+    return d_query, d_key, d_value, query.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
-    dropout: float,
+    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
+    causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_bias
@@ -393,14 +462,14 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *inputs[:6])
-    ctx.settings = inputs[6:-1]
+    ctx.save_for_backward(output[1], *inputs[:7])
+    ctx.settings = (*inputs[7:-1], wished_backend(inputs[-1]))
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     log_sum, *tensors = ctx.saved_tensors
     *gradients, d_bias = _backward(grad, log_sum, *tensors, *ctx.settings)
-    return *gradients, d_bias if tensors[3] is not None else None, *[None] * 8
+    return *gradients, d_bias if tensors[3] is not None else None, *[None] * 9
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -409,7 +478,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 def local_attention(
     query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None, radius: int | None = None,
     chunk_size: int | None = None, causal: bool = False, attention_mask: Tensor | None = None,
-    scale: float | None = None, dropout: float = 0.0, backend: str = "auto",
+    cu_seqlens: Tensor | None = None, scale: float | None = None, dropout: float = 0.0, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Compute `hf_hybrid.kernels.local_attention` block by block; arguments as there, not checked again."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -417,5 +486,5 @@ def local_attention(
     # The only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask.
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     options = (radius, chunk_size, causal, float(scale), float(dropout), backend)
-    output, _ = _forward(query, key, value, bias, mask, seed, *options)
+    output, _ = _forward(query, key, value, bias, mask, seed, cu_seqlens, *options)
     return output

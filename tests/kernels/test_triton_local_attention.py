@@ -1,0 +1,152 @@
+"""Triton's local attention, interpreted, against the reference in float64."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from hf_hybrid.kernels import local_attention
+from hf_hybrid.kernels.local_attention import torch_impl
+from hf_hybrid.kernels.local_attention.reference import local_attention as reference
+from tests.kernels.guarded import guarded, guarded_allocations
+from tests.kernels.interpreter import interpreted
+from tests.tolerances import assert_close
+
+ROWS = {torch.float32: ("float32", "float32 gradient"), torch.float16: ("float16", "float16")} | {
+    torch.bfloat16: ("bfloat16", "bfloat16 gradient")
+}
+# windows and chunks smaller and larger than a block, causal or not
+SHAPES = [
+    {"radius": 3, "causal": False},
+    {"radius": 20, "causal": True},
+    {"radius": 900, "causal": False},
+    {"chunk_size": 5, "causal": True},
+    {"chunk_size": 21, "causal": False},
+]
+
+
+def make(length, shape, dtype=torch.float32, batch=1, heads=2, width=5, value_width=3):
+    """Query, key, value and bias."""
+    generator = torch.Generator().manual_seed(length)
+    reach = shape.get("radius", shape.get("chunk_size", 0) - 1)
+    widths = (width, width, value_width)
+    tensors = [torch.randn(batch, length, heads, w, generator=generator).to(dtype) for w in widths]
+    return [*tensors, torch.randn(heads, reach + 1 if shape.get("causal") else 2 * reach + 1, generator=generator)]
+
+
+def run(function, tensors, wide=False, **options):
+    """Output, and gradients of every input."""
+    leaves = [(x.detach().double() if wide else guarded(x)).requires_grad_() for x in tensors]
+    output = function(*leaves[:3], bias=leaves[3] if len(leaves) == 4 else None, **options)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(tensors[0].dtype)
+    return [output, *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+@contextmanager
+def small_blocks():
+    """Small blocks, so that short sequences have several, and heads of more columns than a program has."""
+    from hf_hybrid.kernels.local_attention import triton_kernels
+
+    tiles = {"BT": 16, "BS": 8, "D": 16}
+    small = {name: c._replace(tiles=tiles) for name, c in triton_kernels.CONFIGURATIONS.items()}
+    with patch.multiple(triton_kernels, CONFIGURATIONS=small):
+        yield
+
+
+def compare(tensors, **options):
+    dtype = tensors[0].dtype
+    with guarded_allocations(), small_blocks():
+        actual = run(local_attention, tensors, **options)
+    expected = run(reference, tensors, wide=True, **options)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(one, other, ROWS[dtype][int(index > 0)])
+    mask = options.get("attention_mask")
+    if mask is not None:
+        for x in actual[:4]:
+            assert not x[mask == 0].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@interpreted
+def test_outputs_and_gradients(shape):
+    mask = torch.ones(2, 35)
+    mask[0, :18] = 0  # a grid of chunks that starts in a block, behind a whole block without any token
+    mask[1, 20:23] = mask[1, 32:] = 0
+    compare(make(35, shape, batch=2, heads=1), attention_mask=mask, **shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@interpreted
+def test_16_bits(dtype):
+    compare(make(19, {"radius": 9}, dtype, heads=1), radius=9, scale=1.0)
+    compare(make(19, {"chunk_size": 9}, dtype, heads=1)[:3], chunk_size=9)
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(1, 20), (35, 8)])
+@interpreted
+def test_any_width(width, value_width):
+    compare(make(20, {"radius": 4}, heads=1, width=width, value_width=value_width), radius=4)
+
+
+@interpreted
+def test_shipped_blocks():
+    tensors = make(40, {"radius": 20}, heads=1)
+    with guarded_allocations():
+        actual = run(local_attention, tensors, radius=20)
+    for one, other in zip(actual, run(reference, tensors, wide=True, radius=20), strict=True):
+        assert_close(one, other, "float32 gradient")
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 3, 3, 30, 31, 39], [0, 0, 5, 5]])
+@interpreted
+def test_packed_sequences_are_each_alone(bounds, shape):
+    mask = torch.ones(1, bounds[-1])
+    mask[:, 3:10] = 0
+    tensors, cu_seqlens = make(bounds[-1], shape, heads=1), guarded(torch.tensor(bounds))
+    compare(tensors, attention_mask=mask if bounds[-1] > 5 else None, cu_seqlens=cu_seqlens, **shape)
+
+
+@interpreted
+def test_strides_make_no_difference_and_the_bits_are_the_same_twice():
+    tensors = make(18, {"radius": 4})
+    with small_blocks():
+        first = run(local_attention, tensors, radius=4)
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3]]
+        with patch(f"{__name__}.guarded", lambda x: x.detach()):
+            second = run(local_attention, [*strided, tensors[3].t().contiguous().t()], radius=4)
+        for one, other in zip(first, second, strict=True):
+            assert_close(one, other, "exact")
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        output = local_attention(*leaves[:3], bias=leaves[3], radius=4)
+        gradients = torch.autograd.grad(output.sum(), leaves)  # a gradient without strides
+    plain = [x.double().requires_grad_() for x in tensors]
+    expected = torch.autograd.grad(reference(*plain[:3], bias=plain[3], radius=4).sum(), plain)
+    for one, other in zip(gradients, expected, strict=True):
+        assert_close(one, other, "float32 gradient")
+
+
+@interpreted
+def test_opcheck():
+    query, key, value, bias = make(9, {"chunk_size": 4}, heads=1)
+    mask, log_sum = torch.arange(9)[None] > 1, torch.zeros(1, 9, 1)
+    tensors = (query, key, value, bias, mask, None, torch.tensor([0, 4, 9]))
+    options = (None, 4, False, 0.3, 0.0, "triton")
+    leaves = [x.clone().requires_grad_() for x in tensors[:4]]
+    with small_blocks():
+        torch.library.opcheck(torch_impl._forward, (*leaves, *tensors[4:], *options))
+        torch.library.opcheck(torch_impl._backward, (value, log_sum, *tensors, *options))
+
+
+@interpreted
+def test_what_the_kernel_cannot_take_is_refused():
+    query, key, value, _ = make(4, {"radius": 1})
+    wide = torch.zeros(1, 4, 2, 129)
+    for arguments, options, message in (
+        ((query, key, value), {"dropout": 0.1}, "dropout must be 0, because its mask is drawn for torch's blocks"),
+        ((wide, wide, value), {}, "K and V must be at most 128 for torch.float32; got 129 and 3"),
+        ([x.double() for x in (query, key, value)], {}, r"query must be float32, .* got torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=f"local_attention cannot run on triton: {message}"):
+            local_attention(*arguments, radius=1, **options)

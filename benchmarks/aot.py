@@ -165,7 +165,7 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
             calls.append(("short_conv", lambda a=(dtype, taps, packed): _short_conv(*a)))
         for heads, width, packed in ((4, 128, True), (4, 64, True), (4, 128, False), (4, 64, False), (1, 1024, False)):
             calls.append(("linear_attention", lambda a=(dtype, heads, width, packed): _linear_attention(*a)))
-        for width in (64, 128, 256) if dtype != torch.float32 else (64, 128) if arch >= 90 else (64,):
+        for width in (64, 128, 256) if dtype != torch.float32 else (64,):
             for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
     for op, call in calls:

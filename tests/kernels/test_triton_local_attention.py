@@ -130,22 +130,21 @@ def test_strides_make_no_difference_and_the_bits_are_the_same_twice():
 @interpreted
 def test_opcheck():
     query, key, value, bias = make(9, {"chunk_size": 4}, heads=1)
-    mask, log_sum = torch.arange(9)[None] > 1, torch.zeros(1, 9, 1)
+    mask = torch.arange(9)[None] > 1
     tensors = (query, key, value, bias, mask, None, torch.tensor([0, 4, 9]))
     options = (None, 4, False, 0.3, 0.0, "triton")
     leaves = [x.clone().requires_grad_() for x in tensors[:4]]
     with small_blocks():
         torch.library.opcheck(torch_impl._forward, (*leaves, *tensors[4:], *options))
-        torch.library.opcheck(torch_impl._backward, (value, log_sum, *tensors, *options))
 
 
 @interpreted
 def test_what_the_kernel_cannot_take_is_refused():
     query, key, value, _ = make(4, {"radius": 1})
-    wide = torch.zeros(1, 4, 2, 129)
+    wide = torch.zeros(1, 4, 2, 65)
     for arguments, options, message in (
         ((query, key, value), {"dropout": 0.1}, "dropout must be 0, because its mask is drawn for torch's blocks"),
-        ((wide, wide, value), {}, "K and V must be at most 128 for torch.float32; got 129 and 3"),
+        ((wide, wide, value), {}, "K and V must be at most 64 for torch.float32; got 65 and 3"),
         ([x.double() for x in (query, key, value)], {}, r"query must be float32, .* got torch\.float64"),
     ):
         with pytest.raises(ValueError, match=f"local_attention cannot run on triton: {message}"):

@@ -44,7 +44,7 @@ CONFIGURATIONS = {
         Configuration("forward k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 64, "D": 64}, 4, 3),
         Configuration("forward k128", "16 bits, from sm_90 on", {"BT": 64, "BS": 64, "D": 128}, 8, 2),
         Configuration("forward k128 before sm_90", "16 bits", {"BT": 64, "BS": 16, "D": 128}, 8, 2),
-        Configuration("forward float32", "float32", {"BT": 16, "BS": 16, "D": 64}, 4, 2),
+        Configuration("forward float32", "float32", {"BT": 64, "BS": 16, "D": 64}, 4, 2),
         Configuration("d_query k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64}, 4, 2),
         Configuration("d_query k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128}, 8, 2),
         Configuration("d_query k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64}, 4, 1),
@@ -74,9 +74,7 @@ def why_not(query: Tensor, value: Tensor, dropout: float) -> str | None:
     """The op's objection to running here, or None."""
     if query.dtype not in _DTYPES:
         return f"query must be float32, bfloat16 or float16; got {query.dtype}"
-    widest = 256  # wider heads are computed more and more often, and spill registers
-    if query.dtype == torch.float32:
-        widest = 128 if capability_of(query) >= 90 else 64
+    widest = 64 if query.dtype == torch.float32 else 256  # wider ones spill registers
     if max(query.shape[3], value.shape[3]) > widest:
         return f"K and V must be at most {widest} for {query.dtype}; got {query.shape[3]} and {value.shape[3]}"
     if dropout > 0:

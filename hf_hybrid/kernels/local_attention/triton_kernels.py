@@ -54,7 +54,7 @@ CONFIGURATIONS = {
         Configuration("d_key_value k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128}, 8, 2),
         Configuration("d_key_value k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64}, 4, 1),
         Configuration("d_key_value k256 before sm_90", "16 bits", {"BT": 16, "BS": 16, "D": 64}, 4, 1),
-        Configuration("d_key_value float32", "float32", {"BT": 16, "BS": 16, "D": 64}, 4, 1),
+        Configuration("d_key_value float32", "float32", {"BT": 16, "BS": 16, "D": 64}, 8, 1),
     )
 }
 """BT tokens that a program has, BS that it walks over at a time, D columns of a head: of wider

@@ -16,7 +16,7 @@ TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-long test lint bench aot-matrix build clean
+.PHONY: help install demo demo-long test lint bench gpu aot-matrix build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ lint: $(INSTALLED) ## Check formatting, style, types and the structure of the mo
 
 bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in under 45 minutes on two cores
 	$(PY) -m benchmarks.bench_models $(BENCH_ARGS)
+
+gpu: ## Check and time kernels and models on a GPU, in nine minutes; results in $OUT, else runs/gpu; installs nothing
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m benchmarks.gpu $(BENCH_ARGS)
 
 # torch's CUDA build asks for one version of triton, so the others go in behind its back
 aot-matrix: ## Compile the Triton kernels for GPUs that are not there, under several versions of Triton

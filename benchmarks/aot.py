@@ -12,25 +12,19 @@ Needs torch (any build), triton and nothing else.
 """
 
 import argparse
-import importlib.util
 import re
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-if importlib.util.find_spec("transformers") is None:  # importing the package registers models; the kernels need none
-    sys.modules["hf_hybrid"] = types.ModuleType("hf_hybrid")
-    sys.modules["hf_hybrid"].__path__ = [str(ROOT / "hf_hybrid")]
-
-from hf_hybrid.kernels.launching import Launch, record_launches  # noqa: E402
+import benchmarks.kernels_alone  # noqa: F401
+from hf_hybrid.kernels.launching import Launch, record_launches
 
 ARCHITECTURES = (80, 90)
 """Compute capabilities times 10: A100, H100 and H200."""

@@ -27,9 +27,16 @@ def stamp() -> Row:
         "cpu": _cpu(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
+        "transformers": version_of("transformers"),
         "hf_hybrid": __version__,
     }
+
+
+def version_of(package: str) -> str:
+    """Return an installed package's version, or "-"."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "-"
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 
 import torch
 
+from .launching import records_launches
+
 BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE = "HF_HYBRID_BACKEND"
 
@@ -67,7 +69,7 @@ def forces_triton(backend: str) -> bool:
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1" or records_launches():
         return None
     if not all(tensor.is_cuda for tensor in tensors):
         return "not every tensor is on a CUDA device"

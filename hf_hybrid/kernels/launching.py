@@ -62,6 +62,11 @@ def record_launches(capability: int) -> Iterator[list[Launch]]:
         _recorded.reset(token)
 
 
+def records_launches() -> bool:
+    """Whether launches are recorded, in which case their tensors may lie anywhere."""
+    return _recorded.get() is not None
+
+
 def launch(kernel: Any, programs: int, configuration: Configuration, **arguments: Any) -> None:
     """Run so many programs of a kernel in one configuration, whose tiles are added to the arguments."""
     arguments |= configuration.tiles

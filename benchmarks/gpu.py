@@ -1,0 +1,201 @@
+"""Check and time everything on one GPU, in one call of at most nine minutes, without a network.
+
+Run it from the repository root::
+
+    python -m benchmarks.gpu                                       # or make gpu; results in $OUT, else runs/gpu
+    python -m benchmarks.gpu --report benchmarks/results/gpu       # the page of kept results
+    python -m benchmarks.gpu --device cpu --small                  # rehearse it within a minute
+
+The kernels need torch and Triton; transformers is asked for models only, peers are taken where they are installed,
+matplotlib draws where it is. Each part is a process of its own with a share of the time, so that one that fails or
+breaks the device leaves the others alone; what it had measured is kept, and the page says what failed:
+
+- ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit;
+- ``kernels``: forward, and forward with backward, against peers in the same run: median of at least 20 turns behind a
+  cleared cache, peak memory, and the distance to the floor, which is the larger of the bytes that must move and the
+  multiplications, at the ceilings measured here by a copy and by large products;
+- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, beside transformers' own.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import gpu_kernels, gpu_models
+from benchmarks.gpu_kernels import DTYPES, Clock, cases, check, checked_cases, measure_ceilings
+from benchmarks.record import Row, markdown_table, read_csv, stamp, version_of, write_csv
+
+SECONDS = {"checks": 150, "kernels": 180, "models": 190}
+"""Share of the nine minutes that each part may take, its start included."""
+
+FAILURES = ("wrong", "not the same", "raised")
+
+# fmt: off
+STAMP = ("date", "device", "capability", "python", "torch", "triton", "transformers", "hf_hybrid")
+COLUMNS = {
+    "checks": (*STAMP, "op", "shape", "dtype", "backend", "worst", "error", "allowed", "outcome"),
+    "kernels": (
+        *STAMP, "op", "shape", "dtype", "direction", "contender", "ms", "over_floor", "peak_mib", "outcome",
+        "copy_gbs", *(f"{name}_tflops" for name in DTYPES),
+    ),
+    "models": (
+        *STAMP, "model", "length", "parameters", "batch", "step_ms", "tokens_s", "peak_mib", "prompt_ms", "token_ms",
+        "outcome",
+    ),
+}
+# fmt: on
+
+
+def _stamp(device: torch.device) -> Row:
+    row = stamp() | {"triton": version_of("triton"), "device": "CPU", "capability": "-"}
+    if device.type == "cuda":
+        row["device"] = torch.cuda.get_device_name(device)
+        row["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    return {name: row[name] for name in STAMP}
+
+
+def _checks(device: torch.device, small: bool) -> Iterator[Row]:
+    backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
+    for case in checked_cases(small):
+        for dtype in DTYPES:
+            yield from check(case, dtype, device, backends)
+
+
+def _kernels(device: torch.device, small: bool) -> Iterator[Row]:
+    clock = Clock(device)
+    ceilings = measure_ceilings(clock, small)
+    for dtype in ("bf16",) if device.type == "cuda" else ("fp32",):
+        for case in cases(small):
+            for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
+                yield row | ceilings
+
+
+def _models(device: torch.device, small: bool) -> Iterator[Row]:
+    clock = Clock(device)
+    for length in (64,) if small else gpu_models.LENGTHS:
+        for names in (gpu_models.LANGUAGE_MODELS, gpu_models.ENCODER_DECODERS):
+            yield from gpu_models.race(length, names, clock, small, 1 if small else 8)
+
+
+PARTS: dict[str, Callable[[torch.device, bool], Iterator[Row]]] = {
+    "checks": _checks,
+    "kernels": _kernels,
+    "models": _models,
+}
+
+
+def run_part(part: str, arguments: argparse.Namespace) -> int:
+    """Run one part in this process, rewriting its CSV after every row; stop before its time is over."""
+    started, rows = time.monotonic(), []
+    device = torch.device(arguments.device)
+    common = _stamp(device)
+    for row in PARTS[part](device, arguments.small):
+        rows.append(common | row)
+        write_csv(arguments.out / f"{part}.csv", COLUMNS[part], rows)
+        print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
+        if time.monotonic() - started > arguments.seconds:
+            print(f"{part}: out of time", flush=True)
+            return 3
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run every part in a process of its own and write the page; return how many parts failed."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    said = {}
+    for part in arguments.parts:
+        seconds = SECONDS[part] * arguments.minutes / 9
+        flags = ["--device", arguments.device, "--out", str(arguments.out), "--seconds", f"{seconds - 15:.0f}"]
+        flags += ["--small"] if arguments.small else []
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
+        (arguments.out / f"{part}.csv").unlink(missing_ok=True)
+        try:
+            code = subprocess.run(command, timeout=seconds).returncode
+            said[part] = {0: "ok", 3: "out of time; what it had measured is below"}.get(code, f"failed, exit {code}")
+        except subprocess.TimeoutExpired:
+            said[part] = "hung and was ended; what it had measured is below"
+        print(f"{part}: {said[part]}", flush=True)
+    page = report(arguments.out, said)
+    (arguments.out / "gpu.md").write_text(page, encoding="utf-8")
+    draw(arguments.out)
+    print(page.split("\n## ", 1)[0])
+    return sum(outcome != "ok" for outcome in said.values())
+
+
+def report(folder: Path, said: dict[str, str] | None = None) -> str:
+    """Return the page of a folder of results as Markdown, beginning with what went wrong."""
+    rows = {part: read_csv(folder / f"{part}.csv") for part in PARTS if (folder / f"{part}.csv").exists()}
+    lines = ["# Kernels and models on a GPU", ""]
+    if rows:
+        first = next(iter(rows.values()))[0]
+        lines += ["; ".join(f"{name} {first[name]}" for name in STAMP) + ".", ""]
+    lines += [f"- {part}: {outcome}" for part, outcome in (said or {}).items()]
+    wrong = [row for row in rows.get("checks", []) if row["outcome"].startswith(FAILURES)]
+    lines.append(f"- {len(rows.get('checks', []))} checks, {len(wrong)} of them failed")
+    lines += [f"- {row['op']} {row['shape']} {row['dtype']} {row['backend']}: {row['outcome']}" for row in wrong]
+    for part, found in rows.items():
+        columns = [name for name in COLUMNS[part] if name not in STAMP and not name.endswith(("_gbs", "_tflops"))]
+        lines += ["", f"## {part}", ""]
+        if part == "kernels":
+            ceilings = {name: found[0][name] for name in found[0] if name.endswith(("_gbs", "_tflops"))}
+            lines += ["Ceilings: " + ", ".join(f"{name} {value}" for name, value in ceilings.items()) + ".", ""]
+        lines.append(markdown_table(columns, [[row[name] for name in columns] for row in found]))
+    return "\n".join(lines) + "\n"
+
+
+def draw(folder: Path) -> None:
+    """Draw each model's tokens per second and peak memory over the length, if matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: nothing is drawn")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = read_csv(folder / "models.csv") if (folder / "models.csv").exists() else []
+    for column, label in (("tokens_s", "training, tokens per second"), ("peak_mib", "training, peak memory in MiB")):
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        for model in dict.fromkeys(row["model"] for row in rows):
+            points = [(int(r["length"]), float(r[column])) for r in rows if r["model"] == model and r[column]]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=model)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        if axes.lines:
+            axes.legend(fontsize="small")
+        figure.savefig(folder / f"models_{column}.png", dpi=150)
+        plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run everything, or one part of it in this process, or print the page of earlier results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="folder of results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="measure nothing, print the page")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.report is not None:
+        print(report(arguments.report))
+        return 0
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(
+            "--device must be one that torch sees; got 'cuda', and torch sees none (try --device cpu --small)"
+        )
+    if arguments.part is not None:
+        return run_part(arguments.part, arguments)
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The benchmark for a GPU, rehearsed on a CPU: what it compares is the same, and what is wrong shows."""
+
+import argparse
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_kernels, gpu_models
+from benchmarks.gpu_kernels import cases, check, checked_cases
+from benchmarks.record import read_csv
+from hf_hybrid.kernels.launching import record_launches
+
+CPU = torch.device("cpu")
+# they compute something else on purpose, or want a GPU
+OTHERS = {
+    "softmax attention (SDPA)",
+    "flash-attn, without the bias",
+    "fla chunk_linear_attn",
+    "FlashFFTConv",
+    "FlexAttention, compiled",
+    "the same, compiled",
+}
+SMALL = {case.op: case for case in cases(small=True)}
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_peers_compute_what_the_op_does(op):
+    case = SMALL[op]
+    torch.manual_seed(0)
+    inputs = {name: x.double() for name, x in case.make(CPU).items()}
+    expected = case.run(inputs, "torch")
+    for name, peer in case.peers.items():
+        if name not in OTHERS:
+            assert gpu_kernels._error(peer()(inputs), expected) < 1e-6, name
+
+
+def test_every_shipped_configuration_is_checked():
+    """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
+    from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
+    from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
+
+    modules = {"linear_attention": linear_attention, "short_conv": short_conv}
+    shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
+    taken = set()
+    for case in checked_cases(small=False):
+        if case.op not in modules:
+            continue
+        for dtype in gpu_kernels.DTYPES.values():
+            for capability in (80, 90):
+                inputs = gpu_kernels._inputs(case, CPU, dtype, seed=0)
+                with record_launches(capability) as launches:
+                    case.run(inputs, "triton").sum().backward()
+                taken |= {(case.op, launch.configuration.name) for launch in launches}
+    assert taken == shipped
+
+
+def test_what_is_wrong_shows():
+    case = SMALL["short_conv"]
+
+    def wrong(x, backend):
+        return case.run(x, "torch") * (1 if backend == "torch" else 1 + 1e-3)
+
+    def moving(x, backend):
+        return case.run(x, "torch") + (0 if backend == "torch" else 1e-9 * torch.rand(()))
+
+    def raising(x, backend):
+        if backend == "triton":
+            raise RuntimeError("an illegal memory access was encountered")
+        return case.run(x, backend)
+
+    outcomes = {}
+    for run in (case.run, wrong, moving, raising):
+        torch_row, row = check(case._replace(run=run), "fp32", CPU, ("torch", "triton"))
+        assert torch_row["outcome"] == "ok"
+        outcomes[run] = row["outcome"]
+    assert outcomes[case.run] == "not every tensor is on a CUDA device"
+    assert outcomes[wrong].startswith("wrong: output, ")
+    assert outcomes[moving] == "not the same twice: output"
+    assert outcomes[raising] == "raised: RuntimeError: an illegal memory access was encountered"
+    assert all(outcome.startswith(gpu.FAILURES) for run, outcome in outcomes.items() if run is not case.run)
+
+
+def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
+    def rows(device, small):
+        yield {"op": "one", "outcome": "wrong: output"}
+        yield {"op": "two", "outcome": "ok"}
+        raise RuntimeError
+
+    monkeypatch.setitem(gpu.PARTS, "checks", rows)
+    arguments = argparse.Namespace(device="cpu", small=True, out=tmp_path, seconds=1e9)
+    with pytest.raises(RuntimeError):
+        gpu.run_part("checks", arguments)
+    assert [row["op"] for row in read_csv(tmp_path / "checks.csv")] == ["one", "two"]
+    arguments.seconds = -1
+    assert gpu.run_part("checks", arguments) == 3
+    page = gpu.report(tmp_path, {"checks": "failed, exit 1"})
+    assert "checks: failed, exit 1" in page
+    assert "1 checks, 1 of them failed" in page
+
+
+def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd):
+    """All of it, with the smallest shapes, but without models."""
+    code = gpu.main(["--device", "cpu", "--small", "--parts", "checks", "--out", str(tmp_path)])
+    assert code == 0, capfd.readouterr()
+    page = (tmp_path / "gpu.md").read_text()
+    assert "- checks: ok" in page
+    assert f"- {3 * len(SMALL)} checks, 0 of them failed" in page
+    capfd.readouterr()
+    assert gpu.main(["--report", str(tmp_path)]) == 0
+    assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")
+
+
+def test_models_are_measured_and_failing_ones_said():
+    names = ("bst", "srformer_t5", "no such model")
+    rows = list(gpu_models.race(24, names, gpu_kernels.Clock(CPU), small=True, rounds=1))
+    assert [row["outcome"] for row in rows] == ["ok", "ok", "KeyError: 'no such model'"]
+    for row in rows[:2]:
+        assert {"step_ms", "tokens_s", "prompt_ms", "token_ms"} <= row.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "torch sees none" in capsys.readouterr().err

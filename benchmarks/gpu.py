@@ -10,7 +10,8 @@ The kernels need torch and Triton; transformers is asked for models only, peers 
 matplotlib draws where it is. Each part is a process of its own with a share of the time, so that one that fails or
 breaks the device leaves the others alone; what it had measured is kept, and the page says what failed:
 
-- ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit;
+- ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; a process for each
+  op, several at once, since most of the time goes into compiling;
 - ``kernels``: forward, and forward with backward, against peers in the same run: median of at least 20 turns behind a
   cleared cache, peak memory, and the distance to the floor, which is the larger of the bytes that must move and the
   multiplications, at the ceilings measured here by a copy and by large products;
@@ -23,12 +24,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from benchmarks import gpu_kernels, gpu_models
-from benchmarks.gpu_kernels import DTYPES, Clock, cases, check, checked_cases, measure_ceilings
+from benchmarks.gpu_kernels import DTYPES, Case, Clock, cases, check, checked_cases, measure_ceilings
 from benchmarks.record import Row, markdown_table, read_csv, stamp, version_of, write_csv
 
 SECONDS = {"checks": 150, "kernels": 180, "models": 190}
@@ -60,30 +62,34 @@ def _stamp(device: torch.device) -> Row:
     return {name: row[name] for name in STAMP}
 
 
-def _checks(device: torch.device, small: bool) -> Iterator[Row]:
+def _wanted(found: list[Case], ops: Sequence[str] | None) -> list[Case]:
+    return [case for case in found if ops is None or case.op in ops]
+
+
+def _checks(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
     backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
-    for case in checked_cases(small):
+    for case in _wanted(checked_cases(small), ops):
         for dtype in DTYPES:
             yield from check(case, dtype, device, backends)
 
 
-def _kernels(device: torch.device, small: bool) -> Iterator[Row]:
+def _kernels(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
     clock = Clock(device)
     ceilings = measure_ceilings(clock, small)
     for dtype in ("bf16",) if device.type == "cuda" else ("fp32",):
-        for case in cases(small):
+        for case in _wanted(cases(small), ops):
             for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
                 yield row | ceilings
 
 
-def _models(device: torch.device, small: bool) -> Iterator[Row]:
+def _models(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
     clock = Clock(device)
     for length in (64,) if small else gpu_models.LENGTHS:
         for names in (gpu_models.LANGUAGE_MODELS, gpu_models.ENCODER_DECODERS):
             yield from gpu_models.race(length, names, clock, small, 1 if small else 8)
 
 
-PARTS: dict[str, Callable[[torch.device, bool], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[torch.device, bool, Sequence[str] | None], Iterator[Row]]] = {
     "checks": _checks,
     "kernels": _kernels,
     "models": _models,
@@ -95,9 +101,9 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
     started, rows = time.monotonic(), []
     device = torch.device(arguments.device)
     common = _stamp(device)
-    for row in PARTS[part](device, arguments.small):
+    for row in PARTS[part](device, arguments.small, arguments.ops):
         rows.append(common | row)
-        write_csv(arguments.out / f"{part}.csv", COLUMNS[part], rows)
+        write_csv(arguments.csv or arguments.out / f"{part}.csv", COLUMNS[part], rows)
         print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
         if time.monotonic() - started > arguments.seconds:
             print(f"{part}: out of time", flush=True)
@@ -105,21 +111,40 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments: argparse.Namespace) -> str:
+    """Run one part, for some ops, in a process of its own; return how it ended, in words."""
+    csv.unlink(missing_ok=True)
+    seconds = deadline - time.monotonic()
+    flags = ["--device", arguments.device, "--seconds", f"{seconds - 15:.0f}", "--csv", str(csv), "--ops", *ops]
+    flags += ["--small"] if arguments.small else []
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
+    try:
+        code = subprocess.run(command, timeout=max(0, seconds)).returncode
+    except subprocess.TimeoutExpired:
+        return "hung and was ended; what it had measured is below"
+    return {0: "ok", 3: "out of time; what it had measured is below"}.get(code, f"failed, exit {code}")
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Run every part in a process of its own and write the page; return how many parts failed."""
+    """Run every part in processes of its own and write the page; return how many parts failed."""
     arguments.out.mkdir(parents=True, exist_ok=True)
+    known = list(dict.fromkeys(case.op for case in cases(arguments.small)))
+    ops = [op for op in known if arguments.ops is None or op in arguments.ops]
     said = {}
     for part in arguments.parts:
-        seconds = SECONDS[part] * arguments.minutes / 9
-        flags = ["--device", arguments.device, "--out", str(arguments.out), "--seconds", f"{seconds - 15:.0f}"]
-        flags += ["--small"] if arguments.small else []
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
-        (arguments.out / f"{part}.csv").unlink(missing_ok=True)
-        try:
-            code = subprocess.run(command, timeout=seconds).returncode
-            said[part] = {0: "ok", 3: "out of time; what it had measured is below"}.get(code, f"failed, exit {code}")
-        except subprocess.TimeoutExpired:
-            said[part] = "hung and was ended; what it had measured is below"
+        deadline = time.monotonic() + SECONDS[part] * arguments.minutes / 9
+        files = {op: arguments.out / f"{part}-{op}.csv" for op in ops} if part == "checks" else {}
+        if not files:
+            said[part] = _start(part, ops, arguments.out / f"{part}.csv", deadline, arguments)
+        else:
+            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+                starts = [pool.submit(_start, part, [op], file, deadline, arguments) for op, file in files.items()]
+            ends = [start.result() for start in starts]
+            said[part] = "; ".join(f"{op} {end}" for op, end in zip(files, ends, strict=True) if end != "ok") or "ok"
+            there = [file for file in files.values() if file.exists()]
+            write_csv(arguments.out / f"{part}.csv", COLUMNS[part], [row for file in there for row in read_csv(file)])
+            for file in there:
+                file.unlink()
         print(f"{part}: {said[part]}", flush=True)
     page = report(arguments.out, said)
     (arguments.out / "gpu.md").write_text(page, encoding="utf-8")
@@ -181,8 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
+    parser.add_argument("--ops", nargs="+", metavar="OP", help="check and time these kernels alone")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="measure nothing, print the page")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--csv", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.report is not None:

@@ -81,13 +81,13 @@ def test_what_is_wrong_shows():
 
 
 def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
-    def rows(device, small):
+    def rows(device, small, ops):
         yield {"op": "one", "outcome": "wrong: output"}
         yield {"op": "two", "outcome": "ok"}
         raise RuntimeError
 
     monkeypatch.setitem(gpu.PARTS, "checks", rows)
-    arguments = argparse.Namespace(device="cpu", small=True, out=tmp_path, seconds=1e9)
+    arguments = argparse.Namespace(device="cpu", small=True, out=tmp_path, seconds=1e9, ops=None, csv=None)
     with pytest.raises(RuntimeError):
         gpu.run_part("checks", arguments)
     assert [row["op"] for row in read_csv(tmp_path / "checks.csv")] == ["one", "two"]
@@ -99,12 +99,14 @@ def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
 
 
 def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd):
-    """All of it, with the smallest shapes, but without models."""
-    code = gpu.main(["--device", "cpu", "--small", "--parts", "checks", "--out", str(tmp_path)])
+    """Without models, for two ops, with the smallest shapes."""
+    flags = ["--parts", "checks", "kernels", "--ops", "short_conv", "diagonal_scan"]
+    code = gpu.main(["--device", "cpu", "--small", *flags, "--out", str(tmp_path)])
     assert code == 0, capfd.readouterr()
     page = (tmp_path / "gpu.md").read_text()
     assert "- checks: ok" in page
-    assert f"- {3 * len(SMALL)} checks, 0 of them failed" in page
+    assert "- 6 checks, 0 of them failed" in page
+    assert "## kernels" in page
     capfd.readouterr()
     assert gpu.main(["--report", str(tmp_path)]) == 0
     assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")

@@ -5,6 +5,7 @@ Run it from the repository root::
     python -m benchmarks.gpu                                       # or make gpu; results in $OUT, else runs/gpu
     python -m benchmarks.gpu --report benchmarks/results/gpu       # the page of kept results
     python -m benchmarks.gpu --device cpu --small                  # rehearse it within a minute
+    TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --small --parts checks     # Triton's kernels too
 
 The kernels need torch and Triton; transformers is asked for models only, peers are taken where they are installed,
 matplotlib draws where it is. Each part is a process of its own with a share of the time, so that one that fails or
@@ -67,7 +68,8 @@ def _wanted(found: list[Case], ops: Sequence[str] | None) -> list[Case]:
 
 
 def _checks(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
-    backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    backends = ("torch", "triton") if device.type == "cuda" or interpreted else ("torch",)
     for case in _wanted(checked_cases(small), ops):
         for dtype in DTYPES:
             yield from check(case, dtype, device, backends)

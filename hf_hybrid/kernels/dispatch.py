@@ -1,6 +1,6 @@
 """Which implementation of an op runs, decided in this one place.
 
-The rule: ``"auto"`` runs Triton if every tensor lies on a CUDA device (or Triton's interpreter is on) and the op's
+The rule: ``"auto"`` runs Triton if every tensor lies on one CUDA device (or Triton's interpreter is on) and the op's
 ``why_not_triton`` finds no objection, and torch otherwise; ``"torch"`` always runs; ``"triton"`` runs or raises with
 the objection, never something else in silence.
 
@@ -11,9 +11,8 @@ imports its Triton kernels, and with them triton, only when the answer is ``"tri
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 
 import torch
 
@@ -23,7 +22,7 @@ BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE = "HF_HYBRID_BACKEND"
 
 logger = logging.getLogger(__name__)
-_forced: ContextVar[str | None] = ContextVar("hf_hybrid_backend", default=None)
+_forced: str | None = None
 _told: set[tuple[str, str]] = set()
 
 
@@ -37,22 +36,30 @@ def _check_name(name: str, source: str) -> str:
 def use_backend(backend: str) -> Iterator[None]:
     """Run every op inside the ``with`` block on one backend, whatever its own ``backend`` argument says.
 
+    In all threads of the process, since a backward may run in another one. A backward behind the block keeps to the
+    choice of its forward, but not if it was compiled: the choice is not part of what is compiled.
+
     Args:
         backend: ``"auto"``, ``"torch"`` or ``"triton"``.
 
     Raises:
         ValueError: The name is none of these.
     """
-    token = _forced.set(_check_name(backend, "backend"))
+    global _forced
+    before, _forced = _forced, _check_name(backend, "backend")
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
 
 
 def wished_backend(backend: str) -> str:
-    """Return a call's wish, or that of a surrounding `use_backend`, which a backward in another thread cannot see."""
-    return _forced.get() or _check_name(backend, "backend")
+    """Return a call's wish, or that of a surrounding `use_backend`, for a backward that runs behind it.
+
+    While compiling, the call's own: what is wished meanwhile must not stay forever.
+    """
+    own = _check_name(backend, "backend")
+    return own if torch.compiler.is_compiling() else _forced or own
 
 
 def forces_triton(backend: str) -> bool:
@@ -67,12 +74,16 @@ def forces_triton(backend: str) -> bool:
 
 
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" or records_launches()
+    # asked before triton is looked for, which takes longer than a small op on a CPU
+    if not interpreted and not all(tensor.is_cuda for tensor in tensors):
+        return "not every tensor is on a CUDA device"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") == "1" or records_launches():
+    if interpreted:
         return None
-    if not all(tensor.is_cuda for tensor in tensors):
-        return "not every tensor is on a CUDA device"
+    if len({tensor.device for tensor in tensors}) > 1:
+        return f"the tensors must be on one device; got {', '.join(sorted({str(x.device) for x in tensors}))}"
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA devices"
     capability = torch.cuda.get_device_capability(tensors[0].device)
@@ -82,7 +93,7 @@ def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
 
 
 def choose_backend(
-    op: str, backend: str, tensors: list[torch.Tensor], why_not_triton: Callable[[], str | None]
+    op: str, backend: str, tensors: Iterable[torch.Tensor | None], why_not_triton: Callable[[], str | None]
 ) -> str:
     """Return ``"torch"`` or ``"triton"`` for one call of an op.
 
@@ -90,7 +101,7 @@ def choose_backend(
         op: Name of the op, for messages.
         backend: The call's own wish; a surrounding `use_backend`, then the environment variable
             ``HF_HYBRID_BACKEND``, stand above ``"auto"``.
-        tensors: The call's tensors.
+        tensors: All of the call's tensors; None stands for one that is not given.
         why_not_triton: The op's objection to running on Triton, or None.
 
     Raises:
@@ -101,7 +112,7 @@ def choose_backend(
         wish = _check_name(os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE)
     if wish == "torch":
         return "torch"
-    no_device = _why_not_device(tensors)
+    no_device = _why_not_device([x for x in tensors if x is not None])
     objection = no_device or why_not_triton()
     if wish == "triton" and objection is not None:
         raise ValueError(f"{op} cannot run on triton: {objection}")

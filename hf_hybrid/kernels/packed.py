@@ -79,7 +79,8 @@ def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
     """Cut every sequence into spans of `size` tokens, the last one shorter, without the host reading a bound.
 
     Args:
-        cu_seqlens: `(N + 1,)`. Bounds outside of [0, T] are drawn into it, so that a kernel never leaves its tensors.
+        cu_seqlens: `(N + 1,)`. Bounds that do not rise from 0 to T end in an assertion of the device; drawn into
+            [0, T] meanwhile, so that a kernel never leaves its tensors.
         length: T.
         size: Tokens per span.
 
@@ -89,6 +90,8 @@ def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
         sequence N. And `(2, N + 1)` of int32: the bounds, and where each sequence's spans begin.
     """
     ends = cu_seqlens.long().clamp(0, length).cummax(0).values
+    rises = (ends == cu_seqlens).all() & (ends[0] == 0) & (ends[-1] == length)
+    torch._assert_async(rises, f"cu_seqlens must rise from 0 to T = {length}")
     counts = (ends.diff() + size - 1) // size
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     sequences = cu_seqlens.shape[0] - 1

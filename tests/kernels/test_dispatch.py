@@ -3,6 +3,8 @@
 import itertools
 import logging
 import types
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,8 +42,12 @@ def test_forced_triton_runs_or_raises_with_the_reason(on_a_gpu, monkeypatch):
                 continue
             with pytest.raises(ValueError, match="op cannot run on triton: too wide"):
                 choose_backend("op", "auto", [on_a_gpu], lambda: "too wide")
+    assert choose_backend("op", "triton", [on_a_gpu, None], lambda: None) == "triton"
     with pytest.raises(ValueError, match="not every tensor is on a CUDA device"):
         choose_backend("op", "triton", [on_a_gpu, torch.ones(1)], lambda: None)
+    elsewhere = types.SimpleNamespace(is_cuda=True, device="cuda:1")
+    with pytest.raises(ValueError, match="the tensors must be on one device; got cuda:0, cuda:1"):
+        choose_backend("op", "triton", [on_a_gpu, elsewhere], lambda: None)
 
 
 def test_devices_that_the_kernels_do_not_know(on_a_gpu, monkeypatch):
@@ -64,6 +70,15 @@ def test_a_backward_keeps_what_the_forward_was_told(monkeypatch):
     assert not forces_triton("torch")
 
 
+def test_the_choice_is_seen_in_other_threads_and_not_compiled():
+    with use_backend("torch"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(wished_backend, "auto").result() == "torch"
+        seen = []
+        torch.compile(lambda x: (seen.append(wished_backend("auto")), x + 1)[1], backend="eager")(torch.ones(1))
+    assert seen == ["auto"]
+    assert wished_backend("auto") == "auto"
+
+
 @pytest.mark.parametrize("bounds", [[0, 10], [0, 4, 4, 9, 10], [0, 0, 10, 10], [0, 8, 10]])
 @pytest.mark.parametrize("size", [1, 3, 4, 16])
 def test_spans_cover_every_token_once(bounds, size):
@@ -79,8 +94,12 @@ def test_spans_cover_every_token_once(bounds, size):
     assert ends[0].tolist() == bounds
 
 
-def test_spans_stay_inside_whatever_the_bounds():
-    table, ends = spans(torch.tensor([-5, 30, 2, 12]), 10, 4)
+@pytest.mark.parametrize("bounds", [[-5, 30, 2, 10], [0, 4], [2, 10], [0, 12], [0, 6, 4, 10]])
+def test_spans_of_wrong_bounds_are_refused(bounds):
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to T = 10"):
+        spans(torch.tensor(bounds), 10, 4)
+    with patch("torch._assert_async"):  # which a GPU comes to later
+        table, ends = spans(torch.tensor(bounds), 10, 4)
     assert table.min() >= 0
     assert table[:, 1:].max() <= 10
     assert ends[0].diff().min() >= 0

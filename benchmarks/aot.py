@@ -66,6 +66,8 @@ LIMITS = {
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
+    "ssm_kernel.forward": Limit(False, 16, "bound by arithmetic, with four chains of it in every thread"),
+    "ssm_kernel.backward": Limit(False, 8, "bound by arithmetic, with four chains of it in every thread"),
 }
 
 
@@ -151,6 +153,15 @@ def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, pac
     triton_kernels.backward(q, log_sum, *arguments)
 
 
+def _ssm_kernel(filters: int) -> None:
+    from hf_hybrid.kernels.ssm_kernel import triton_kernels
+
+    C, B = _meta(filters, 768, 32, dtype=torch.complex128), _meta(768, 32, dtype=torch.complex128)
+    rate = _meta(768, dtype=torch.float64)
+    taps = triton_kernels.forward(C, B, B, B, rate, 16384)
+    triton_kernels.backward(taps, C, B, B, B, rate)
+
+
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every op with each launch it does on one architecture for shapes that together take all configurations."""
     calls: list[tuple[str, Any]] = []
@@ -162,6 +173,8 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for width in (64, 128, 256) if dtype != torch.float32 else (64,):
             for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
+    for filters in (1, 2):
+        calls.append(("ssm_kernel", lambda a=filters: _ssm_kernel(a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -178,10 +191,10 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def representative_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences."""
+    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences if it may."""
     last = {}
     for op, launch in distinct_launches(arch):
-        if launch.arguments["PACKED"] and _dtype(launch) != "fp16":
+        if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":
             flags = tuple(name for name, x in launch.arguments.items() if x is True)
             last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
@@ -189,7 +202,7 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums"))
+    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums", "rates"))
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 

@@ -16,8 +16,14 @@ from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, r
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
 from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
 from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
+from hf_hybrid.kernels.ssm_kernel import triton_kernels as ssm_kernel
 
-OPS = {"linear_attention": linear_attention, "local_attention": local_attention, "short_conv": short_conv}
+OPS = {
+    "linear_attention": linear_attention,
+    "local_attention": local_attention,
+    "short_conv": short_conv,
+    "ssm_kernel": ssm_kernel,
+}
 
 
 @pytest.mark.parametrize("op", OPS)

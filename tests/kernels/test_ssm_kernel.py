@@ -8,6 +8,7 @@ import torch
 from hf_hybrid.kernels.long_conv import long_conv
 from hf_hybrid.kernels.ssm_kernel import (
     S4Step,
+    cauchy,
     diagonalize_legs,
     dplr_legs,
     hippo_legs,
@@ -205,6 +206,27 @@ def test_gradients_in_single_precision(size):
     actual = torch.autograd.grad(s4_kernel(*leaves, 4096), leaves, weight.float())
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other, "float32 gradient")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compiles_without_graph_breaks(algorithm):
+    leaves = [x.clone().requires_grad_() for x in random_system(4, copies=1, channels=2)]
+    compiled = torch.compile(s4_kernel, fullgraph=True, backend="aot_eager")
+    for options in ({"algorithm": algorithm}, {}):
+        actual, expected = compiled(*leaves, 20, **options), s4_kernel(*leaves, 20, **options)
+        assert_close(actual, expected, "float64")
+        weight = draw(*expected.shape)
+        gradients = (torch.autograd.grad(taps, leaves, weight) for taps in (actual, expected))
+        for one, other in zip(*gradients, strict=True):
+            assert_close(one, other, "float64")
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_opcheck_of_the_generating_function(length):
+    C, B, P, w, dt = random_system(4)
+    tensors = [x.clone().requires_grad_() for x in (C, *(x.repeat(2, 1) for x in (B, P, w)), 2 / dt)]
+    for dtype in (torch.float64, torch.float32):
+        torch.library.opcheck(cauchy.s4_cauchy, (*tensors, length, 1 << 8, dtype, "torch"))
 
 
 @pytest.mark.parametrize("blocks", [(8, 3), (1, 1)])

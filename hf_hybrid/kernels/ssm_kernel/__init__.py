@@ -77,16 +77,18 @@ def s4_kernel(
     dt: torch.Tensor,
     length: int,
     *,
-    algorithm: str = "two_level",
+    algorithm: str | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """The first taps of S4's convolution kernel.
 
     K[l] = C Abar^l Bbar = 2 Re sum over one of each conjugate pair,  A = diag(w) - P P^H, bilinear transform
     (SPADE, eqs. 3 to 5)
 
-    Always computed in float64; the result is rounded once. Memory beside it stays under a few hundred MiB. A backward
-    of ``"two_level"`` is computed in C's precision and keeps O(N sqrt(L)) numbers per channel and filter; one of
-    ``"cauchy"`` is computed in float64 and computes tiles of channels again.
+    Torch computes in float64 and rounds the result once. Triton takes the sums of ``"cauchy"``, prepared in float64,
+    in float32: taps are wrong by some 1e-6 of a channel's largest. Memory beside the result stays under a few hundred
+    MiB. A backward of ``"two_level"`` is computed in C's precision and keeps O(N sqrt(L)) numbers per channel and
+    filter; one of ``"cauchy"`` is computed in the forward's, keeps O(N) and sums everything again.
 
     Args:
         C: Output filters, `(C, H, M)`, complex.
@@ -96,10 +98,11 @@ def s4_kernel(
         dt: Step per channel, `(H,)`, positive.
         length: Number of taps L in tokens, positive.
         algorithm: ``"two_level"`` (products of powers of Abar) or ``"cauchy"`` (S4's generating function); they agree
-            to rounding.
+            to rounding. When None, ``"cauchy"`` where Triton runs, which has no other, and ``"two_level"`` elsewhere.
+        backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(C, H, L)`, real, in C's precision. Differentiable in every tensor, with ``"two_level"`` once.
+        `(C, H, L)`, real, in C's precision. Differentiable in every tensor, once.
 
     Raises:
         ValueError: A shape does not fit, the length is not positive or the algorithm unknown.
@@ -107,6 +110,6 @@ def s4_kernel(
     check_system(C, B, P, w, dt)
     if length < 1:
         raise ValueError(f"length must be a positive integer; got {length}")
-    if algorithm not in torch_impl.ALGORITHMS:
+    if algorithm is not None and algorithm not in torch_impl.ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(torch_impl.ALGORITHMS)}; got {algorithm!r}")
-    return torch_impl.s4_kernel(C, B, P, w, dt, length, algorithm)
+    return torch_impl.s4_kernel(C, B, P, w, dt, length, algorithm, backend)

@@ -286,7 +286,7 @@ class _S4System(_System):
         self.P = _as_complex(tensors.P[0])
 
     def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
-        return s4_kernel(C, self.B, self.P, self.w, self.dt, taps, "two_level")
+        return s4_kernel(C, self.B, self.P, self.w, self.dt, taps, None, "auto")
 
     def _make_step(self) -> S4Step:
         return s4_step_constants(self.B, self.P, self.w, self.dt)

@@ -191,7 +191,7 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def representative_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences if it may."""
+    """One launch for each configuration and set of flags, in bfloat16 and in float32, packed where it may be."""
     last = {}
     for op, launch in distinct_launches(arch):
         if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":

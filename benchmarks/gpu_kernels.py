@@ -256,31 +256,27 @@ def _diagonal_scan(batch: int, length: int, states: int) -> Case:
     )
 
 
-def _s4_kernel(width: int, size: int, length: int) -> Case:
+def _s4_kernel(width: int, size: int, length: int, filters: int = 1) -> Case:
     def make(device: torch.device) -> Tensors:
         w, P, B = (torch.view_as_real(x.to(torch.complex64)).to(device) for x in dplr_legs(size))
         return {
-            "C": _normal(device, 1, width, size // 2, 2),
+            "C": _normal(device, filters, width, size // 2, 2),
             **{name: x.expand(width, -1, -1).clone() for name, x in (("B", B), ("P", P), ("w", w))},
             "dt": torch.exp(torch.empty(width, device=device).uniform_(math.log(1e-3), math.log(1e-1))),
         }
 
-    def kernel(x: Tensors, algorithm: str) -> Tensor:
+    def kernel(x: Tensors, algorithm: str | None, backend: str) -> Tensor:
         C, B, P, w = (torch.view_as_complex(x[name].contiguous()) for name in ("C", "B", "P", "w"))
-        return s4_kernel(C, B, P, w, x["dt"], length, algorithm=algorithm)
+        return s4_kernel(C, B, P, w, x["dt"], length, algorithm=algorithm, backend=backend)
 
-    def run(x: Tensors, backend: str) -> Tensor:
-        if backend == "triton":
-            raise ValueError("s4_kernel cannot run on triton: no Triton kernel in this version")
-        return kernel(x, "two_level")
-
+    numbers = filters * width * length
     return Case(
         "s4_kernel",
-        f"H{width} N{size} L{length}",
+        f"H{width} N{size} L{length} C{filters}",
         make,
-        run,
-        {"Cauchy sums": lambda: lambda x: kernel(x, "cauchy")},
-        (width * length, width * length, 3 * 2 * width * length * size),
+        lambda x, backend: kernel(x, None, backend),
+        {"Cauchy sums, torch": lambda: lambda x: kernel(x, "cauchy", "torch")},
+        (numbers, numbers, 3 * 2 * numbers * size),
         ("C", "B", "P", "w", "dt"),
     )
 
@@ -317,7 +313,7 @@ def checked_cases(small: bool) -> list[Case]:
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
     found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64), _diagonal_scan(2, 1013, 100)]
-    return [*found, *(_s4_kernel(60, size, 3001) for size in (16, 64))]
+    return [*found, *(_s4_kernel(60, size, 3001, filters) for size, filters in ((16, 1), (64, 1), (64, 2), (10, 5)))]
 
 
 _ODD_HEADS = ((1013, 3, 64), (1013, 3, 128), (5003, 2, 100), (700, 1, 1024), (129, 40, 64))

@@ -38,8 +38,9 @@ def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
     from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
     from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
+    from hf_hybrid.kernels.ssm_kernel import triton_kernels as s4_kernel
 
-    modules = {"linear_attention": linear_attention, "short_conv": short_conv}
+    modules = {"linear_attention": linear_attention, "short_conv": short_conv, "s4_kernel": s4_kernel}
     shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
     taken = set()
     for case in checked_cases(small=False):

@@ -13,6 +13,7 @@ from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
 from tests.tolerances import assert_close
 
+
 def make(size, filters, channels, copies, legs=False):
     """C, B, P, w, dt in single precision; copies that differ, as training makes them, or all of them LegS."""
     generator = torch.Generator().manual_seed(size + filters)

@@ -33,17 +33,15 @@ from ..dispatch import choose_backend, wished_backend
 from .discrete import dense_transition, s4_step_constants, to_complex, to_real_row
 
 
-def truncated(
-    C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int
-) -> tuple[Tensor, Tensor]:
-    """Ct = C (I - Abar^L), `(C, H, M)`, and 2 / dt; arguments as for `s4_kernel`, copies spread, wide. Differentiable."""
+def truncated(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Ct = C (I - Abar^L), `(C, H, M)`, and 2 / dt, both wide; arguments as for `s4_kernel`, copies spread."""
     power = torch.linalg.matrix_power(dense_transition(s4_step_constants(B, P, w, dt)), length)
     row = to_real_row(C.to(torch.complex128)).transpose(0, 1)
     return to_complex((row - row @ power) / 2).conj_physical().transpose(0, 1), 2 / dt
 
 
 def nodes(length: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """sin phi and cos phi at frequencies `start` to `stop`, `(2, stop - start)`, float64."""
+    """Sin phi and cos phi at frequencies `start` to `stop`, `(2, stop - start)`, float64."""
     angle = torch.arange(start, stop, dtype=torch.float64, device=device) * (torch.pi / length)
     return torch.stack([angle.sin(), angle.cos()])
 
@@ -57,7 +55,10 @@ def _tiles(w: Tensor, length: int, numbers: int) -> list[tuple[slice, Tensor]]:
 
 
 class _Section:
-    """The generating function at a few frequencies; arguments as for `s4_cauchy` and from `nodes`."""
+    """The generating function at a few frequencies; arguments as for `s4_cauchy` and from `nodes`.
+
+    Conjugates are made at once: where a compiled graph calls an op, lazy ones are taken for what they conjugate.
+    """
 
     def __init__(self, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, at: Tensor):
         self.sine, self.cosine = at[:, :, None]
@@ -78,14 +79,16 @@ class _Section:
         """Those of C, B, P, w and rate from that of Khat."""
         grad = grad.conj_physical() * self.phase
         own = (grad * self.by_p[..., :-1]).sum(-1, keepdim=True) * self.weight
-        # of one half of the modes and of the other, whose constants are conjugate
-        first = self._states(grad, own, self.inverses[0], self.C, self.B, self.P)
-        second = self._states(grad, own, self.inverses[1], self.C.conj_physical(), self.B.conj_physical(), self.P.conj_physical())
-        totals = []
-        for (x, z), (x2, z2) in ((first, second), (second, first)):
-            totals.append([grad.mT @ x, z.sum(1), -(self.low_rank * z + own * x2).sum(1), (self.cosine * z * x).sum(1)])
-        d_c, d_b, d_p, d_w = (one.conj_physical() + other for one, other in zip(*totals, strict=True))
-        d_sigma = (first[0] * first[1] + second[0] * second[1]).imag
+        # of one half of the modes, and of the other, whose constants are conjugate
+        constants = self.C, self.B, self.P
+        twins = [x.conj_physical() for x in constants]
+        x, z = self._states(grad, own, self.inverses[0], *constants)
+        x2, z2 = self._states(grad, own, self.inverses[1], *twins)
+        d_c = (grad.mT @ x).conj_physical() + grad.mT @ x2
+        d_b = (z.conj_physical() + z2).sum(1)
+        d_p = -((self.low_rank * z + own * x2).conj_physical() + self.low_rank * z2 + own * x).sum(1)
+        d_w = (self.cosine * ((z * x).conj_physical() + z2 * x2)).sum(1)
+        d_sigma = (z * x + z2 * x2).imag
         return d_c.transpose(0, 1), d_b, d_p, d_w, (self.sine * d_sigma).sum((1, 2))
 
     def _states(

@@ -83,7 +83,7 @@ def _sums(table, M, cosine, sigma, ROWS: tl.constexpr, ENTRY: tl.constexpr):
 
 @triton.jit
 def _low_rank(re, im, cosine, FILTERS: tl.constexpr):
-    """c / (1 + c r_PP), and T, which is r_PB times it."""
+    """C / (1 + c r_PP), and T, which is r_PB times it."""
     real = 1 + cosine * re[FILTERS + 1]
     imag = cosine * im[FILTERS + 1]
     scale = cosine / (real * real + imag * imag)
@@ -128,7 +128,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Sum what BK frequencies add to the gradients of a channel's constants and rate.
 
-    With G = conj(gradient of Khat) e^(i phi) and V = sum_C G r_CP c / (1 + c r_PP), per mode and, under a 2, of its twin:
+    With G = conj(gradient of Khat) e^(i phi), V = sum_C G r_CP c / (1 + c r_PP) and a 2 for a mode's conjugate twin:
     x = (B - T P) D,  z = (sum_C G C - V conj P) D,  D = 1 / (i sigma - c w),
     d_C = conj(G x) + G x2,  d_B = conj(z) + z2,  d_w = c (conj(z x) + z2 x2),
     d_P = -conj(T z + V x2) - (T z2 + V x),  d_sigma = Im(z x + z2 x2)

@@ -69,8 +69,8 @@ def test_taps_and_gradients(length, size, filters, channels, copies):
 
 
 @interpreted
-def test_digits_do_not_depend_on_the_state_size():
-    """LegS' resonances, where sums are N times as large as what remains of them, in the gradient twice."""
+def test_legs_of_full_size():
+    """At resonances each sum is some N times as large as what remains of them."""
     tensors = make(64, 1, 2, 1, legs=True)
     actual = run(s4_kernel, tensors, 400)
     expected = run(reference, tensors, 400, wide=True)
@@ -97,10 +97,9 @@ def test_the_same_bits_twice_and_no_reading_of_strides():
         assert_close(one, other, "float32 gradient")
 
 
-@pytest.mark.parametrize("filters", [1, 3])
 @interpreted
-def test_opcheck(filters):
-    C, B, P, w, dt = make(6, filters, 2, 2)
+def test_opcheck():
+    C, B, P, w, dt = make(6, 3, 2, 2)
     tensors = [x.to(torch.complex128).requires_grad_() for x in (C, B, P, w)]
     rate = (2 / dt.double()).requires_grad_()
     torch.library.opcheck(cauchy.s4_cauchy, (*tensors, rate, 9, 1 << 10, torch.float32, "triton"))

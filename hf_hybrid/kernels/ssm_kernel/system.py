@@ -40,6 +40,7 @@ from .s4d import (
     s4d_step_constants,
 )
 from .torch_impl import s4_kernel
+from .torch_impl import taps as make_taps
 from .windows import s4_window_states
 
 _MAX_SPECTRA = 4
@@ -286,7 +287,9 @@ class _S4System(_System):
         self.P = _as_complex(tensors.P[0])
 
     def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
-        return s4_kernel(C, self.B, self.P, self.w, self.dt, taps, None, "auto")
+        system = C, self.B, self.P, self.w, self.dt, taps
+        # what serves many calls is made in float64, whatever the device
+        return make_taps(*system, "two_level") if self.reuse else s4_kernel(*system, None, "auto")
 
     def _make_step(self) -> S4Step:
         return s4_step_constants(self.B, self.P, self.w, self.dt)

@@ -66,12 +66,25 @@ def s4_kernel(
     algorithm: str | None,
     backend: str,
 ) -> torch.Tensor:
-    """Run an algorithm over tiles of channels; see `hf_hybrid.kernels.ssm_kernel.s4_kernel`."""
+    """Choose an algorithm and run it; see `hf_hybrid.kernels.ssm_kernel.s4_kernel`."""
+    on_triton = _runs_on_triton(backend, C.device, C.real.dtype, algorithm)
+    return taps(C, B, P, w, dt, length, algorithm or ("cauchy" if on_triton else "two_level"), backend)
+
+
+def taps(
+    C: torch.Tensor,
+    B: torch.Tensor,
+    P: torch.Tensor,
+    w: torch.Tensor,
+    dt: torch.Tensor,
+    length: int,
+    algorithm: str,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Run an algorithm over tiles of channels, ``"two_level"`` on torch whatever the backend."""
     # the number of matrix products depends on the length: a trace for a symbolic one does not exist
     length = index(length)
     out_dtype = C.real.dtype
-    on_triton = _runs_on_triton(backend, C.device, out_dtype, algorithm)
-    algorithm = algorithm or ("cauchy" if on_triton else "two_level")
     copies = dt.shape[0] // w.shape[0]
     dt = dt.to(torch.float64)
     B, P, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, P, w))
@@ -89,8 +102,8 @@ def s4_kernel(
         system = B[part], P[part], w[part], dt[part]
         if algorithm == "cauchy":
             Ct, rate = recomputed(truncated, C[:, part], *system, length)
-            taps = s4_cauchy(Ct, *system[:3], rate, length, numbers, out_dtype, backend)
+            parts.append(s4_cauchy(Ct, *system[:3], rate, length, numbers, out_dtype, backend))
         else:
-            taps = two_level_kernel(C[:, part], recomputed(s4_step_constants, *system), length).to(out_dtype)
-        parts.append(taps)
+            wide = two_level_kernel(C[:, part], recomputed(s4_step_constants, *system), length)
+            parts.append(wide.to(out_dtype))
     return torch.cat(parts, dim=1)

@@ -66,6 +66,8 @@ LIMITS = {
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
+    "local_attention_step.token": Limit(False, 8, "a block of keys, values and sums in registers; few programs anyway"),
+    "ssm_step.token": Limit(False, 32, "bound by the launch, then by memory: few numbers per thread"),
 }
 
 
@@ -151,6 +153,27 @@ def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, pac
     triton_kernels.backward(q, log_sum, *arguments)
 
 
+def _local_attention_step(dtype: torch.dtype, width: int, chunk_size: int | None) -> None:
+    from hf_hybrid.kernels.local_attention.step import triton_kernels
+
+    cache = _meta(8, 12, 4096, width, dtype=dtype).transpose(1, 2)
+    place, mask = _meta(1, dtype=torch.int64), _meta(8, 4096, dtype=torch.int64)
+    bias = _meta(257 if chunk_size is None else chunk_size, 12).t()
+    radius = 256 if chunk_size is None else None
+    query = _meta(8, 1, 12, width, dtype=dtype)
+    triton_kernels.forward(
+        query, cache, cache, bias, mask, place, None, 0, 0, radius, chunk_size, chunk_size is not None, 0.125
+    )
+
+
+def _ssm_step(dtype: torch.dtype, modes: int, low_rank: bool) -> None:
+    from hf_hybrid.kernels.ssm_kernel.step import triton_kernels
+
+    C, constant = (_meta(*shape, 768, modes, dtype=torch.complex64) for shape in ((4,), ()))
+    column, u = constant if low_rank else None, _meta(8, 768, dtype=dtype)
+    triton_kernels.forward(_meta(8, 768, modes, 2), u, C, constant, column, column, constant, _meta(4, 768))
+
+
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every op with each launch it does on one architecture for shapes that together take all configurations."""
     calls: list[tuple[str, Any]] = []
@@ -162,6 +185,12 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for width in (64, 128, 256) if dtype != torch.float32 else (64,):
             for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
+        for width in (64, 128, 256):
+            for chunk_size in (None, 512):
+                calls.append(("local_attention_step", lambda a=(dtype, width, chunk_size): _local_attention_step(*a)))
+        for modes in (8, 32, 256):
+            for low_rank in (False, True):
+                calls.append(("ssm_step", lambda a=(dtype, modes, low_rank): _ssm_step(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -178,10 +207,10 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def representative_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences."""
+    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences if any."""
     last = {}
     for op, launch in distinct_launches(arch):
-        if launch.arguments["PACKED"] and _dtype(launch) != "fp16":
+        if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":
             flags = tuple(name for name, x in launch.arguments.items() if x is True)
             last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
@@ -254,8 +283,8 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    flags += [name for name in ("state", "bias", "CHUNK") if launch.arguments.get(name) is not None]
-    sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J") if name in launch.arguments]
+    flags += [name for name in ("state", "bias", "CHUNK", "column") if launch.arguments.get(name) is not None]
+    sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J", "M") if name in launch.arguments]
     return Report(
         f"{op}.{configuration.name.split()[0]}",
         configuration.name,

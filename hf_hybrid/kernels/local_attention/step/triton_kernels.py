@@ -30,7 +30,8 @@ CONFIGURATIONS = {
     for configuration in (
         Configuration("token k64", "K and V <= 64", {"BS": 128, "D": 64}, num_warps=8, num_stages=1),
         Configuration("token k128", "K and V <= 128", {"BS": 64, "D": 128}, num_warps=8, num_stages=1),
-        Configuration("token k256", "K and V <= 256", {"BS": 32, "D": 256}, num_warps=8, num_stages=1),
+        Configuration("token k256", "16 bits, K and V <= 256", {"BS": 32, "D": 256}, num_warps=8, num_stages=1),
+        Configuration("token k256 float32", "K and V <= 256", {"BS": 16, "D": 256}, num_warps=8, num_stages=1),
     )
 }
 """BS keys at a time, D columns that registers hold of each."""
@@ -130,7 +131,9 @@ def forward(
     (batch, _, heads, width), value_width = query.shape, value.shape[3]
     output = torch.empty(batch, 1, heads, value_width, dtype=query.dtype, device=query.device)
     widest = max(width, value_width)
-    size = 64 if widest <= 64 else 128 if widest <= 128 else WIDEST
+    size = "64" if widest <= 64 else "128" if widest <= 128 else "256"
+    if size == "256" and query.dtype == torch.float32:
+        size += " float32"
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     strides = {

@@ -66,7 +66,9 @@ LIMITS = {
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
-    "local_attention_step.token": Limit(False, 8, "a block of keys, values and sums in registers; few programs anyway"),
+    "local_attention_step.token": Limit(
+        False, 8, "a block of keys, values and sums in registers; few programs anyway"
+    ),
     "ssm_step.token": Limit(False, 32, "bound by the launch, then by memory: few numbers per thread"),
 }
 

@@ -42,9 +42,7 @@ def check(options, length, start, key_start, dtype, row, **other):
     wide = [x.double() for x in tensors]
     for bias, kept, scale in ((3, mask, None), (None, None, 1.0)):
         options = options | {"attention_mask": kept, "scale": scale}
-        expected = reference(
-            *wide[:3], bias=bias and wide[bias], query_start=start, key_start=key_start, **options
-        )
+        expected = reference(*wide[:3], bias=bias and wide[bias], query_start=start, key_start=key_start, **options)
         for as_given in (int, torch.tensor):
             actual = local_attention_step(
                 *tensors[:3], bias=bias and tensors[bias], query_start=as_given(start), key_start=as_given(key_start),
@@ -73,7 +71,14 @@ def test_steps_are_rows_of_attention_over_the_whole_sequence(options):
             first = 0 if held == 17 else t + 1 - held
             query, key, value = tensors[0][:, t : t + 1], *(x[:, first : first + held] for x in tensors[1:])
             actual = local_attention_step(
-                query, key, value, bias=bias, attention_mask=mask[:, : t + 1], query_start=t, key_start=first, **options
+                query,
+                key,
+                value,
+                bias=bias,
+                attention_mask=mask[:, : t + 1],
+                query_start=t,
+                key_start=first,
+                **options,
             )
             assert_close(actual, expected[:, t : t + 1], "float32")
 

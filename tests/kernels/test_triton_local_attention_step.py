@@ -104,6 +104,18 @@ def test_opcheck():
 
 
 @interpreted
+def test_compiled_as_one_graph():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(query, key, value, bias, start):
+        return local_attention_step(query, key, value, bias=bias, radius=3, query_start=start, backend="triton")
+
+    tensors, _ = make({"radius": 3}, 6, 5, torch.float32)
+    for start in (torch.tensor(4), 5, 3):
+        actual = compiled(*tensors, start)
+        assert_close(actual, reference(*tensors[:3], bias=tensors[3], radius=3, query_start=start), "float32")
+
+
+@interpreted
 def test_a_cuda_graph_could_hold_it():
     """One launch, and nothing reads a value: the tensors have none."""
     from hf_hybrid.kernels.local_attention.step import triton_kernels
@@ -111,9 +123,7 @@ def test_a_cuda_graph_could_hold_it():
     (*tensors, bias), mask = make({"chunk_size": 6}, 12, 11, torch.bfloat16)
     query, key, value, bias, mask, place = (x.to("meta") for x in (*tensors, bias, mask, torch.tensor(11)))
     with record_launches(90) as launches:
-        output = triton_kernels.forward(
-            query, key, value, bias, mask, place, place, 0, 0, None, 6, True, 0.5
-        )
+        output = triton_kernels.forward(query, key, value, bias, mask, place, place, 0, 0, None, 6, True, 0.5)
     (only,) = launches
     assert output.shape == (3, 1, 2, 3)
     assert only.arguments["k"] is key, "a cache is read in place"
@@ -121,7 +131,7 @@ def test_a_cuda_graph_could_hold_it():
 
 @interpreted
 def test_what_the_kernel_cannot_take_is_refused():
-    (query, key, value, bias), _ = make({"radius": 1}, 4, 3, torch.float32)
+    (query, key, value, _), _ = make({"radius": 1}, 4, 3, torch.float32)
     wide = torch.zeros(3, 1, 2, 257)
     for arguments, message in (
         ((wide, wide.expand(-1, 4, -1, -1), value), "K and V must be at most 256; got 257 and 3"),

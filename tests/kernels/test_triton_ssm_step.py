@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels.launching import record_launches
-from hf_hybrid.kernels.ssm_kernel import S4DStep, S4Step, step, ssm_step
+from hf_hybrid.kernels.ssm_kernel import S4DStep, S4Step, ssm_step, step
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
 from tests.tolerances import assert_close
@@ -30,9 +30,7 @@ def make(kind, batch, channels, modes, filters=1, dtype=torch.float32):
 
 
 def mapped(arguments, function):
-    return [
-        x if x is None else type(x)(*map(function, x)) if isinstance(x, tuple) else function(x) for x in arguments
-    ]
+    return [x if x is None else type(x)(*map(function, x)) if isinstance(x, tuple) else function(x) for x in arguments]
 
 
 def surrounded(x):
@@ -42,9 +40,7 @@ def surrounded(x):
 def compare(arguments):
     with guarded_allocations():
         y, after = ssm_step(*mapped(arguments, surrounded))
-    expected = step._advance(
-        *mapped(arguments, lambda x: x.to(torch.complex128 if x.is_complex() else torch.float64))
-    )
+    expected = step._advance(*mapped(arguments, lambda x: x.to(torch.complex128 if x.is_complex() else torch.float64)))
     assert y.dtype == arguments[1].dtype
     assert after.dtype == torch.float32
     assert_close(y, expected[0], ROWS[y.dtype])
@@ -84,6 +80,14 @@ def test_opcheck():
     for backend in ("triton", "torch"):
         torch.library.opcheck(step._ssm_step, (state, token, C, decay, column, row, gain, skip, backend))
         torch.library.opcheck(step._ssm_step, (None, token, C, decay, None, None, gain, None, backend))
+
+
+@interpreted
+def test_compiled_as_one_graph():
+    arguments = make(S4Step, 2, 3, 4, 2)
+    compiled = torch.compile(ssm_step, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(*arguments, backend="triton"), ssm_step(*arguments), strict=True):
+        assert_close(one, other, "exact")
 
 
 @interpreted

@@ -1,6 +1,6 @@
 """Local attention of one decoded token to cached keys and values: on a GPU a single kernel.
 
-For tokens that want no gradient. Where one is needed, the same runs in plain torch and is differentiated there.
+For tokens that want no gradient. Where one is needed, the same runs, and is differentiated, in plain torch.
 
 B batch · S cached keys · P positions of a mask · H heads · K key dim · V value dim
 """
@@ -59,17 +59,29 @@ def local_attention_step(
     """
     _check(query, key, value, bias, radius, chunk_size, attention_mask, query_start, key_start)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    places = [x if isinstance(x, Tensor) else None for x in (query_start, key_start)]
-    starts = [0 if isinstance(x, Tensor) else x for x in (query_start, key_start)]
-    arguments = (query, key, value, bias, attention_mask, *places, *starts, radius, chunk_size, include_self, scale)
+    query_place, query_number = _place(query_start)
+    key_place, key_number = _place(key_start)
     forced = forces_triton(backend)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)):
         if forced:
-            raise ValueError("local_attention_step cannot run on triton: a gradient is needed, and the kernel has none")
-        return torch_impl.attend(*arguments)
-    if forced or query.is_cuda:
-        return _step(*arguments, backend)
-    return torch_impl.attend(*arguments)  # on a CPU the door of an op costs as much as a short window
+            raise ValueError(
+                "local_attention_step cannot run on triton: a gradient is needed, and the kernel has none"
+            )
+    elif forced or query.is_cuda:
+        return _step(
+            query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius,
+            chunk_size, include_self, scale, backend,
+        )  # fmt: skip
+    # on a CPU the door of an op costs as much as a short window
+    return torch_impl.attend(
+        query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius, chunk_size,
+        include_self, scale,
+    )  # fmt: skip
+
+
+def _place(start: int | Tensor) -> tuple[Tensor | None, int]:
+    """A position as the sum of what a tensor holds, if any, and of a number."""
+    return (start, 0) if isinstance(start, Tensor) else (None, start)
 
 
 @torch.library.custom_op("hf_hybrid::local_attention_step", mutates_args=())
@@ -86,13 +98,14 @@ def _step(
         return why_not(query, value)
 
     tensors = [x for x in (query, key, value, bias, mask, query_place, key_place) if x is not None]
-    arguments = (query, key, value, bias, mask, query_place, key_place, query_start, key_start)
-    options = (radius, chunk_size, include_self, scale)
     if choose_backend("local_attention_step", backend, tensors, why_not) == "triton":
-        from . import triton_kernels
-
-        return triton_kernels.forward(*arguments, *options)
-    return torch_impl.attend(*arguments, *options)
+        from .triton_kernels import forward as attend
+    else:
+        attend = torch_impl.attend
+    return attend(
+        query, key, value, bias, mask, query_place, key_place, query_start, key_start, radius, chunk_size,
+        include_self, scale,
+    )  # fmt: skip
 
 
 @_step.register_fake

@@ -1,9 +1,9 @@
 """One decoded token's local attention on a GPU: one launch, which reads the keys and values that are seen, once.
 
 A program has one row and head. It walks over the keys of the neighbourhood BS at a time, and each of the BS places has
-a softmax of its own: its largest score, its sum of weights and its sum of weighted values. Nothing is exchanged between
-threads but for the dot products, until the places are put together at the end, always in the same order. There are no
-matrix products here, whose tiles would be full of padding.
+a softmax of its own: its largest score, its sum of weights and of weighted values. Threads exchange nothing but parts
+of the dot products, until the places are put together at the end, always in the same order. There are no matrix
+products here, whose tiles would be full of padding.
 
 Where the token and the first key lie are numbers, or integers that the kernel reads on the device. Every shape follows
 from the arguments', and the host reads nothing: a CUDA graph can hold it, and a cache of any strides is read in place.

@@ -1,6 +1,6 @@
 """One decoded token of an S4 or S4D system: on a GPU a single kernel, from the token's dtype to the outputs'.
 
-For tokens that want no gradient. Where one is needed, the same formulas run in plain torch and are differentiated there.
+For tokens that want no gradient. Where one is needed, the same formulas run, and are differentiated, in plain torch.
 
 B batch · H channels · M = N/2 modes · C output filters
 """
@@ -62,16 +62,18 @@ def ssm_step(
     return _advance(state, u, C, step, skip)  # on a CPU the door of an op costs as much as the step
 
 
+def _real_dtype(C: Tensor) -> torch.dtype:
+    return torch.float64 if C.dtype == torch.complex128 else torch.float32
+
+
 def _advance(
     state: Tensor | None, u: Tensor, C: Tensor, step: S4Step | S4DStep, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`ssm_step` in plain torch."""
-    wide = C.real.dtype
+    wide = _real_dtype(C)
     token = u.to(wide)
-    if state is None:
-        x = C.new_zeros(u.shape[0], *C.shape[1:])
-    else:
-        x = torch.view_as_complex(state.to(wide).contiguous())
+    x = None if state is None else torch.view_as_complex(state.to(wide).contiguous())
+    x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
     y, x = s4_step(x, token, C, step) if isinstance(step, S4Step) else s4d_step(x, token, C, step)
     y = y if skip is None else y + skip.to(wide) * token[:, None]
     return y.to(u.dtype), torch.view_as_real(x)
@@ -118,5 +120,4 @@ def _(
     skip: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if C.dtype == torch.complex128 else torch.float32
-    return u.new_empty(u.shape[0], *C.shape[:2]), u.new_empty(u.shape[0], *C.shape[1:], 2, dtype=wide)
+    return u.new_empty(u.shape[0], *C.shape[:2]), u.new_empty(u.shape[0], *C.shape[1:], 2, dtype=_real_dtype(C))

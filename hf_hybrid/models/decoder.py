@@ -247,8 +247,8 @@ class LocalAttention(nn.Module):
             if kwargs.get("output_attentions"):
                 logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
             return self._attend_blocked(query, key, value, bias_table, attention_mask), None
-        trained = torch.is_grad_enabled() and query.requires_grad
-        if local and length == 1 and self.is_causal and self.dropout == 0 and not trained:
+        trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
+        if local and length == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             return self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start), None
         visible = visible_keys(
             self.config,

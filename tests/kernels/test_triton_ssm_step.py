@@ -1,10 +1,15 @@
 """Triton's step of a state space model, interpreted, against torch's in double precision."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from hf_hybrid.kernels import use_backend
 from hf_hybrid.kernels.launching import record_launches
 from hf_hybrid.kernels.ssm_kernel import S4DStep, S4Step, ssm_step, step
+from hf_hybrid.layers.s4 import S4
+from hf_hybrid.layers.s4d import S4D
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
 from tests.tolerances import assert_close
@@ -72,6 +77,24 @@ def test_strides_make_no_difference_and_the_bits_are_the_same_twice():
     second = ssm_step(turned[0], wide, turned[2], lazy, turned[3])
     for one, other in zip(first, second, strict=True):
         assert_close(one, other, "exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@interpreted
+def test_layers_take_it_where_no_gradient_is_needed(dtype):
+    layers = [S4(4, 6), S4(4, 6, num_filters=3), S4D(4, 6, freeze="none")]
+    for layer in layers:
+        state, token = torch.randn(layer.state_shape(2)), torch.randn(2, 1, 4).to(dtype)
+        with torch.no_grad(), patch.object(step, "_ssm_step", wraps=step._ssm_step) as op:
+            y, after = layer(token, state=state, return_state=True)
+            assert op.call_count == 1
+            with use_backend("torch"):
+                expected = layer(token, state=state, return_state=True)
+        assert_close(y, expected[0], ROWS[dtype])
+        assert_close(after, expected[1], "float32")
+    with use_backend("torch"):  # the trained one, differentiated
+        layers[2](token, state=state, return_state=True)[0].sum().backward()
+    assert layers[2].C.grad.abs().max() > 0
 
 
 @interpreted

@@ -68,6 +68,10 @@ LIMITS = {
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
     "ssm_kernel.forward": Limit(False, 16, "bound by arithmetic, with four chains of it in every thread"),
     "ssm_kernel.backward": Limit(False, 8, "bound by arithmetic, with four chains of it in every thread"),
+    "local_attention_step.token": Limit(
+        False, 8, "a block of keys, values and sums in registers; few programs anyway"
+    ),
+    "ssm_step.token": Limit(False, 32, "bound by the launch, then by memory: few numbers per thread"),
 }
 
 
@@ -162,6 +166,27 @@ def _ssm_kernel(filters: int) -> None:
     triton_kernels.backward(taps, C, B, B, B, rate)
 
 
+def _local_attention_step(dtype: torch.dtype, width: int, chunk_size: int | None) -> None:
+    from hf_hybrid.kernels.local_attention.step import triton_kernels
+
+    cache = _meta(8, 12, 4096, width, dtype=dtype).transpose(1, 2)
+    place, mask = _meta(1, dtype=torch.int64), _meta(8, 4096, dtype=torch.int64)
+    bias = _meta(257 if chunk_size is None else chunk_size, 12).t()
+    radius = 256 if chunk_size is None else None
+    query = _meta(8, 1, 12, width, dtype=dtype)
+    triton_kernels.forward(
+        query, cache, cache, bias, mask, place, None, 0, 0, radius, chunk_size, chunk_size is not None, 0.125
+    )
+
+
+def _ssm_step(dtype: torch.dtype, modes: int, low_rank: bool) -> None:
+    from hf_hybrid.kernels.ssm_kernel.step import triton_kernels
+
+    C, constant = (_meta(*shape, 768, modes, dtype=torch.complex64) for shape in ((4,), ()))
+    column, u = constant if low_rank else None, _meta(8, 768, dtype=dtype)
+    triton_kernels.forward(_meta(8, 768, modes, 2), u, C, constant, column, column, constant, _meta(4, 768))
+
+
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every op with each launch it does on one architecture for shapes that together take all configurations."""
     calls: list[tuple[str, Any]] = []
@@ -175,6 +200,12 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
     for filters in (1, 2):
         calls.append(("ssm_kernel", lambda a=filters: _ssm_kernel(a)))
+        for width in (64, 128, 256):
+            for chunk_size in (None, 512):
+                calls.append(("local_attention_step", lambda a=(dtype, width, chunk_size): _local_attention_step(*a)))
+        for modes in (8, 32, 256):
+            for low_rank in (False, True):
+                calls.append(("ssm_step", lambda a=(dtype, modes, low_rank): _ssm_step(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -267,8 +298,8 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    flags += [name for name in ("state", "bias", "CHUNK") if launch.arguments.get(name) is not None]
-    sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J") if name in launch.arguments]
+    flags += [name for name in ("state", "bias", "CHUNK", "column") if launch.arguments.get(name) is not None]
+    sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J", "M") if name in launch.arguments]
     return Report(
         f"{op}.{configuration.name.split()[0]}",
         configuration.name,

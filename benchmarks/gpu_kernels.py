@@ -1,6 +1,6 @@
 """What `benchmarks.gpu` checks and times of each kernel: inputs, the op, named peers, and what the work must cost.
 
-B batch · T length · H heads · D width · K key dim · J taps · P states · N state size
+B batch · T length · S cached keys · H heads · D width · K key dim · J taps · P states · N state size · C filters
 """
 
 import importlib
@@ -19,11 +19,11 @@ import benchmarks.kernels_alone  # noqa: F401
 from benchmarks.record import Row
 from hf_hybrid.kernels.diagonal_scan import diagonal_scan
 from hf_hybrid.kernels.linear_attention import linear_attention
-from hf_hybrid.kernels.local_attention import local_attention
+from hf_hybrid.kernels.local_attention import local_attention, local_attention_step
 from hf_hybrid.kernels.long_conv import long_conv
 from hf_hybrid.kernels.segment_recurrence import segment_recurrence
 from hf_hybrid.kernels.short_conv import short_conv
-from hf_hybrid.kernels.ssm_kernel import dplr_legs, s4_kernel
+from hf_hybrid.kernels.ssm_kernel import S4DStep, S4Step, dplr_legs, s4_kernel, ssm_step
 
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensor]
@@ -41,6 +41,7 @@ class Case(NamedTuple):
         peers: What else computes the same, by name; made when asked for, since a peer may be missing.
         floor: Numbers read and written once, in a forward and in a backward, and the multiplications of both.
         wide: Inputs that stay float32 whatever the dtype.
+        decodes: Whether it is one decoded token, without a backward, and raced in CUDA graphs too.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     peers: dict[str, Callable[[], Function]]
     floor: tuple[float, float, float]
     wide: tuple[str, ...] = ()
+    decodes: bool = False
 
 
 def _normal(device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -281,6 +283,83 @@ def _s4_kernel(width: int, size: int, length: int, filters: int = 1) -> Case:
     )
 
 
+def _ssm_step(batch: int, width: int, size: int, filters: int, *, low_rank: bool = True, whole: bool = False) -> Case:
+    """`whole`: the next state is among what is compared, beside the outputs."""
+    names = ("decay", "column", "row", "input") if low_rank else ("decay", "input")
+    modes = size // 2
+
+    def make(device: torch.device) -> Tensors:
+        angles = 3 * torch.rand(width, modes, device=device)
+        constants = {name: _normal(device, width, modes, 2, scale=modes**-0.5) for name in names}
+        constants["decay"] = torch.view_as_real(torch.polar(torch.full_like(angles, 0.9), angles))
+        return {
+            "state": _normal(device, batch, width, modes, 2),
+            "u": _normal(device, batch, width),
+            "C": _normal(device, filters, width, modes, 2),
+            "skip": _normal(device, filters, width),
+            **constants,
+        }
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        C, *constants = (torch.view_as_complex(x[name]) for name in ("C", *names))
+        step = (S4Step if low_rank else S4DStep)(*constants)
+        y, after = ssm_step(x["state"], x["u"], C, step, x["skip"], backend=backend)
+        return torch.cat([y.flatten().to(after.dtype), after.flatten()]) if whole else y
+
+    numbers = 2 * batch * width * modes
+    constant = 2 * width * modes * (len(names) + filters)
+    return Case(
+        "ssm_step",
+        f"B{batch} D{width} N{size} C{filters}{'' if low_rank else ', diagonal'}",
+        make,
+        run,
+        {},
+        (2 * numbers + constant, 0, 3 * numbers * (4 * len(names) + 2 * filters)),
+        ("state", "C", "skip", *names),
+        decodes=True,
+    )
+
+
+def _local_attention_step(
+    batch: int, cached: int, heads: int, width: int, radius: int, *, chunks: bool = False, padding: int = 0
+) -> Case:
+    """One token at three quarters of a static cache; `chunks` of radius + 1 tokens, rows padded on the left."""
+    at = 3 * cached // 4
+    low = max(0, at - radius)
+
+    def make(device: torch.device) -> Tensors:
+        inputs = {name: _normal(device, batch, heads, cached, width).transpose(1, 2) for name in ("k", "v")}
+        inputs |= {"q": _normal(device, batch, 1, heads, width), "bias": _normal(device, heads, radius + 1)}
+        if padding:
+            first = torch.arange(batch, device=device)[:, None] * padding
+            inputs["mask"] = (torch.arange(cached, device=device) >= first).float()
+        return inputs
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        return local_attention_step(
+            x["q"], x["k"], x["v"], query_start=at, bias=x["bias"], radius=None if chunks else radius,
+            chunk_size=radius + 1 if chunks else None, attention_mask=x.get("mask"), backend=backend,
+        )  # fmt: skip
+
+    def sdpa(x: Tensors) -> Tensor:
+        q, k, v = x["q"], x["k"][:, low : at + 1], x["v"][:, low : at + 1]
+        bias = x["bias"][:, None, radius - at + low :].to(q.dtype)
+        found = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), bias)
+        return found.transpose(1, 2)
+
+    numbers = batch * heads * (at - low + 1) * width
+    return Case(
+        "local_attention_step",
+        f"B{batch} S{cached} H{heads} K{width} {'chunk' if chunks else 'radius'} {radius + chunks}, bias",
+        make,
+        run,
+        {} if chunks or padding else {"SDPA, cut to the window": lambda: sdpa},
+        (2 * numbers, 0, 3 * 4 * numbers),
+        ("bias", "mask"),
+        decodes=True,
+    )
+
+
 def cases(small: bool) -> list[Case]:
     """Every case; small ones run on a CPU within seconds."""
     if small:
@@ -292,6 +371,8 @@ def cases(small: bool) -> list[Case]:
             _segment_recurrence(2, 2, 4, 8, 8),
             _diagonal_scan(2, 40, 8),
             _s4_kernel(4, 8, 40),
+            _ssm_step(2, 6, 8, 2),
+            _local_attention_step(2, 40, 2, 16, 7),
         ]
     found = [_short_conv(8, 4096, 768, taps) for taps in (3, 9)]
     found += [_linear_attention(8, length, 8, 128) for length in (4096, 16384)]
@@ -299,7 +380,9 @@ def cases(small: bool) -> list[Case]:
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
     found += [_long_conv(8, length, 768) for length in (4096, 16384)]
     found += [_segment_recurrence(8, 12, 64, 64, 64), _diagonal_scan(8, 4096, 384)]
-    return [*found, *(_s4_kernel(768, size, 16384) for size in (16, 64))]
+    found += [_s4_kernel(768, size, 16384) for size in (16, 64)]
+    found += [_ssm_step(batch, 768, 64, filters) for batch, filters in ((1, 1), (8, 1), (8, 12))]
+    return [*found, *(_local_attention_step(batch, 4096, 12, 64, 256) for batch in (1, 8, 64))]
 
 
 # correctness
@@ -313,7 +396,10 @@ def checked_cases(small: bool) -> list[Case]:
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
     found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64), _diagonal_scan(2, 1013, 100)]
-    return [*found, *(_s4_kernel(60, size, 3001, filters) for size, filters in ((16, 1), (64, 1), (64, 2), (10, 5)))]
+    found += [_s4_kernel(60, size, 3001, filters) for size, filters in ((16, 1), (64, 1), (64, 2), (10, 5))]
+    found += [_ssm_step(3, 101, size, 3, low_rank=size != 30, whole=True) for size in (2, 10, 30, 64, 200)]
+    found += [_local_attention_step(3, 997, 3, width, 100, padding=7) for width in (32, 64, 96, 256)]
+    return [*found, _local_attention_step(3, 997, 3, 64, 100, chunks=True, padding=350)]
 
 
 _ODD_HEADS = ((1013, 3, 64), (1013, 3, 128), (5003, 2, 100), (700, 1, 1024), (129, 40, 64))
@@ -325,11 +411,15 @@ _EXCUSED = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 def _inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> Tensors:
     torch.manual_seed(seed)
     drawn = case.make(device)
-    return {name: (x if name in case.wide else x.to(dtype)).detach().requires_grad_() for name, x in drawn.items()}
+    inputs = {name: (x if name in case.wide else x.to(dtype)).detach() for name, x in drawn.items()}
+    return {name: x.requires_grad_(not case.decodes) for name, x in inputs.items()}
 
 
 def _results(function: Function, inputs: Tensors, weight: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients where there are any."""
     output = function(inputs)
+    if not output.requires_grad:
+        return {"output": output}
     grads = torch.autograd.grad(output, list(inputs.values()), weight.to(output.dtype))
     return {"output": output.detach(), **dict(zip((f"d{name}" for name in inputs), grads, strict=True))}
 
@@ -349,7 +439,7 @@ def check(case: Case, dtype: str, device: torch.device, backends: tuple[str, ...
         A row for each backend that takes the case, or one that says why it does not.
     """
     inputs = _inputs(case, device, DTYPES[dtype], seed=1)
-    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    exact = {name: x.detach().double().requires_grad_(not case.decodes) for name, x in inputs.items()}
     weight = torch.randn_like(case.run(exact, "torch"))
     expected = _results(lambda x: case.run(x, "torch"), exact, weight)
     allowed: dict[str, float] = {}
@@ -441,13 +531,29 @@ def measure_ceilings(clock: Clock, small: bool) -> Row:
 def floor_ms(case: Case, dtype: str, both: bool, ceilings: Row) -> float:
     """What bytes or multiplications cost at the ceilings, the larger, in a forward or with its backward."""
     forward, backward, flops = case.floor
-    width = 4 if dtype == "fp32" or case.op in ("diagonal_scan", "s4_kernel") else 2
+    width = 4 if dtype == "fp32" or case.op in ("diagonal_scan", "s4_kernel", "ssm_step") else 2
     moved = width * (forward + (backward if both else 0)) / float(ceilings["copy_gbs"]) / 1e6
     return max(moved, flops / (1 if both else 3) / float(ceilings[f"{dtype}_tflops"]) / 1e9)
 
 
+def in_graph(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Capture a call in a CUDA graph and return what replays it."""
+    if device.type != "cuda":
+        raise ValueError("CUDA graphs want a GPU")
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):  # what is compiled or allocated once is so before the capture
+            function()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> Iterator[Row]:
-    """Time an op's backends and its peers, forward alone and with the backward, in turns.
+    """Time an op's backends and its peers, forward alone and with the backward, in turns; steps also in CUDA graphs.
 
     Yields:
         A row for each contender and direction, also for those that cannot run.
@@ -473,17 +579,24 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
     both: dict[str, Callable[[], object]] = {}
     for name, function in contenders.items():
         try:
-            there_and_back(function)
+            function(inputs) if case.decodes else there_and_back(function)
         except Exception as error:
             outcome[name] = _said(error)
             continue
         forward[name] = partial(function, inputs)
         both[name] = partial(there_and_back, function)
-    for direction, functions in (("forward", forward), ("forward and backward", both)):
+    for name, call in list(forward.items()) if case.decodes else ():
+        name = f"{name}, CUDA graph"
+        try:
+            forward[name] = in_graph(call, clock.device)
+        except Exception as error:
+            outcome[name] = _said(error)
+    directions = (("forward", forward), ("forward and backward", both))
+    for direction, functions in directions[: 1 if case.decodes else 2]:
         peaks = {name: clock.peak(function) for name, function in functions.items()}
         times = clock.interleaved(functions, rounds)
         least = floor_ms(case, dtype, direction != "forward", ceilings)
-        for name in (*contenders, *outcome.keys() - contenders.keys()):
+        for name in dict.fromkeys((*contenders, *functions, *outcome)):
             row = {"op": case.op, "shape": case.shape, "dtype": dtype, "direction": direction, "contender": name}
             if name not in times:
                 yield row | {"outcome": outcome[name]}

@@ -37,10 +37,13 @@ def test_peers_compute_what_the_op_does(op):
 def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
     from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
+    from hf_hybrid.kernels.local_attention.step import triton_kernels as local_attention_step
     from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
     from hf_hybrid.kernels.ssm_kernel import triton_kernels as s4_kernel
+    from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
-    modules = {"linear_attention": linear_attention, "short_conv": short_conv, "s4_kernel": s4_kernel}
+    modules = {"linear_attention": linear_attention, "local_attention_step": local_attention_step}
+    modules |= {"s4_kernel": s4_kernel, "short_conv": short_conv, "ssm_step": ssm_step}
     shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
     taken = set()
     for case in checked_cases(small=False):
@@ -50,7 +53,9 @@ def test_every_shipped_configuration_is_checked():
             for capability in (80, 90):
                 inputs = gpu_kernels._inputs(case, CPU, dtype, seed=0)
                 with record_launches(capability) as launches:
-                    case.run(inputs, "triton").sum().backward()
+                    output = case.run(inputs, "triton")
+                    if not case.decodes:
+                        output.sum().backward()
                 taken |= {(case.op, launch.configuration.name) for launch in launches}
     assert taken == shipped
 
@@ -79,6 +84,19 @@ def test_what_is_wrong_shows():
     assert outcomes[moving] == "not the same twice: output"
     assert outcomes[raising] == "raised: RuntimeError: an illegal memory access was encountered"
     assert all(outcome.startswith(gpu.FAILURES) for run, outcome in outcomes.items() if run is not case.run)
+
+
+def test_steps_are_raced_in_graphs_too():
+    ceilings = {"copy_gbs": "1", "fp32_tflops": "1"}
+    rows = list(gpu_kernels.race(SMALL["local_attention_step"], "fp32", gpu_kernels.Clock(CPU), ceilings, 1))
+    refused = "ValueError: CUDA graphs want a GPU"
+    assert {row["contender"]: row["outcome"] for row in rows if row["contender"] != "hf_hybrid, triton"} == {
+        "hf_hybrid, torch": "ok",
+        "SDPA, cut to the window": "ok",
+        "hf_hybrid, torch, CUDA graph": refused,
+        "SDPA, cut to the window, CUDA graph": refused,
+    }
+    assert {row["direction"] for row in rows} == {"forward"}
 
 
 def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from .diagonal_scan import diagonal_scan
 from .dispatch import use_backend
 from .laplace_attention import laplace_attention
 from .linear_attention import linear_attention
-from .local_attention import local_attention
+from .local_attention import local_attention, local_attention_step
 from .long_conv import long_conv
 from .segment_recurrence import segment_recurrence
 from .short_conv import short_conv
@@ -14,6 +14,7 @@ __all__ = [
     "laplace_attention",
     "linear_attention",
     "local_attention",
+    "local_attention_step",
     "long_conv",
     "segment_recurrence",
     "short_conv",

@@ -56,10 +56,25 @@ class RelativePositionBias(nn.Embedding):
         super().__init__(num_buckets, num_heads)
         self.max_distance = max_distance
         self.bidirectional = bidirectional
+        self._past_buckets: torch.Tensor | None = None
 
     def forward(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the bias of every head for every offset, ``(H, *offsets.shape)``, in the table's dtype."""
         return functional.embedding(self._buckets(offsets), self.weight).movedim(-1, 0)
+
+    def of_past(self, reach: int) -> torch.Tensor:
+        """Return the bias of every head for offsets -reach to 0, `(H, reach + 1)`: what decoding asks at every token.
+
+        The buckets, which no training changes, are kept, so that it is one lookup.
+        """
+        device, kept = self.weight.device, self._past_buckets
+        if torch.compiler.is_compiling():
+            return self(torch.arange(-reach, 1, device=device))
+        if kept is None or kept.device != device or len(kept) <= reach:
+            with torch.inference_mode(False):  # they must serve a training step later
+                kept = self._buckets(torch.arange(1 - (1 << reach.bit_length()), 1, device=device))
+            self._past_buckets = kept
+        return functional.embedding(kept[len(kept) - reach - 1 :], self.weight).movedim(-1, 0)
 
     def recency_biases(self) -> torch.Tensor:
         """The table of a preference for what is near, -2^(-8 h / H) d for head h = 1 ... H and a bucket's nearest d.

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
-from ..kernels import local_attention
+from ..kernels import local_attention, local_attention_step
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
@@ -240,12 +240,16 @@ class LocalAttention(nn.Module):
             Output `(B, T, H K)`, and probabilities `(B, H, T, S)` where the attention function gives them.
         """
         length = query.shape[1]
-        # the blocked kernel serves whole sequences; a step over cached keys is short, and "eager" is dense on request
-        whole = key.shape[1] == length and (attention_mask is None or attention_mask.dim() == 2)
-        if self.attention_type != "full" and whole and self.config._attn_implementation != "eager":
+        # the kernels serve whole sequences and single tokens; "eager" is dense on request
+        local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
+        local = local and self.config._attn_implementation != "eager"
+        if local and key.shape[1] == length:
             if kwargs.get("output_attentions"):
                 logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
             return self._attend_blocked(query, key, value, bias_table, attention_mask), None
+        trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
+        if local and length == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
+            return self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start), None
         visible = visible_keys(
             self.config,
             length,
@@ -265,7 +269,7 @@ class LocalAttention(nn.Module):
         if bias_table is not None:
             queries = torch.arange(length, device=query.device)[:, None] + query_start
             keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
-            bias = self._scaled_bias(bias_table, keys - queries)[None]
+            bias = self._scaled(bias_table(keys - queries))[None]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, probabilities = attend(
             self,
@@ -282,11 +286,43 @@ class LocalAttention(nn.Module):
             output = output.masked_fill(~sees.transpose(1, 2), 0)
         return output.flatten(2), probabilities
 
-    def _scaled_bias(self, bias_table: RelativePositionBias, offsets: torch.Tensor) -> torch.Tensor:
-        bias = bias_table(offsets)
+    def _scaled(self, bias: torch.Tensor) -> torch.Tensor:
+        """Biases `(H, ...)`, scaled like the scores that they are added to."""
         if self.score_scale is None:
             return bias
-        return bias * self.score_scale.abs().view(-1, *[1] * offsets.dim()).to(bias.dtype)
+        return bias * self.score_scale.abs().view(-1, *[1] * (bias.dim() - 1)).to(bias.dtype)
+
+    def _attend_step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias_table: RelativePositionBias | None,
+        attention_mask: torch.Tensor | None,
+        query_start: int | torch.Tensor,
+        key_start: int | torch.Tensor,
+    ) -> torch.Tensor:
+        """`attend` from one token to cached keys, by the kernel for that."""
+        radius = chunk_size = None
+        if self.attention_type == "window":
+            reach = radius = min(self.config.local_radius, key.shape[1] - 1)
+        else:
+            chunk_size = self.config.chunk_size
+            reach = chunk_size - 1
+        output = local_attention_step(
+            query,
+            key,
+            value,
+            query_start=query_start,
+            key_start=key_start,
+            bias=None if bias_table is None else self._scaled(bias_table.of_past(reach)),
+            radius=radius,
+            chunk_size=chunk_size,
+            include_self=self.include_self,
+            attention_mask=attention_mask,
+            scale=self.scaling,
+        )
+        return output.flatten(2)
 
     def _attend_blocked(
         self,
@@ -301,7 +337,7 @@ class LocalAttention(nn.Module):
         reach = self.config.local_radius if window else self.config.chunk_size - 1
         reach = min(reach, max(length - 1, 0))
         offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
-        bias = None if bias_table is None else self._scaled_bias(bias_table, offsets)
+        bias = None if bias_table is None else self._scaled(bias_table(offsets))
         if not self.include_self:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = query.new_zeros(query.shape[2], len(offsets), dtype=wide) if bias is None else bias.to(wide)

@@ -15,14 +15,18 @@ from benchmarks import aot
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
 from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
+from hf_hybrid.kernels.local_attention.step import triton_kernels as local_attention_step
 from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
 from hf_hybrid.kernels.ssm_kernel import triton_kernels as ssm_kernel
+from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
 OPS = {
     "linear_attention": linear_attention,
     "local_attention": local_attention,
+    "local_attention_step": local_attention_step,
     "short_conv": short_conv,
     "ssm_kernel": ssm_kernel,
+    "ssm_step": ssm_step,
 }
 
 

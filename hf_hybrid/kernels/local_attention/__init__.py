@@ -4,8 +4,9 @@ from torch import Tensor
 
 from ..packed import check_cu_seqlens
 from . import torch_impl
+from .step import local_attention_step
 
-__all__ = ["local_attention"]
+__all__ = ["local_attention", "local_attention_step"]
 
 
 def local_attention(

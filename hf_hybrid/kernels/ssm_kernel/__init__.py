@@ -2,10 +2,10 @@
 
 x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t],  hence y = K * u with K[l] = C Abar^l Bbar      (SPADE, eqs. 3 and 4)
 
-`s4_kernel` gives K for training and prompts, `s4_step` one token of the recurrence in O(N); `s4_final_state` and
-`s4_state_response` hand a state over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``;
-`s4_window_states` gives the state at the end of every window. S4D, whose dynamics are diagonal, has the others under
-its own name.
+`s4_kernel` gives K for training and prompts, `s4_step` one token of the recurrence in O(N), `ssm_step` one token of
+either model with all its outputs, on a GPU as a single kernel; `s4_final_state` and `s4_state_response` hand a state
+over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``; `s4_window_states` gives the state at the
+end of every window. S4D, whose dynamics are diagonal, has the others under its own name.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
 """
@@ -35,6 +35,7 @@ from .s4d import (
     s4d_step,
     s4d_step_constants,
 )
+from .step import ssm_step
 from .system import S4Cache, S4Tensors, fingerprint, frozen_s4_advance, frozen_s4_conv, s4_system
 from .windows import s4_window_states
 
@@ -66,6 +67,7 @@ __all__ = [
     "s4d_state_response",
     "s4d_step",
     "s4d_step_constants",
+    "ssm_step",
 ]
 
 

@@ -25,7 +25,6 @@ from .discrete import (
     s4_block_constants,
     s4_final_state,
     s4_state_response,
-    s4_step,
     s4_step_constants,
     to_real,
     to_real_row,
@@ -36,9 +35,9 @@ from .s4d import (
     s4d_final_state,
     s4d_kernel,
     s4d_state_response,
-    s4d_step,
     s4d_step_constants,
 )
+from .step import ssm_step
 from .torch_impl import s4_kernel
 from .torch_impl import taps as make_taps
 from .windows import s4_window_states
@@ -82,7 +81,6 @@ class _System:
             hold as many taps as they can, and the longest kernel is kept.
     """
 
-    _advance_token: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]]
     _final_state: ClassVar[Callable[..., torch.Tensor]]
 
     def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool):
@@ -186,12 +184,9 @@ class _System:
         """
         dtype = self.dtype(u)
         C, step = self.step(dtype)
-        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         if u.shape[1] == 1:
-            token = u[:, 0].to(dtype)
-            y, x = self._token(token, x, C, step)
-            y = y[:, 0] if skip is None else y[:, 0] + skip.to(dtype) * token
-            return y[:, None].to(u.dtype), torch.view_as_real(x)
+            return ssm_step(state, u[:, 0], C[:1], step, None if skip is None else skip[None])
+        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         blocks = self.blocks(dtype)
         y = self.convolve(u.to(dtype), skip, max_length)
         if x is not None:
@@ -214,12 +209,10 @@ class _System:
         """
         dtype = self.dtype(u)
         C, step = self.step(dtype)
-        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         if u.shape[1] == 1:
-            token = u[:, 0].to(dtype)
-            y, x = self._token(token, x, C, step)
-            y = y if skip is None else y + skip.to(dtype) * token[:, None]
-            return y.transpose(0, 1)[:, :, None].to(u.dtype), torch.view_as_real(x)
+            y, after = ssm_step(state, u[:, 0], C, step, skip)
+            return y.transpose(0, 1)[:, :, None], after
+        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         y = filter_bank_conv(
             u.to(dtype), self.kernel(u.shape[1], dtype), skip=None if skip is None else skip.to(dtype)
         )
@@ -229,25 +222,19 @@ class _System:
             return y.to(u.dtype), None
         return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, self.blocks(dtype), x))
 
-    def _token(
-        self, token: torch.Tensor, x: torch.Tensor | None, C: torch.Tensor, step: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token `(B, H)` further from a complex state, zeros when None: outputs `(B, C, H)` and the next state."""
-        return self._advance_token(C.new_zeros(token.shape[0], *C.shape[1:]) if x is None else x, token, C, step)
-
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """The states `(B, H, M, 2)` before tokens `stops` of `u`, which ascend, without an output."""
         dtype, start, states, blocks = self.dtype(u), 0, [], None
         C, step = self.step(dtype)
-        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         for stop in stops:
             if stop - start == 1:
-                x = self._token(u[:, start].to(dtype), x, C[:1], step)[1]
+                state = ssm_step(state, u[:, start], C[:1], step)[1]
             else:
                 if blocks is None:
                     blocks = self._make_blocks(self._make_step(), dtype, self.C[:1])
-                x = self._final_state(u[:, start:stop], step, blocks, x)
-            states.append(torch.view_as_real(x))
+                x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
+                state = torch.view_as_real(self._final_state(u[:, start:stop], step, blocks, x))
+            states.append(state)
             start = stop
         return states
 
@@ -277,7 +264,6 @@ class _System:
 
 
 class _S4System(_System):
-    _advance_token = staticmethod(s4_step)
     _final_state = staticmethod(s4_final_state)
 
     def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool):
@@ -305,7 +291,6 @@ class _S4System(_System):
 
 
 class _S4DSystem(_System):
-    _advance_token = staticmethod(s4d_step)
     _final_state = staticmethod(s4d_final_state)
 
     def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""Local attention of one decoded token to cached keys and values: on a GPU a single kernel.
+
+For tokens that want no gradient. Where one is needed, the same runs, and is differentiated, in plain torch.
+
+B batch · S cached keys · P positions of a mask · H heads · K key dim · V value dim
+"""
+
+import torch
+from torch import Tensor
+
+from ...dispatch import choose_backend, forces_triton
+from . import torch_impl
+
+__all__ = ["local_attention_step"]
+
+
+def local_attention_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_start: int | Tensor,
+    key_start: int | Tensor = 0,
+    bias: Tensor | None = None,
+    radius: int | None = None,
+    chunk_size: int | None = None,
+    include_self: bool = True,
+    attention_mask: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend causally from the token at one position to its neighbourhood among cached keys.
+
+    o = sum_{j in N(t)} softmax_j(scale * q.k[j] + b[j - t]) v[j],  t = query_start
+
+    with the N(t) of `hf_hybrid.kernels.local_attention`, restricted to kept keys j <= t, or j < t. O(reach) time,
+    whatever S is; nothing is copied, whatever the strides are.
+
+    Args:
+        query: `(B, 1, H, K)`, float64, float32, bfloat16 or float16.
+        key: `(B, S, H, K)` in query's dtype; entry i has the position key_start + i. What lies behind t is not used.
+        value: `(B, S, H, V)` in query's dtype.
+        query_start: t, for all rows; as a tensor of one integer on query's device it is never read by the host.
+        key_start: Position of the first key, given like t; 0 or more.
+        bias: `(H, reach + 1)` with reach = radius or chunk_size - 1; column i holds key - query = i - reach.
+        radius: Tokens that are seen before t; may exceed S. Excludes `chunk_size`.
+        chunk_size: Tokens per chunk. The grid starts at each row's first kept token. Excludes `radius`.
+        include_self: Whether position t itself is seen.
+        attention_mask: `(B, P)`, bool, integer or float, nonzero = keep, by position from 0 on; those behind its end
+            are as its last one. It says nothing of the query.
+        scale: Factor on the dot products; `K ** -0.5` when None.
+        backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`; `"triton"` has no gradient.
+
+    Returns:
+        `(B, 1, H, V)` in query's dtype; zeros where nothing is seen.
+
+    Raises:
+        ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
+    """
+    _check(query, key, value, bias, radius, chunk_size, attention_mask, query_start, key_start)
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    query_place, query_number = _place(query_start)
+    key_place, key_number = _place(key_start)
+    forced = forces_triton(backend)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)):
+        if forced:
+            raise ValueError(
+                "local_attention_step cannot run on triton: a gradient is needed, and the kernel has none"
+            )
+    elif forced or query.is_cuda:
+        return _step(
+            query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius,
+            chunk_size, include_self, scale, backend,
+        )  # fmt: skip
+    # on a CPU the door of an op costs as much as a short window
+    return torch_impl.attend(
+        query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius, chunk_size,
+        include_self, scale,
+    )  # fmt: skip
+
+
+def _place(start: int | Tensor) -> tuple[Tensor | None, int]:
+    """A position as the sum of what a tensor holds, if any, and of a number."""
+    return (start, 0) if isinstance(start, Tensor) else (None, start)
+
+
+@torch.library.custom_op("hf_hybrid::local_attention_step", mutates_args=())
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
+    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
+    include_self: bool, scale: float, backend: str,
+) -> Tensor:  # fmt: skip
+    """The step, not differentiable; a position is the sum of the number and of what its tensor holds, if any."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(query, value)
+
+    tensors = [x for x in (query, key, value, bias, mask, query_place, key_place) if x is not None]
+    if choose_backend("local_attention_step", backend, tensors, why_not) == "triton":
+        from .triton_kernels import forward as attend
+    else:
+        attend = torch_impl.attend
+    return attend(
+        query, key, value, bias, mask, query_place, key_place, query_start, key_start, radius, chunk_size,
+        include_self, scale,
+    )  # fmt: skip
+
+
+@_step.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
+    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
+    include_self: bool, scale: float, backend: str,
+) -> Tensor:  # fmt: skip
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, radius: int | None, chunk_size: int | None,
+    attention_mask: Tensor | None, query_start: int | Tensor, key_start: int | Tensor,
+) -> None:  # fmt: skip
+    if query.dim() != 4 or query.shape[1] != 1 or not query.is_floating_point():
+        raise ValueError(f"query must be a floating-point (B, 1, H, K); got {tuple(query.shape)} of {query.dtype}")
+    if key.dim() != 4 or key.shape[1] == 0 or (*key.shape[:1], 1, *key.shape[2:]) != query.shape:
+        raise ValueError(
+            f"key must be (B, S, H, K) with S > 0 for a query of {tuple(query.shape)}; got {tuple(key.shape)}"
+        )
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value must be (B, S, H, V) with key's (B, S, H) = {tuple(key.shape[:3])}; got {tuple(value.shape)}"
+        )
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    if (radius is None) == (chunk_size is None):
+        raise ValueError(
+            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
+        )
+    if radius is not None and radius < 0:
+        raise ValueError(f"radius must be at least 0; got {radius}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    columns = radius + 1 if radius is not None else chunk_size
+    if bias is not None and (bias.dim() != 2 or bias.shape[0] != query.shape[2] or bias.shape[1] != columns):
+        raise ValueError(f"bias must be (H, reach + 1) = {(query.shape[2], columns)}; got {tuple(bias.shape)}")
+    if attention_mask is not None and (
+        attention_mask.dim() != 2 or attention_mask.shape[0] != query.shape[0] or attention_mask.shape[1] == 0
+    ):
+        raise ValueError(
+            f"attention_mask must be (B, P) with B = {query.shape[0]} and P > 0; got {tuple(attention_mask.shape)}"
+        )
+    for name, start in (("query_start", query_start), ("key_start", key_start)):
+        if isinstance(start, Tensor) and (start.numel() != 1 or start.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(
+                f"{name} must be an int or one of int32 or int64; got {tuple(start.shape)} of {start.dtype}"
+            )

@@ -1,0 +1,44 @@
+"""One decoded token's local attention in plain torch: all cached keys, and a mask of what is seen of them.
+
+B batch · S cached keys · H heads · K key dim · V value dim
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
+    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
+    include_self: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """Compute `local_attention_step`; a position is the sum of the number and of what its tensor holds, if any.
+
+    Returns:
+        `(B, 1, H, V)`.
+    """
+    at: int | Tensor = query_start if query_place is None else query_place.reshape(()) + query_start
+    first: int | Tensor = key_start if key_place is None else key_place.reshape(()) + key_start
+    position = torch.arange(key.shape[1], device=query.device) + first
+    offset = position - at
+    visible = (offset <= 0 if include_self else offset < 0)[None]
+    kept = None if mask is None else mask[:, position.clamp_max(mask.shape[1] - 1)] != 0
+    if chunk_size is not None:
+        origin: int | Tensor = 0 if mask is None else (mask != 0).int().argmax(1, keepdim=True)
+        since: Tensor | int = at - origin
+        start = since // chunk_size * chunk_size + origin
+        visible = visible & (position >= start)
+        reach = chunk_size - 1
+    else:
+        assert radius is not None
+        visible = visible & (offset >= -radius)
+        reach = radius
+    if kept is not None:
+        visible = visible & kept
+    own = query.new_zeros(1, 1) if bias is None else bias[:, (offset + reach).clamp(0, reach)].to(query.dtype)
+    # where nothing is seen, a mean instead of NaN
+    added = torch.where(visible[:, None], own, torch.finfo(query.dtype).min)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(q, k, v, added[:, :, None], scale=scale).transpose(1, 2)
+    return output.masked_fill(~visible.any(1)[:, None, None, None], 0.0)

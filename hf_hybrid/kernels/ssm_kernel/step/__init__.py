@@ -1,0 +1,123 @@
+"""One decoded token of an S4 or S4D system: on a GPU a single kernel, from the token's dtype to the outputs'.
+
+For tokens that want no gradient. Where one is needed, the same formulas run, and are differentiated, in plain torch.
+
+B batch · H channels · M = N/2 modes · C output filters
+"""
+
+import torch
+from torch import Tensor
+
+from ...dispatch import choose_backend, forces_triton
+from ..discrete import S4Step, s4_step
+from ..s4d import S4DStep, s4d_step
+
+__all__ = ["ssm_step"]
+
+
+def ssm_step(
+    state: Tensor | None,
+    u: Tensor,
+    C: Tensor,
+    step: S4Step | S4DStep,
+    skip: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Advance every channel by one token and read it by all output filters, in O(C N).
+
+    x <- decay x + column 2Re(row . x) + input u,  y_c = 2 Re C_c x + skip_c u      (SPADE, eq. 3; S4D without column)
+
+    Args:
+        state: x as real and imaginary parts, `(B, H, M, 2)`; zeros when None.
+        u: One token, `(B, H)`, any floating dtype, with any strides.
+        C: `(C, H, M)`, complex.
+        step: From `s4_step_constants` or `s4d_step_constants`, in C's dtype.
+        skip: `(C, H)` or None.
+        backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`; `"triton"` has no gradient.
+
+    Returns:
+        y `(B, C, H)` in u's dtype, and the next state `(B, H, M, 2)` in the real dtype of C, in which all is computed.
+
+    Raises:
+        ValueError: A shape does not fit; the message names the argument, its value and the rule.
+    """
+    shape = (u.shape[0], *C.shape[1:], 2)
+    if u.dim() != 2 or C.dim() != 3 or C.shape[1] != u.shape[1] or not C.is_complex():
+        raise ValueError(
+            f"C must be complex (C, H, M) for u of (B, H); got {tuple(C.shape)} of {C.dtype} for {tuple(u.shape)}"
+        )
+    if state is not None and state.shape != shape:
+        raise ValueError(f"state must be (B, H, M, 2) = {shape}; got {tuple(state.shape)}")
+    if skip is not None and skip.shape != C.shape[:2]:
+        raise ValueError(f"skip must be (C, H) = {tuple(C.shape[:2])}; got {tuple(skip.shape)}")
+    forced = forces_triton(backend)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, u, C, *step, skip)):
+        if forced:
+            raise ValueError("ssm_step cannot run on triton: a gradient is needed, and the kernel has none")
+        return _advance(state, u, C, step, skip)
+    if forced or u.is_cuda:
+        column, row = (step.column, step.row) if isinstance(step, S4Step) else (None, None)
+        return _ssm_step(state, u, C, step.decay, column, row, step.input, skip, backend)
+    return _advance(state, u, C, step, skip)  # on a CPU the door of an op costs as much as the step
+
+
+def _real_dtype(C: Tensor) -> torch.dtype:
+    return torch.float64 if C.dtype == torch.complex128 else torch.float32
+
+
+def _advance(
+    state: Tensor | None, u: Tensor, C: Tensor, step: S4Step | S4DStep, skip: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`ssm_step` in plain torch."""
+    wide = _real_dtype(C)
+    token = u.to(wide)
+    x = None if state is None else torch.view_as_complex(state.to(wide).contiguous())
+    x = C.new_zeros(u.shape[0], *C.shape[1:]) if x is None else x
+    y, x = s4_step(x, token, C, step) if isinstance(step, S4Step) else s4d_step(x, token, C, step)
+    y = y if skip is None else y + skip.to(wide) * token[:, None]
+    return y.to(u.dtype), torch.view_as_real(x)
+
+
+@torch.library.custom_op("hf_hybrid::ssm_step", mutates_args=())
+def _ssm_step(
+    state: Tensor | None,
+    u: Tensor,
+    C: Tensor,
+    decay: Tensor,
+    column: Tensor | None,
+    row: Tensor | None,
+    gain: Tensor,
+    skip: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """One token further, not differentiable; `column` and `row` are S4's alone, `gain` is the step's input vector."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(u, C)
+
+    tensors = [x for x in (u, C, decay, gain, state, skip) if x is not None]
+    if choose_backend("ssm_step", backend, tensors, why_not) == "triton":
+        from . import triton_kernels
+
+        return triton_kernels.forward(state, u, C, decay, column, row, gain, skip)
+    if column is None or row is None:
+        return _advance(state, u, C, S4DStep(decay, gain), skip)
+    return _advance(state, u, C, S4Step(decay, column, row, gain), skip)
+
+
+@_ssm_step.register_fake
+def _(
+    state: Tensor | None,
+    u: Tensor,
+    C: Tensor,
+    decay: Tensor,
+    column: Tensor | None,
+    row: Tensor | None,
+    gain: Tensor,
+    skip: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return u.new_empty(u.shape[0], *C.shape[:2]), u.new_empty(u.shape[0], *C.shape[1:], 2, dtype=_real_dtype(C))

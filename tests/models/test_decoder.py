@@ -1,0 +1,86 @@
+"""Local self-attention decodes token by token what it computes of a whole sequence, over caches of every kind."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_hybrid.kernels import local_attention_step
+from hf_hybrid.models.decoder import LocalSelfAttention
+from tests.kernels.interpreter import interpreted
+from tests.models.tiny import tiny_config
+from tests.tolerances import assert_close
+
+STEP = "hf_hybrid.models.decoder.local_attention_step"
+CACHES = {
+    "growing": lambda config: DynamicCache(),
+    "sliding": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=24),
+}
+KINDS = [
+    {"attention_type": "window"},
+    {"attention_type": "chunk"},
+    {"attention_type": "window", "include_self": False, "qk_norm": True},
+    {"attention_type": "chunk", "include_self": False},
+]
+
+
+def make(kind):
+    """A layer, inputs, and a mask whose second row is padded on the left."""
+    torch.manual_seed(0)
+    config = tiny_config("spade", is_decoder=True, is_encoder_decoder=False, attention_type=kind["attention_type"])
+    layer = LocalSelfAttention(config, 0, has_bias_table=True, **kind).eval()
+    torch.nn.init.normal_(layer.relative_attention_bias.weight)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :4] = 0
+    return layer, torch.randn(2, 20, config.hidden_size), mask
+
+
+def decoded(layer, inputs, mask, cache, prompt):
+    """Outputs of a prompt and of each token after it."""
+    outputs = [layer(inputs[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache)[0]]
+    for t in range(prompt, inputs.shape[1]):
+        outputs.append(layer(inputs[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def check(kind, cache):
+    layer, inputs, mask = make(kind)
+    with torch.no_grad(), patch(STEP, wraps=local_attention_step) as step:
+        expected = layer(inputs, attention_mask=mask)[0]
+        actual = decoded(layer, inputs, mask, CACHES[cache](layer.config), 7)
+    assert step.call_count == 13, "a token did not take the kernel"
+    kept = mask[..., None].bool()  # what stands at padding is nobody's
+    assert_close(actual.where(kept, 0), expected.where(kept, 0), "float32 decode")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_steps_are_what_a_whole_sequence_gives(kind, cache):
+    check(kind, cache)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@interpreted
+def test_steps_on_triton(cache):
+    check(KINDS[2], cache)
+    check(KINDS[1], cache)
+
+
+def test_what_wants_more_than_a_step_takes_the_dense_way():
+    """Gradients, dropout and probabilities; the numbers are the same."""
+    layer, inputs, mask = make(KINDS[0])
+    with torch.no_grad():
+        expected = layer(inputs, attention_mask=mask)[0]
+    with patch(STEP, side_effect=AssertionError("the kernel has no gradient")):
+        actual = decoded(layer, inputs, mask, DynamicCache(), 7)
+        assert actual.requires_grad
+        with torch.no_grad():
+            layer.config.attention_dropout = 0.5
+            dropped = decoded(layer.train(), inputs, mask, DynamicCache(), 7)
+            layer.eval().config._attn_implementation = "eager"
+            assert layer(inputs[:, 7:8], attention_mask=mask[:, :8], past_key_values=DynamicCache())[1] is not None
+    kept = mask[..., None].bool()
+    assert_close(actual.where(kept, 0), expected.where(kept, 0), "float32 decode")
+    assert (dropped - expected)[0].abs().max() > 1e-3

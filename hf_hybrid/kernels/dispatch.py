@@ -21,6 +21,9 @@ from .launching import records_launches
 BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE = "HF_HYBRID_BACKEND"
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton interprets its kernels, which is settled when it is imported."""
+
 logger = logging.getLogger(__name__)
 _forced: str | None = None
 _told: set[tuple[str, str]] = set()
@@ -73,8 +76,13 @@ def forces_triton(backend: str) -> bool:
     return wish == "triton" or (wish == "auto" and os.environ.get(BACKEND_VARIABLE) == "triton")
 
 
+def may_run_triton(backend: str, x: torch.Tensor) -> bool:
+    """Whether a call should go through its op at all, where plain torch does without one and is as fast."""
+    return x.is_cuda or INTERPRETED or forces_triton(backend)
+
+
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" or records_launches()
+    interpreted = INTERPRETED or records_launches()
     # asked before triton is looked for, which takes longer than a small op on a CPU
     if not interpreted and not all(tensor.is_cuda for tensor in tensors):
         return "not every tensor is on a CUDA device"

@@ -17,7 +17,6 @@ from hf_hybrid.kernels.packed import spans
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     monkeypatch.delenv("HF_HYBRID_BACKEND", raising=False)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "_told", set())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -8,7 +8,7 @@ B batch · S cached keys · P positions of a mask · H heads · K key dim · V v
 import torch
 from torch import Tensor
 
-from ...dispatch import choose_backend, forces_triton
+from ...dispatch import choose_backend, forces_triton, may_run_triton
 from . import torch_impl
 
 __all__ = ["local_attention_step"]
@@ -61,13 +61,12 @@ def local_attention_step(
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     query_place, query_number = _place(query_start)
     key_place, key_number = _place(key_start)
-    forced = forces_triton(backend)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)):
-        if forced:
+        if forces_triton(backend):
             raise ValueError(
                 "local_attention_step cannot run on triton: a gradient is needed, and the kernel has none"
             )
-    elif forced or query.is_cuda:
+    elif may_run_triton(backend, query):
         return _step(
             query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius,
             chunk_size, include_self, scale, backend,
@@ -97,7 +96,7 @@ def _step(
 
         return why_not(query, value)
 
-    tensors = [x for x in (query, key, value, bias, mask, query_place, key_place) if x is not None]
+    tensors = query, key, value, bias, mask, query_place, key_place
     if choose_backend("local_attention_step", backend, tensors, why_not) == "triton":
         from .triton_kernels import forward as attend
     else:

@@ -97,7 +97,7 @@ def _ssm_step(
 
         return why_not(u, C)
 
-    tensors = [x for x in (u, C, decay, gain, state, skip) if x is not None]
+    tensors = u, C, decay, column, row, gain, state, skip
     if choose_backend("ssm_step", backend, tensors, why_not) == "triton":
         from . import triton_kernels
 

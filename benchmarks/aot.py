@@ -66,6 +66,12 @@ LIMITS = {
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
+    "segment_recurrence.sums": Limit(True, 8, "bound by memory, with loads in flight in shared memory"),
+    "segment_recurrence.drive": Limit(True, 8, "two tiles of a state and three parts of W"),
+    "segment_recurrence.neurons": Limit(False, 16, "8 loads in flight per warp make up for few warps"),
+    "segment_recurrence.unwind": Limit(False, 16, "9 loads in flight per warp make up for few warps"),
+    "segment_recurrence.collect": Limit(True, 8, "two tiles of a state and three parts of W"),
+    "segment_recurrence.step": Limit(False, 16, "bound by memory, with tiles of keys and values in flight"),
 }
 
 
@@ -151,6 +157,20 @@ def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, pac
     triton_kernels.backward(q, log_sum, *arguments)
 
 
+def _segment_recurrence(dtype: torch.dtype, width: int, full: bool) -> None:
+    from hf_hybrid.kernels.segment_recurrence import triton_kernels
+
+    key = _meta(8, 12, 64, 64, width, dtype=dtype)
+    neuron = (_meta(width, width), _meta(1), _meta(1)) if full else (None,) * 3
+    visited = _meta(8, 32, dtype=torch.int64) if full else None
+    options = (visited, full, 2.0 if full else None)
+    states = triton_kernels.forward(key, key, *neuron, *options)
+    triton_kernels.backward(states, key, key, *neuron, *options, full)
+    query, norm, sigma = key[:, :, 0, 0], key[:, :, :1, 0], _meta(1) if full else None
+    index, visible = _meta(8, 12, dtype=torch.int64), _meta(8, 64, dtype=torch.bool)
+    triton_kernels.step(query, key, key, states, index, visible, norm, sigma, 0.125)
+
+
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every op with each launch it does on one architecture for shapes that together take all configurations."""
     calls: list[tuple[str, Any]] = []
@@ -162,6 +182,9 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for width in (64, 128, 256) if dtype != torch.float32 else (64,):
             for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
+        # what is recorded last has the most of a kernel's parts, and is what the tests compile
+        for width, full in ((64, False), (256, False), (256, True), (64, True)):
+            calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -178,10 +201,10 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def representative_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences."""
+    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences if it can."""
     last = {}
     for op, launch in distinct_launches(arch):
-        if launch.arguments["PACKED"] and _dtype(launch) != "fp16":
+        if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":
             flags = tuple(name for name, x in launch.arguments.items() if x is True)
             last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
@@ -189,7 +212,7 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums"))
+    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "states", "grad", "sums"))
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 

@@ -6,7 +6,7 @@ from .laplace_attention import laplace_attention
 from .linear_attention import linear_attention
 from .local_attention import local_attention
 from .long_conv import long_conv
-from .segment_recurrence import segment_recurrence
+from .segment_recurrence import segment_recurrence, segment_step
 from .short_conv import short_conv
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "local_attention",
     "long_conv",
     "segment_recurrence",
+    "segment_step",
     "short_conv",
     "use_backend",
 ]

@@ -21,7 +21,7 @@ from hf_hybrid.kernels.diagonal_scan import diagonal_scan
 from hf_hybrid.kernels.linear_attention import linear_attention
 from hf_hybrid.kernels.local_attention import local_attention
 from hf_hybrid.kernels.long_conv import long_conv
-from hf_hybrid.kernels.segment_recurrence import segment_recurrence
+from hf_hybrid.kernels.segment_recurrence import segment_recurrence, segment_step
 from hf_hybrid.kernels.short_conv import short_conv
 from hf_hybrid.kernels.ssm_kernel import dplr_legs, s4_kernel
 
@@ -41,6 +41,7 @@ class Case(NamedTuple):
         peers: What else computes the same, by name; made when asked for, since a peer may be missing.
         floor: Numbers read and written once, in a forward and in a backward, and the multiplications of both.
         wide: Inputs that stay float32 whatever the dtype.
+        differentiable: Whether it has a backward; a step of decoding has none.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     peers: dict[str, Callable[[], Function]]
     floor: tuple[float, float, float]
     wide: tuple[str, ...] = ()
+    differentiable: bool = True
 
 
 def _normal(device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -199,11 +201,14 @@ def _flash_fft_conv(length: int) -> Callable[[], Function]:
     return make
 
 
-def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width: int) -> Case:
+def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width: int, neurons: bool = True) -> Case:
     def make(device: torch.device) -> Tensors:
-        return {
-            "key": _normal(device, batch, heads, segments, size, width, scale=size**-0.5),
-            "value": _normal(device, batch, heads, segments, size, width, scale=size**-0.5),
+        inputs = {
+            name: _normal(device, batch, heads, segments, size, width, scale=size**-0.5) for name in ("key", "value")
+        }
+        if not neurons:
+            return inputs
+        return inputs | {
             "weight": _normal(device, width, width, scale=width**-0.5),
             "leak": torch.full((1,), 0.9, device=device),
             "threshold": torch.full((1,), 0.1, device=device),
@@ -213,14 +218,54 @@ def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width:
     states = batch * heads * segments * width * width
     return Case(
         "segment_recurrence",
-        f"B{batch} H{heads} M{segments} S{size} K{width}",
+        f"B{batch} H{heads} M{segments} S{size} K{width}{'' if neurons else ', no neurons'}",
         make,
-        lambda x, backend: segment_recurrence(
-            x["key"], x["value"], weight=x["weight"], leak=x["leak"], threshold=x["threshold"], backend=backend
-        ),
+        lambda x, backend: segment_recurrence(**x, backend=backend),  # type: ignore[arg-type]
         {},
         (2 * numbers + states, 4 * numbers + states, 3 * 2 * (numbers * width + states * width)),
         ("weight", "leak", "threshold"),
+    )
+
+
+def _segment_step(rows: int, heads: int, slots: int, size: int, width: int) -> Case:
+    """Of as many rows as documents, each of which reads a segment of its own."""
+
+    def make(device: torch.device) -> Tensors:
+        return {
+            "query": _normal(device, rows, heads, width, scale=width**-0.5),
+            "key": _normal(device, rows, heads, slots, size, width),
+            "value": _normal(device, rows, heads, slots, size, width),
+            "state": _normal(device, rows, heads, slots, width, width),
+            "norm": 1 + _normal(device, rows, heads, 1, width).abs(),
+        }
+
+    def index(device: torch.device) -> Tensor:
+        strips = torch.arange(rows * heads, device=device).view(rows, heads)
+        return strips * slots + torch.arange(rows, device=device)[:, None] % slots
+
+    indices: dict[torch.device, Tensor] = {}
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        device = x["query"].device
+        if device not in indices:
+            indices[device] = index(device)
+        return segment_step(
+            x["query"], x["key"], x["value"], x["state"], indices[device], norm=x["norm"], backend=backend
+        )
+
+    def full(x: Tensors) -> Tensor:
+        key, value = (x[name].flatten(2, 3) for name in ("key", "value"))
+        return F.scaled_dot_product_attention(x["query"][:, :, None], key, value, scale=1.0)[:, :, 0]
+
+    numbers = rows * heads * (2 * size * width + width * width)
+    return Case(
+        "segment_step",
+        f"B{rows} H{heads} M{slots} S{size} K{width}",
+        make,
+        run,
+        {"softmax attention (SDPA) to all segments": lambda: full},
+        (numbers, 0, 3 * 2 * numbers),
+        differentiable=False,
     )
 
 
@@ -294,6 +339,7 @@ def cases(small: bool) -> list[Case]:
             _local_attention(2, 40, 2, 16, 7),
             _long_conv(2, 40, 8),
             _segment_recurrence(2, 2, 4, 8, 8),
+            _segment_step(2, 2, 4, 8, 8),
             _diagonal_scan(2, 40, 8),
             _s4_kernel(4, 8, 40),
         ]
@@ -302,7 +348,8 @@ def cases(small: bool) -> list[Case]:
     found += [_linear_attention(8, 4096, 4, 64), _linear_attention(8, 4096, 1, 1024)]
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
     found += [_long_conv(8, length, 768) for length in (4096, 16384)]
-    found += [_segment_recurrence(8, 12, 64, 64, 64), _diagonal_scan(8, 4096, 384)]
+    found += [_segment_recurrence(8, 12, 64, 64, 64), _segment_step(32, 12, 256, 64, 64)]
+    found += [_diagonal_scan(8, 4096, 384)]
     return [*found, *(_s4_kernel(768, size, 16384) for size in (16, 64))]
 
 
@@ -316,7 +363,9 @@ def checked_cases(small: bool) -> list[Case]:
     found = [_short_conv(3, 1013, 200, taps) for taps in (1, 3, 9)]
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
-    found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64), _diagonal_scan(2, 1013, 100)]
+    found += [_long_conv(2, 3001, 200), _diagonal_scan(2, 1013, 100)]
+    found += [_segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)]
+    found += [_segment_step(3, 5, 7, 60, width) for width in (50, 100, 200)]
     return [*found, *(_s4_kernel(60, size, 3001) for size in (16, 64))]
 
 
@@ -329,11 +378,15 @@ _EXCUSED = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 def _inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> Tensors:
     torch.manual_seed(seed)
     drawn = case.make(device)
-    return {name: (x if name in case.wide else x.to(dtype)).detach().requires_grad_() for name, x in drawn.items()}
+    typed = {name: (x if name in case.wide else x.to(dtype)).detach() for name, x in drawn.items()}
+    return {name: x.requires_grad_(case.differentiable) for name, x in typed.items()}
 
 
-def _results(function: Function, inputs: Tensors, weight: Tensor) -> dict[str, Tensor]:
+def _results(function: Function, inputs: Tensors, weight: Tensor | None) -> dict[str, Tensor]:
+    """Output, and the gradients of the inputs where there is a weight for them."""
     output = function(inputs)
+    if weight is None:
+        return {"output": output}
     grads = torch.autograd.grad(output, list(inputs.values()), weight.to(output.dtype))
     return {"output": output.detach(), **dict(zip((f"d{name}" for name in inputs), grads, strict=True))}
 
@@ -353,8 +406,8 @@ def check(case: Case, dtype: str, device: torch.device, backends: tuple[str, ...
         A row for each backend that takes the case, or one that says why it does not.
     """
     inputs = _inputs(case, device, DTYPES[dtype], seed=1)
-    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    weight = torch.randn_like(case.run(exact, "torch"))
+    exact = {name: x.detach().double().requires_grad_(case.differentiable) for name, x in inputs.items()}
+    weight = torch.randn_like(case.run(exact, "torch")) if case.differentiable else None
     expected = _results(lambda x: case.run(x, "torch"), exact, weight)
     allowed: dict[str, float] = {}
     for backend in backends:
@@ -477,13 +530,14 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
     both: dict[str, Callable[[], object]] = {}
     for name, function in contenders.items():
         try:
-            there_and_back(function)
+            there_and_back(function) if case.differentiable else function(inputs)
         except Exception as error:
             outcome[name] = _said(error)
             continue
         forward[name] = partial(function, inputs)
         both[name] = partial(there_and_back, function)
-    for direction, functions in (("forward", forward), ("forward and backward", both)):
+    directions = (("forward", forward), ("forward and backward", both))
+    for direction, functions in directions if case.differentiable else directions[:1]:
         peaks = {name: clock.peak(function) for name, function in functions.items()}
         times = clock.interleaved(functions, rounds)
         least = floor_ms(case, dtype, direction != "forward", ceilings)

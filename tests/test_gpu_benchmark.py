@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 # they compute something else on purpose, or want a GPU
 OTHERS = {
     "softmax attention (SDPA)",
+    "softmax attention (SDPA) to all segments",
     "flash-attn, without the bias",
     "fla chunk_linear_attn",
     "FlashFFTConv",
@@ -37,20 +38,24 @@ def test_peers_compute_what_the_op_does(op):
 def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
     from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
+    from hf_hybrid.kernels.segment_recurrence import triton_kernels as segments
     from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
 
-    modules = {"linear_attention": linear_attention, "short_conv": short_conv}
+    modules = {"linear_attention": linear_attention, "segment_recurrence": segments, "short_conv": short_conv}
+    ops = {"segment_step": "segment_recurrence"} | {op: op for op in modules}
     shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
     taken = set()
     for case in checked_cases(small=False):
-        if case.op not in modules:
+        if case.op not in ops:
             continue
         for dtype in gpu_kernels.DTYPES.values():
             for capability in (80, 90):
                 inputs = gpu_kernels._inputs(case, CPU, dtype, seed=0)
                 with record_launches(capability) as launches:
-                    case.run(inputs, "triton").sum().backward()
-                taken |= {(case.op, launch.configuration.name) for launch in launches}
+                    output = case.run(inputs, "triton")
+                    if case.differentiable:
+                        output.sum().backward()
+                taken |= {(ops[case.op], launch.configuration.name) for launch in launches}
     assert taken == shipped
 
 

@@ -50,23 +50,25 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _NOTHING = tl.constexpr(-1e30)
 """The largest score so far where there was none: finite, so that differences are numbers."""
 
-_PRODUCT = {"BT": 64, "BK": 64, "BV": 64}
+_WIDE, _NARROW = {"BT": 64, "BK": 64, "BV": 64}, {"BT": 64, "BK": 16, "BV": 64}
 
 CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
-        Configuration("sums", "all shapes and dtypes", _PRODUCT, 4, 2),
-        Configuration("drive", "from sm_90 on", _PRODUCT, 8, 2),
-        Configuration("drive before sm_90", "before sm_90", {"BT": 64, "BK": 16, "BV": 64}, 4, 2),
+        Configuration("sums", "all shapes and dtypes", _WIDE, 4, 2),
+        Configuration("drive", "from sm_90 on, unless float32 and V > 64", _WIDE, 8, 2),
+        Configuration("drive narrow", "before sm_90, or float32 and V > 64", _NARROW, 4, 2),
         Configuration("neurons", "all shapes and dtypes", {"BLOCK": 128, "STEP": 8}, 1, 1),
         Configuration("unwind", "all shapes and dtypes", {"BLOCK": 128, "STEP": 4}, 1, 1),
-        Configuration("collect", "from sm_90 on", _PRODUCT, 8, 2),
-        Configuration("collect before sm_90", "before sm_90", {"BT": 64, "BK": 16, "BV": 64}, 4, 2),
+        Configuration("collect", "from sm_90 on, unless float32 and V > 64", _WIDE, 8, 2),
+        Configuration("collect narrow", "before sm_90, or float32 and V > 64", _NARROW, 4, 2),
+        Configuration("visits", "instead of collect, without neurons and clamp", _NARROW, 4, 1),
         Configuration("step k64", "K and V <= 64", {"BS": 64, "D": 64}, 8, 1),
         Configuration("step k256", "K or V > 64", {"BS": 16, "D": 256}, 4, 1),
     )
 }
-"""Tiles of 32 are avoided in products: compilers have got several of them wrong on sm_90."""
+"""Wide tiles, where they fit into registers without spilling one. Tiles of 32 are avoided in products: compilers have
+got several of them wrong on sm_90."""
 
 
 def why_not(dtype: torch.dtype, *widths: int) -> str | None:
@@ -444,9 +446,8 @@ class _Call:
 
     def _launch(self, name: str, kernel: Any, each: int, **arguments: Any) -> None:
         """One program per tile of `(K, V)` of each segment or slot."""
-        if capability_of(self.key) < 90:
-            name += " before sm_90"
-        configuration = CONFIGURATIONS[name]
+        spills = capability_of(self.key) < 90 or (self.key.dtype == torch.float32 and self.value_width > 64)
+        configuration = CONFIGURATIONS[f"{name} narrow" if spills and name != "visits" else name]
         tiles = blocks(self.width, configuration.tiles["BK"]) * blocks(self.value_width, configuration.tiles["BV"])
         launch(
             kernel,
@@ -493,7 +494,7 @@ class _Call:
         narrow = self.key.dtype == torch.bfloat16
         d_own = self.empty(self.segments, torch.bfloat16 if narrow else torch.float32)
         self._launch(
-            "collect",
+            "visits" if weight is None and self.clamp is None else "collect",  # without a product
             collect_kernel,
             self.segments,
             grad=grad,

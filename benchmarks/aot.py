@@ -169,7 +169,8 @@ def _segment_recurrence(dtype: torch.dtype, width: int, full: bool) -> None:
     triton_kernels.backward(states, key, key, *neuron, *options, full)
     query, norm, sigma = key[:, :, 0, 0], key[:, :, :1, 0], _meta(1) if full else None
     index, visible = _meta(8, 12, dtype=torch.int64), _meta(8, 64, dtype=torch.bool)
-    triton_kernels.step(query, key, key, states, index, visible, norm, sigma, 0.125)
+    documents = _meta(8, dtype=torch.int64) if full else None
+    triton_kernels.step(query, key, key, states, index, visible, norm, documents, sigma, 0.125)
 
 
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
@@ -202,7 +203,7 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def representative_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences if it can."""
+    """One launch for each configuration and set of flags, in bfloat16 and float32, packed where that is a choice."""
     last = {}
     for op, launch in distinct_launches(arch):
         if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":

@@ -364,7 +364,9 @@ def checked_cases(small: bool) -> list[Case]:
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
     found += [_long_conv(2, 3001, 200), _diagonal_scan(2, 1013, 100)]
-    found += [_segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)]
+    found += [
+        _segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)
+    ]
     found += [_segment_step(3, 5, 7, 60, width) for width in (50, 100, 200)]
     return [*found, *(_s4_kernel(60, size, 3001) for size in (16, 64))]
 

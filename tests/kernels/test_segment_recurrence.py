@@ -327,6 +327,7 @@ def make_step(dtype=torch.float64, rows=4, documents=2, heads=3, slots=5, size=6
         "index": (document[:, None] * heads + torch.arange(heads)) * slots + slot[:, None],
         "visible": torch.rand(rows, size, generator=generator) > 0.5,
         "norm": draw(documents, heads, 1, value_width).exp(),
+        "documents": document,
         "sigma": torch.tensor([0.3], dtype=torch.float64),
         "scale": 0.7,
     }
@@ -367,11 +368,18 @@ def test_a_step_reads_one_slot_and_its_visible_keys():
     assert_close(changed[3], expected[3], "exact")
 
 
+def test_a_step_of_a_document_per_row():
+    arguments = make_step(documents=4)
+    assert_close(segment_step(**{**arguments, "documents": None}), reference.segment_step(**arguments), "float64")
+
+
 def test_a_step_is_differentiable_in_torch():
-    arguments = make_step(rows=2, heads=1, slots=2, size=3, width=2, value_width=2)
+    arguments = make_step(rows=2, documents=1, heads=1, slots=2, size=3, width=2, value_width=2)
     names = ("query", "key", "value", "state", "norm", "sigma")
     leaves = [arguments[name].requires_grad_() for name in names]
-    assert torch.autograd.gradcheck(lambda *x: segment_step(**{**arguments, **dict(zip(names, x, strict=True))}), leaves)
+    assert torch.autograd.gradcheck(
+        lambda *x: segment_step(**{**arguments, **dict(zip(names, x, strict=True))}), leaves
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
@@ -398,6 +406,8 @@ def test_a_step_compiles_without_graph_breaks(backend, monkeypatch):
         ({"state": torch.zeros(2, 3, 5, 4, 5)}, "state must have value's V = 6; got 5"),
         ({"norm": torch.ones(2, 3, 1, 2)}, r"norm must be \(D, H, 1, V or 1\) .*; got \(2, 3, 1, 2\)"),
         ({"state": None, "sigma": None}, "norm must be None without state"),
+        ({"documents": torch.zeros(3, dtype=torch.long)}, r"documents must be \(B,\) = \(4,\) of int64; got \(3,\)"),
+        ({"documents": None}, "documents must be given where norm has not query's B = 4; got None"),
         ({"key": torch.zeros(2, 3, 5, 6, 4)}, "key must have query's dtype torch.float64; got torch.float32"),
         ({"visible": torch.ones(3, 6, dtype=torch.bool)}, r"visible must be \(B or 1, S\) of bool .*got \(3, 6\)"),
         ({"visible": torch.ones(4, 6)}, "visible must be .* of torch.float32"),

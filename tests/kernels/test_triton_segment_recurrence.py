@@ -156,7 +156,9 @@ def test_what_the_kernels_cannot_take_is_refused():
     wide = {name: x.double() for name, x in arguments.items()}
     with pytest.raises(ValueError, match=r"cannot run on triton: key must be float32, .*; got torch\.float64"):
         segment_recurrence(**wide)
-    with pytest.raises(ValueError, match="segment_recurrence cannot run on triton: K and V must be at most 256; got 2"):
+    with pytest.raises(
+        ValueError, match="segment_recurrence cannot run on triton: K and V must be at most 256; got 2"
+    ):
         segment_recurrence(**make(width=2, value_width=257))
 
 
@@ -179,6 +181,7 @@ def make_step(dtype=torch.float32, rows=3, documents=2, heads=2, slots=3, size=7
         "index": (document[:, None] * heads + torch.arange(heads)) * slots + slot[:, None],
         "visible": draw(rows, size) > 0,
         "norm": draw(documents, heads, 1, value_width).exp().to(dtype),
+        "documents": document,
         "sigma": torch.tensor([0.3]),
         "scale": 0.7,
     }
@@ -187,7 +190,10 @@ def make_step(dtype=torch.float32, rows=3, documents=2, heads=2, slots=3, size=7
 STEPS = {
     "all": {},
     "added up": {"sigma": None, "visible": None, "norm": None},
-    "one norm, one mask": {"norm": torch.tensor([0.5, 2.0, 3.0, 4.0]).view(2, 2, 1, 1), "visible": torch.eye(7)[:1] > 0},
+    "one norm, one mask": {
+        "norm": torch.tensor([0.5, 2.0, 3.0, 4.0]).view(2, 2, 1, 1),
+        "visible": torch.eye(7)[:1] > 0,
+    },
     "segmented": {"state": None, "norm": None, "sigma": None},
     "recurrent": {"key": None, "value": None, "visible": None, "sigma": None},
 }
@@ -213,7 +219,7 @@ def test_step(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @interpreted
 def test_shipped_step(dtype):
-    compare_step(make_step(dtype, size=67, heads=1), ROWS[dtype][0])
+    compare_step({**make_step(dtype, documents=3, size=67, heads=1), "documents": None}, ROWS[dtype][0])
 
 
 @interpreted
@@ -238,7 +244,9 @@ def test_opcheck_of_the_step():
 @interpreted
 def test_a_step_that_the_kernel_cannot_take_is_refused():
     arguments = make_step(size=2)
-    with pytest.raises(ValueError, match="segment_step cannot run on triton: a step of decoding has no backward there"):
+    with pytest.raises(
+        ValueError, match="segment_step cannot run on triton: a step of decoding has no backward there"
+    ):
         segment_step(**{**arguments, "query": arguments["query"].requires_grad_()})
     with pytest.raises(ValueError, match="K and V must be at most 256; got 3 and 300"):
         segment_step(**{**make_step(value_width=300), "state": None, "norm": None, "sigma": None})

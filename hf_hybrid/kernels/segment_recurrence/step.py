@@ -1,7 +1,7 @@
 """What a token that is decoded reads of its document: one segment's keys and values, and that segment's state.
 
-Shapes: `B` rows of the target · `D` documents · `H` heads · `N` slots, the segments that a target visits · `S` keys of a
-slot · `K` key dim · `V` value dim.
+Shapes: `B` rows of the target · `D` documents · `H` heads · `N` slots, the segments that a target visits · `S` keys of
+a slot · `K` key dim · `V` value dim.
 """
 
 import torch
@@ -19,6 +19,7 @@ def segment_step(
     *,
     visible: Tensor | None = None,
     norm: Tensor | None = None,
+    documents: Tensor | None = None,
     sigma: Tensor | None = None,
     scale: float = 1.0,
     backend: str = "auto",
@@ -42,6 +43,7 @@ def segment_step(
             device.
         visible: Which keys a row sees, `(B or 1, S)`, boolean; all when None. A row that sees none has o_S = 0.
         norm: `(D, H, 1, V or 1)` in query's dtype; 1 when None.
+        documents: Document of each row, whose norm it reads, `(B,)`, int64; row b reads document b's when None.
         sigma: One number in any dtype; see above.
         scale: See above.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
@@ -52,14 +54,14 @@ def segment_step(
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
-    _check(query, key, value, state, index, visible, norm, sigma)
+    _check(query, key, value, state, index, visible, norm, documents, sigma)
     tensors = [x for x in (query, key, value, state, norm, sigma) if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         if not torch.compiler.is_compiling():
             choose_backend("segment_step", backend, tensors, _why_not_differentiated)
     elif query.is_cuda or forces_triton(backend):
-        return _step(query, key, value, state, index, visible, norm, sigma, float(scale), backend)
-    return _in_torch(query, key, value, state, index, visible, norm, sigma, scale)
+        return _step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
+    return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
 
 
 def _check(
@@ -70,6 +72,7 @@ def _check(
     index: Tensor,
     visible: Tensor | None,
     norm: Tensor | None,
+    documents: Tensor | None,
     sigma: Tensor | None,
 ) -> None:
     if query.dim() != 3 or not query.is_floating_point():
@@ -101,6 +104,13 @@ def _check(
             raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
     if norm is not None and state is None:
         raise ValueError("norm must be None without state")
+    if documents is not None and (documents.shape != query.shape[:1] or documents.dtype != torch.int64):
+        raise ValueError(
+            f"documents must be (B,) = {tuple(query.shape[:1])} of int64; got {tuple(documents.shape)} "
+            f"of {documents.dtype}"
+        )
+    if norm is not None and documents is None and norm.shape[0] != query.shape[0]:
+        raise ValueError(f"documents must be given where norm has not query's B = {query.shape[0]}; got None")
     if visible is not None:
         fits = key is not None and visible.dim() == 2 and visible.shape[1] == key.shape[3]
         if not fits or visible.shape[0] not in (1, query.shape[0]) or visible.dtype != torch.bool:
@@ -123,11 +133,12 @@ def _in_torch(
     index: Tensor,
     visible: Tensor | None,
     norm: Tensor | None,
+    documents: Tensor | None,
     sigma: Tensor | None,
     scale: float,
 ) -> Tensor:
     flat = index.flatten()
-    q = (query * scale)[:, :, None]
+    q = (query if scale == 1 else query * scale)[:, :, None]
 
     def read(x: Tensor) -> Tensor:
         return x.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape)
@@ -146,9 +157,7 @@ def _in_torch(
     if state is not None:
         recurrent = torch.matmul(q, read(state))
         if norm is not None:
-            rows = norm.flatten(0, 1)
-            rows = rows.index_select(0, flat // state.shape[2]).unflatten(0, index.shape)
-            recurrent = recurrent / rows
+            recurrent = recurrent / (norm if documents is None else norm.index_select(0, documents))
     if segmented is None or recurrent is None:
         only = recurrent if segmented is None else segmented
         assert only is not None
@@ -168,6 +177,7 @@ def _step(
     index: Tensor,
     visible: Tensor | None,
     norm: Tensor | None,
+    documents: Tensor | None,
     sigma: Tensor | None,
     scale: float,
     backend: str,
@@ -182,9 +192,9 @@ def _step(
     if choose_backend("segment_step", backend, tensors, why_not) == "triton":
         from . import triton_kernels
 
-        return triton_kernels.step(query, key, value, state, index, visible, norm, sigma, scale)
+        return triton_kernels.step(query, key, value, state, index, visible, norm, documents, sigma, scale)
     with full_precision(query.device):
-        return _in_torch(query, key, value, state, index, visible, norm, sigma, scale)
+        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
 
 
 @_step.register_fake
@@ -196,6 +206,7 @@ def _(
     index: Tensor,
     visible: Tensor | None,
     norm: Tensor | None,
+    documents: Tensor | None,
     sigma: Tensor | None,
     scale: float,
     backend: str,

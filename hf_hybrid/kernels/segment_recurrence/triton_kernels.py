@@ -25,6 +25,7 @@ times a vector is bound by memory, and summed in float32 without tensor cores.
 B batch · H heads · M segments · S segment size · K key dim · V value dim · N visited segments · D documents
 """
 
+import math
 from typing import Any
 
 import torch
@@ -185,6 +186,12 @@ def drive_kernel(
     tl.store(place, result.to(drive.dtype.element_ty), mask=(rows[:, None] < K) & (cols < V))
 
 
+@triton.jit
+def _reset(membrane, limit):
+    """What is left of a membrane that fires above a limit."""
+    return tl.where(membrane > limit, membrane - limit, membrane)
+
+
 @triton.jit(do_not_specialize=["N"])
 def neurons_kernel(
     drive, leak, threshold, states,
@@ -207,9 +214,8 @@ def neurons_kernel(
             arriving = arriving + (tl.load(source + i * SIZE, mask=kept & (block + i < N), other=0.0),)
         for i in tl.static_range(STEP):
             membrane = arriving[i] + decay * after
-            fired = membrane > limit
-            state = tl.where(fired, membrane / limit - 1, 0.0)
-            after = tl.where(fired, membrane - limit, membrane)
+            after = _reset(membrane, limit)
+            state = tl.where(membrane > limit, membrane / limit - 1, 0.0)
             tl.store(target + i * SIZE, state.to(states.dtype.element_ty), mask=kept & (block + i < N))
         source += STEP * SIZE
         target += STEP * SIZE
@@ -240,7 +246,7 @@ def unwind_kernel(
             arriving = arriving + (tl.load(membranes + i * SIZE, mask=kept & (block + i < N), other=0.0),)
         for i in tl.static_range(STEP):
             membrane = arriving[i] + decay * after
-            after = tl.where(membrane > limit, membrane - limit, membrane)
+            after = _reset(membrane, limit)
             tl.store(membranes + i * SIZE, membrane, mask=kept & (block + i < N))
         membranes += STEP * SIZE
     tl.debug_barrier()  # what was written is read again, not by the same thread if a compiler lays it out anew
@@ -259,7 +265,7 @@ def unwind_kernel(
             g = tl.load(upstream + i * SIZE, mask=kept & (low + i < N), other=0.0)
             gradients = gradients + (g.to(tl.float32),)
         for j in tl.static_range(STEP):
-            membrane, before = held[STEP - j], held[STEP - 1 - j]
+            membrane = held[STEP - j]
             ratio = membrane / limit
             fired = membrane > limit
             passed = tl.where(fired, gradients[STEP - 1 - j] / limit, 0.0)
@@ -270,7 +276,7 @@ def unwind_kernel(
                 reset -= slope * ratio
                 d_membrane -= slope * d_after
             d_threshold -= passed * ratio + reset * d_after
-            d_leak += tl.where(before > limit, before - limit, before) * d_membrane
+            d_leak += _reset(held[STEP - 1 - j], limit) * d_membrane
             d_total += d_membrane
             d_after = decay * d_membrane
             tl.store(membranes + (STEP - 1 - j) * SIZE, d_membrane, mask=kept & (low + STEP - 1 - j < N))
@@ -328,10 +334,10 @@ def collect_kernel(
     tl.store(target, result.to(d_own.dtype.element_ty), mask=(rows[:, None] < K) & (cols < V))
 
 
-@triton.jit(do_not_specialize=["SLOTS", "N", "S"])
+@triton.jit(do_not_specialize=["SLOTS", "S"])
 def step_kernel(
-    q, k, v, states, index, visible, norm, sigma, output,
-    SLOTS, N, S, H, VISIBLE, SCALE,
+    q, k, v, states, index, visible, norm, documents, sigma, output,
+    SLOTS, S, H, VISIBLE, SCALE,
     K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """What one token of one row and head reads of its segment, `(V,)`."""
@@ -349,7 +355,10 @@ def step_kernel(
             query = tl.load(source + rows, mask=rows < K, other=0.0).to(tl.float32) * SCALE
             recurrent += tl.sum(query[:, None] * _tile(states, slot * K, rows, K, V, 0, D, True), 0)
         if norm is not None:
-            place = norm + slot // N * NORM
+            document = strip // H
+            if documents is not None:
+                document = tl.load(documents + document).to(tl.int32)
+            place = norm + (document * H + strip % H) * NORM
             if NORM == 1:
                 recurrent = recurrent / tl.load(place).to(tl.float32)
             else:
@@ -395,7 +404,10 @@ def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _summed(x: Tensor, y: Tensor, run: int, precise: torch.dtype) -> Tensor:
-    """X^T Y over the rows of `(groups, T, X)` and `(groups, T, Y)`, in spans of whole runs of rows, in float32."""
+    """X^T Y over the rows of `(groups, T, X)` and `(groups, T, Y)`, in spans of whole runs of rows, in float32.
+
+    Factors of float32 are multiplied as those of the dtype `precise` are.
+    """
     groups, length, width = x.shape
     configuration = CONFIGURATIONS["sums"]
     tiles = blocks(width, configuration.tiles["BK"]) * blocks(y.shape[2], configuration.tiles["BV"])
@@ -415,7 +427,8 @@ def _summed(x: Tensor, y: Tensor, run: int, precise: torch.dtype) -> Tensor:
         SPANS=spans,
         K=width,
         V=y.shape[2],
-        **_arithmetic(x.dtype) | {"PRECISION": _arithmetic(precise)["PRECISION"]},
+        FLOAT32=_arithmetic(x.dtype)["FLOAT32"],
+        PRECISION=_arithmetic(precise)["PRECISION"],
     )
     return sums[:, 0] if spans == 1 else sums.sum(1)
 
@@ -560,7 +573,7 @@ def backward(
     """Gradients of key and value in their dtype; of weight, leak and threshold in float32, or None without neurons."""
     call = _Call(key, value, visited, complement, clamp)
     grad = grad.contiguous()
-    d_weight = d_leak = d_threshold = d_whole = None
+    d_weight = d_leak = d_threshold = None
     if weight is not None:
         weight = weight.contiguous()
         inputs = call.empty(call.slots, torch.float32)
@@ -582,15 +595,15 @@ def backward(
             **sizes,
         )
         grad = drive
-        d_weight = _summed(*(x.view(1, -1, x.shape[4]) for x in (drive, inputs)), run=1, precise=key.dtype)[0]
+        width = weight.shape[0]
+        d_weight = _summed(drive.view(1, -1, width), inputs.view(1, -1, width), 1, key.dtype)[0]
         d_leak, d_threshold = sums.sum(0).unbind()
-        d_whole = torch.matmul(total, weight.float())
-    elif complement:
-        d_whole = grad.sum(2, dtype=torch.float32)
-    if not complement:
-        d_whole = None
-    elif call.within is not None:
-        d_whole = d_whole * call.within.view_as(d_whole)
+        total = torch.matmul(total, weight.float())
+    else:
+        total = grad.sum(2, dtype=torch.float32)
+    d_whole = total if complement else None
+    if call.within is not None:
+        d_whole = total * call.within.view_as(total)
     d_own = call.collect(grad, weight, d_whole)
     d_key = torch.matmul(call.value.to(d_own.dtype), d_own.mT).to(key.dtype)
     d_value = torch.matmul(call.key.to(d_own.dtype), d_own).to(key.dtype)
@@ -605,13 +618,13 @@ def step(
     index: Tensor,
     visible: Tensor | None,
     norm: Tensor | None,
+    documents: Tensor | None,
     sigma: Tensor | None,
     scale: float,
 ) -> Tensor:
     """What one token per row reads, `(B, H, V)` in query's dtype."""
     batch, heads, width = query.shape
-    documents, _, slots = (state if key is None else key).shape[:3]
-    value_width = (state if value is None else value).shape[4]
+    value_width = next(x.shape[4] for x in (value, state) if x is not None)
     output = torch.empty(batch, heads, value_width, dtype=query.dtype, device=query.device)
     configuration = CONFIGURATIONS["step k64" if max(width, value_width) <= 64 else "step k256"]
     launch(
@@ -625,10 +638,10 @@ def step(
         index=index.contiguous(),
         visible=None if visible is None else visible.contiguous().view(torch.uint8),
         norm=None if norm is None else norm.contiguous(),
+        documents=None if documents is None else documents.contiguous(),
         sigma=sigma,
         output=output,
-        SLOTS=documents * heads * slots,
-        N=slots,
+        SLOTS=next(math.prod(x.shape[:3]) for x in (key, state) if x is not None),
         S=0 if key is None else key.shape[3],
         H=heads,
         VISIBLE=0 if visible is None or visible.shape[0] == 1 else visible.shape[1],

@@ -139,8 +139,9 @@ class SegmentedCrossAttention:
             memory.values,
             memory.states,
             reading.picked.view(query.shape[:2]),
-            visible=None if memory.keys is None or reading.visible is None else reading.visible[:, 0, 0, 0],
+            visible=None if memory.keys is None or reading.visible is None else reading.visible.flatten(0, 3),
             norm=memory.norm,
+            documents=reading.documents,
             sigma=self.sigma if self.config.mix == "sigma" else None,
             scale=self.scaling,
         )

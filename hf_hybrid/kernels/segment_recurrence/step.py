@@ -188,7 +188,7 @@ def _step(
         return why_not(query.dtype, *(x.shape[-1] for x in (query, value, state) if x is not None))
 
     # chosen in here, where no tracer looks, because the choice reads the environment and logs
-    tensors = [x for x in (query, key, value, state, index) if x is not None]
+    tensors = [x for x in (query, key, value, state, index, visible, norm, documents, sigma) if x is not None]
     if choose_backend("segment_step", backend, tensors, why_not) == "triton":
         from . import triton_kernels
 

@@ -16,7 +16,7 @@ from ..dispatch import choose_backend, full_precision, wished_backend
 from .reference import SURROGATE_SLOPE
 
 
-def _runs_on_triton(backend: str, key: Tensor, value: Tensor) -> bool:
+def _runs_on_triton(backend: str, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
@@ -24,7 +24,8 @@ def _runs_on_triton(backend: str, key: Tensor, value: Tensor) -> bool:
 
         return why_not(key.dtype, key.shape[4], value.shape[4])
 
-    return choose_backend("segment_recurrence", backend, [key, value], why_not) == "triton"
+    tensors = [key, value, *(x for x in others if x is not None)]
+    return choose_backend("segment_recurrence", backend, tensors, why_not) == "triton"
 
 
 class _Products(NamedTuple):
@@ -80,7 +81,7 @@ def _forward(
     key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    on_triton = _runs_on_triton(backend, key, value)
+    on_triton = _runs_on_triton(backend, key, value, weight, leak, threshold, visited)
     with full_precision(key.device):
         if on_triton:
             from . import triton_kernels
@@ -109,7 +110,7 @@ def _backward(
     grad: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    on_triton = _runs_on_triton(backend, key, value)
+    on_triton = _runs_on_triton(backend, key, value, weight, leak, threshold, visited)
     with full_precision(key.device):
         if on_triton:
             from . import triton_kernels

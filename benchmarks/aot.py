@@ -72,6 +72,13 @@ LIMITS = {
         False, 8, "a block of keys, values and sums in registers; few programs anyway"
     ),
     "ssm_step.token": Limit(False, 32, "bound by the launch, then by memory: few numbers per thread"),
+    "segment_recurrence.sums": Limit(True, 8, "bound by memory, with loads in flight in shared memory"),
+    "segment_recurrence.drive": Limit(True, 8, "two tiles of a state and three parts of W"),
+    "segment_recurrence.neurons": Limit(False, 16, "8 loads in flight per warp make up for few warps"),
+    "segment_recurrence.unwind": Limit(False, 16, "9 loads in flight per warp make up for few warps"),
+    "segment_recurrence.collect": Limit(True, 8, "two tiles of a state and three parts of W"),
+    "segment_recurrence.visits": Limit(False, 32, "bound by memory, with one load in flight in every thread"),
+    "segment_recurrence.step": Limit(False, 16, "bound by memory, with tiles of keys and values in flight"),
 }
 
 
@@ -187,6 +194,21 @@ def _ssm_step(dtype: torch.dtype, modes: int, low_rank: bool) -> None:
     triton_kernels.forward(_meta(8, 768, modes, 2), u, C, constant, column, column, constant, _meta(4, 768))
 
 
+def _segment_recurrence(dtype: torch.dtype, width: int, full: bool) -> None:
+    from hf_hybrid.kernels.segment_recurrence import triton_kernels
+
+    key = _meta(8, 12, 64, 64, width, dtype=dtype)
+    neuron = (_meta(width, width), _meta(1), _meta(1)) if full else (None,) * 3
+    visited = _meta(8, 32, dtype=torch.int64) if full else None
+    options = (visited, full, 2.0 if full else None)
+    states = triton_kernels.forward(key, key, *neuron, *options)
+    triton_kernels.backward(states, key, key, *neuron, *options, full)
+    query, norm, sigma = key[:, :, 0, 0], key[:, :, :1, 0], _meta(1) if full else None
+    index, visible = _meta(8, 12, dtype=torch.int64), _meta(8, 64, dtype=torch.bool)
+    documents = _meta(8, dtype=torch.int64) if full else None
+    triton_kernels.step(query, key, key, states, index, visible, norm, documents, sigma, 0.125)
+
+
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     """Every op with each launch it does on one architecture for shapes that together take all configurations."""
     calls: list[tuple[str, Any]] = []
@@ -198,14 +220,17 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for width in (64, 128, 256) if dtype != torch.float32 else (64,):
             for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
-    for filters in (1, 2):
-        calls.append(("ssm_kernel", lambda a=filters: _ssm_kernel(a)))
         for width in (64, 128, 256):
             for chunk_size in (None, 512):
                 calls.append(("local_attention_step", lambda a=(dtype, width, chunk_size): _local_attention_step(*a)))
         for modes in (8, 32, 256):
             for low_rank in (False, True):
                 calls.append(("ssm_step", lambda a=(dtype, modes, low_rank): _ssm_step(*a)))
+        # what is recorded last takes the most registers, and is what the tests compile
+        for width, full in ((64, False), (256, False), (64, True), (256, True)):
+            calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
+    for filters in (1, 2):
+        calls.append(("ssm_kernel", lambda a=filters: _ssm_kernel(a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -233,7 +258,7 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums", "rates"))
+    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "rates", "states", "grad", "sums"))
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 

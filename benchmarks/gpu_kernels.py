@@ -21,7 +21,7 @@ from hf_hybrid.kernels.diagonal_scan import diagonal_scan
 from hf_hybrid.kernels.linear_attention import linear_attention
 from hf_hybrid.kernels.local_attention import local_attention, local_attention_step
 from hf_hybrid.kernels.long_conv import long_conv
-from hf_hybrid.kernels.segment_recurrence import segment_recurrence
+from hf_hybrid.kernels.segment_recurrence import segment_recurrence, segment_step
 from hf_hybrid.kernels.short_conv import short_conv
 from hf_hybrid.kernels.ssm_kernel import S4DStep, S4Step, dplr_legs, s4_kernel, ssm_step
 
@@ -201,11 +201,14 @@ def _flash_fft_conv(length: int) -> Callable[[], Function]:
     return make
 
 
-def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width: int) -> Case:
+def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width: int, neurons: bool = True) -> Case:
     def make(device: torch.device) -> Tensors:
-        return {
-            "key": _normal(device, batch, heads, segments, size, width, scale=size**-0.5),
-            "value": _normal(device, batch, heads, segments, size, width, scale=size**-0.5),
+        inputs = {
+            name: _normal(device, batch, heads, segments, size, width, scale=size**-0.5) for name in ("key", "value")
+        }
+        if not neurons:
+            return inputs
+        return inputs | {
             "weight": _normal(device, width, width, scale=width**-0.5),
             "leak": torch.full((1,), 0.9, device=device),
             "threshold": torch.full((1,), 0.1, device=device),
@@ -215,14 +218,54 @@ def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width:
     states = batch * heads * segments * width * width
     return Case(
         "segment_recurrence",
-        f"B{batch} H{heads} M{segments} S{size} K{width}",
+        f"B{batch} H{heads} M{segments} S{size} K{width}{'' if neurons else ', no neurons'}",
         make,
-        lambda x, backend: segment_recurrence(
-            x["key"], x["value"], weight=x["weight"], leak=x["leak"], threshold=x["threshold"], backend=backend
-        ),
+        lambda x, backend: segment_recurrence(**x, backend=backend),  # type: ignore[arg-type]
         {},
         (2 * numbers + states, 4 * numbers + states, 3 * 2 * (numbers * width + states * width)),
         ("weight", "leak", "threshold"),
+    )
+
+
+def _segment_step(rows: int, heads: int, slots: int, size: int, width: int) -> Case:
+    """Of as many rows as documents, each of which reads a segment of its own."""
+
+    def make(device: torch.device) -> Tensors:
+        return {
+            "query": _normal(device, rows, heads, width, scale=width**-0.5),
+            "key": _normal(device, rows, heads, slots, size, width),
+            "value": _normal(device, rows, heads, slots, size, width),
+            "state": _normal(device, rows, heads, slots, width, width),
+            "norm": 1 + _normal(device, rows, heads, 1, width).abs(),
+        }
+
+    def index(device: torch.device) -> Tensor:
+        strips = torch.arange(rows * heads, device=device).view(rows, heads)
+        return strips * slots + torch.arange(rows, device=device)[:, None] % slots
+
+    indices: dict[torch.device, Tensor] = {}
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        device = x["query"].device
+        if device not in indices:
+            indices[device] = index(device)
+        return segment_step(
+            x["query"], x["key"], x["value"], x["state"], indices[device], norm=x["norm"], backend=backend
+        )
+
+    def full(x: Tensors) -> Tensor:
+        key, value = (x[name].flatten(2, 3) for name in ("key", "value"))
+        return F.scaled_dot_product_attention(x["query"][:, :, None], key, value, scale=1.0)[:, :, 0]
+
+    numbers = rows * heads * (2 * size * width + width * width)
+    return Case(
+        "segment_step",
+        f"B{rows} H{heads} M{slots} S{size} K{width}",
+        make,
+        run,
+        {"softmax attention (SDPA) to all segments": lambda: full},
+        (numbers, 0, 3 * 2 * numbers),
+        decodes=True,
     )
 
 
@@ -369,6 +412,7 @@ def cases(small: bool) -> list[Case]:
             _local_attention(2, 40, 2, 16, 7),
             _long_conv(2, 40, 8),
             _segment_recurrence(2, 2, 4, 8, 8),
+            _segment_step(2, 2, 4, 8, 8),
             _diagonal_scan(2, 40, 8),
             _s4_kernel(4, 8, 40),
             _ssm_step(2, 6, 8, 2),
@@ -379,10 +423,12 @@ def cases(small: bool) -> list[Case]:
     found += [_linear_attention(8, 4096, 4, 64), _linear_attention(8, 4096, 1, 1024)]
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
     found += [_long_conv(8, length, 768) for length in (4096, 16384)]
-    found += [_segment_recurrence(8, 12, 64, 64, 64), _diagonal_scan(8, 4096, 384)]
+    found += [_segment_recurrence(8, 12, 64, 64, 64), _segment_step(32, 12, 256, 64, 64)]
+    found += [_diagonal_scan(8, 4096, 384)]
     found += [_s4_kernel(768, size, 16384) for size in (16, 64)]
     found += [_ssm_step(batch, 768, 64, filters) for batch, filters in ((1, 1), (8, 1), (8, 12))]
-    return [*found, *(_local_attention_step(batch, 4096, 12, 64, 256) for batch in (1, 8, 64))]
+    found += [_local_attention_step(batch, 4096, 12, 64, 256) for batch in (1, 8, 64)]
+    return found
 
 
 # correctness
@@ -395,11 +441,16 @@ def checked_cases(small: bool) -> list[Case]:
     found = [_short_conv(3, 1013, 200, taps) for taps in (1, 3, 9)]
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
-    found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64), _diagonal_scan(2, 1013, 100)]
     found += [_s4_kernel(60, size, 3001, filters) for size, filters in ((16, 1), (64, 1), (64, 2), (10, 5))]
     found += [_ssm_step(3, 101, size, 3, low_rank=size != 30, whole=True) for size in (2, 10, 30, 64, 200)]
     found += [_local_attention_step(3, 997, 3, width, 100, padding=7) for width in (32, 64, 96, 256)]
-    return [*found, _local_attention_step(3, 997, 3, 64, 100, chunks=True, padding=350)]
+    found += [_local_attention_step(3, 997, 3, 64, 100, chunks=True, padding=350)]
+    found += [_long_conv(2, 3001, 200), _diagonal_scan(2, 1013, 100)]
+    found += [
+        _segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)
+    ]
+    found += [_segment_step(3, 5, 7, 60, width) for width in (50, 100, 200)]
+    return found
 
 
 _ODD_HEADS = ((1013, 3, 64), (1013, 3, 128), (5003, 2, 100), (700, 1, 1024), (129, 40, 64))

@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 # they compute something else on purpose, or want a GPU
 OTHERS = {
     "softmax attention (SDPA)",
+    "softmax attention (SDPA) to all segments",
     "flash-attn, without the bias",
     "fla chunk_linear_attn",
     "FlashFFTConv",
@@ -38,16 +39,18 @@ def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
     from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
     from hf_hybrid.kernels.local_attention.step import triton_kernels as local_attention_step
+    from hf_hybrid.kernels.segment_recurrence import triton_kernels as segments
     from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
     from hf_hybrid.kernels.ssm_kernel import triton_kernels as s4_kernel
     from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
     modules = {"linear_attention": linear_attention, "local_attention_step": local_attention_step}
-    modules |= {"s4_kernel": s4_kernel, "short_conv": short_conv, "ssm_step": ssm_step}
+    modules |= {"s4_kernel": s4_kernel, "segment_recurrence": segments, "short_conv": short_conv, "ssm_step": ssm_step}
+    ops = {"segment_step": "segment_recurrence"} | {op: op for op in modules}
     shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
     taken = set()
     for case in checked_cases(small=False):
-        if case.op not in modules:
+        if case.op not in ops:
             continue
         for dtype in gpu_kernels.DTYPES.values():
             for capability in (80, 90):
@@ -56,7 +59,7 @@ def test_every_shipped_configuration_is_checked():
                     output = case.run(inputs, "triton")
                     if not case.decodes:
                         output.sum().backward()
-                taken |= {(case.op, launch.configuration.name) for launch in launches}
+                taken |= {(ops[case.op], launch.configuration.name) for launch in launches}
     assert taken == shipped
 
 

@@ -6,7 +6,7 @@ from .laplace_attention import laplace_attention
 from .linear_attention import linear_attention
 from .local_attention import local_attention, local_attention_step
 from .long_conv import long_conv
-from .segment_recurrence import segment_recurrence
+from .segment_recurrence import segment_recurrence, segment_step
 from .short_conv import short_conv
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "local_attention_step",
     "long_conv",
     "segment_recurrence",
+    "segment_step",
     "short_conv",
     "use_backend",
 ]

@@ -16,6 +16,7 @@ from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, r
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
 from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
 from hf_hybrid.kernels.local_attention.step import triton_kernels as local_attention_step
+from hf_hybrid.kernels.segment_recurrence import triton_kernels as segment_recurrence
 from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
 from hf_hybrid.kernels.ssm_kernel import triton_kernels as ssm_kernel
 from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
@@ -24,6 +25,7 @@ OPS = {
     "linear_attention": linear_attention,
     "local_attention": local_attention,
     "local_attention_step": local_attention_step,
+    "segment_recurrence": segment_recurrence,
     "short_conv": short_conv,
     "ssm_kernel": ssm_kernel,
     "ssm_step": ssm_step,

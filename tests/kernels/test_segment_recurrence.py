@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_hybrid.kernels import segment_recurrence, use_backend
-from hf_hybrid.kernels.segment_recurrence import reference, torch_impl
+from hf_hybrid.kernels import segment_recurrence, segment_step, use_backend
+from hf_hybrid.kernels.segment_recurrence import reference, step, torch_impl
 from tests.tolerances import assert_close
 
 ROW = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -278,7 +278,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
     with pytest.raises(ValueError, match=refusal):
         segment_recurrence(**arguments, backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match="has no Triton kernel yet"), use_backend("triton"):
+    with pytest.raises(ValueError, match=r"key must be float32, .*; got torch\.float64"), use_backend("triton"):
         segment_recurrence(**arguments)
     expected = segment_recurrence(**arguments, backend="torch")
     assert_close(segment_recurrence(**arguments), expected, "exact")
@@ -306,3 +306,114 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
 def test_bad_arguments(changes, message):
     with pytest.raises(ValueError, match=message):
         segment_recurrence(**{**make(), **changes})
+
+
+# decoding
+
+
+def make_step(dtype=torch.float64, rows=4, documents=2, heads=3, slots=5, size=6, width=4, value_width=6):
+    """Rows that read slots of their own, of documents that they share."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    document, slot = torch.arange(rows) % documents, torch.arange(rows) * 2 % slots
+    return {
+        "query": draw(rows, heads, width),
+        "key": draw(documents, heads, slots, size, width),
+        "value": draw(documents, heads, slots, size, value_width),
+        "state": draw(documents, heads, slots, width, value_width),
+        "index": (document[:, None] * heads + torch.arange(heads)) * slots + slot[:, None],
+        "visible": torch.rand(rows, size, generator=generator) > 0.5,
+        "norm": draw(documents, heads, 1, value_width).exp(),
+        "documents": document,
+        "sigma": torch.tensor([0.3], dtype=torch.float64),
+        "scale": 0.7,
+    }
+
+
+STEPS = {
+    "all": {},
+    "added up": {"sigma": None, "visible": None, "norm": None},
+    "one norm for all features": {"norm": torch.ones(2, 3, 1, 1, dtype=torch.float64) / 3},
+    "one mask for all rows": {"visible": torch.tensor([[True, False, True, True, False, True]])},
+    "segmented": {"state": None, "norm": None, "sigma": None},
+    "recurrent": {"key": None, "value": None, "visible": None, "sigma": None},
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_matches_the_reference(case):
+    arguments = {**make_step(), **STEPS[case]}
+    expected = reference.segment_step(**arguments)
+    assert_close(segment_step(**arguments), expected, "float64")
+    op = step._step(*arguments.values(), "torch")
+    assert_close(op, segment_step(**arguments), "exact")
+
+
+def test_a_step_reads_one_slot_and_its_visible_keys():
+    arguments = make_step()
+    expected = segment_step(**arguments)
+    read = torch.zeros(2 * 3 * 5, dtype=torch.bool)
+    read[arguments["index"].flatten()] = True
+    for name in ("key", "value", "state"):
+        x = arguments[name].clone()
+        x.flatten(0, 2)[~read] = math.nan
+        assert_close(segment_step(**{**arguments, name: x}), expected, "exact")
+    alone = segment_step(**{**arguments, **STEPS["recurrent"]})
+    arguments["visible"][2] = False
+    changed = segment_step(**arguments)
+    assert_close(changed[2], (1 - arguments["sigma"]) * alone[2], "float64")
+    assert_close(changed[3], expected[3], "exact")
+
+
+def test_a_step_of_a_document_per_row():
+    arguments = make_step(documents=4)
+    assert_close(segment_step(**{**arguments, "documents": None}), reference.segment_step(**arguments), "float64")
+
+
+def test_a_step_is_differentiable_in_torch():
+    arguments = make_step(rows=2, documents=1, heads=1, slots=2, size=3, width=2, value_width=2)
+    names = ("query", "key", "value", "state", "norm", "sigma")
+    leaves = [arguments[name].requires_grad_() for name in names]
+    assert torch.autograd.gradcheck(
+        lambda *x: segment_step(**{**arguments, **dict(zip(names, x, strict=True))}), leaves
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_step_compiles_without_graph_breaks(backend, monkeypatch):
+    """Forced, the op itself is in the graph; what it does is not traced, so that it may do it on torch."""
+    monkeypatch.setattr(step, "choose_backend", lambda *_: "torch")
+    torch._dynamo.reset()
+    compiled = torch.compile(segment_step, fullgraph=True, backend="aot_eager")
+    for slots in (5, 7):
+        arguments = make_step(torch.float32, slots=slots)
+        assert_close(compiled(**arguments, backend=backend), segment_step(**arguments), "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(4, 3)}, r"query must be a floating-point \(B, H, K\); got \(4, 3\)"),
+        ({"index": torch.zeros(4, 2, dtype=torch.long)}, r"index must be \(B, H\) = \(4, 3\) of int64; got \(4, 2\)"),
+        ({"index": torch.zeros(4, 3)}, "index must be .* of torch.float32"),
+        ({"value": None}, "key and value must be given together, or state without them"),
+        ({"key": torch.zeros(2, 3, 5, 6, 3)}, r"key must be \(D, H, N, S, K\) with H = 3 and K = 4; got"),
+        ({"value": torch.zeros(2, 3, 5, 5, 6)}, r"value must be \(D, H, N, S, V\) = \(2, 3, 5, 6, 'V'\); got"),
+        ({"state": torch.zeros(2, 3, 4, 4, 6)}, r"state must be .* and key's D and N; got \(2, 3, 4, 4, 6\)"),
+        ({"state": torch.zeros(2, 3, 5, 4, 5)}, "state must have value's V = 6; got 5"),
+        ({"norm": torch.ones(2, 3, 1, 2)}, r"norm must be \(D, H, 1, V or 1\) .*; got \(2, 3, 1, 2\)"),
+        ({"state": None, "sigma": None}, "norm must be None without state"),
+        ({"documents": torch.zeros(3, dtype=torch.long)}, r"documents must be \(B,\) = \(4,\) of int64; got \(3,\)"),
+        ({"documents": None}, "documents must be given where norm has not query's B = 4; got None"),
+        ({"key": torch.zeros(2, 3, 5, 6, 4)}, "key must have query's dtype torch.float64; got torch.float32"),
+        ({"visible": torch.ones(3, 6, dtype=torch.bool)}, r"visible must be \(B or 1, S\) of bool .*got \(3, 6\)"),
+        ({"visible": torch.ones(4, 6)}, "visible must be .* of torch.float32"),
+        ({"sigma": torch.ones(2)}, r"sigma must hold one number, beside key and state; got \(2,\)"),
+    ],
+)
+def test_bad_arguments_of_a_step(changes, message):
+    with pytest.raises(ValueError, match=message):
+        segment_step(**{**make_step(), **changes})

@@ -11,11 +11,15 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_hybrid.kernels import segment_step
+from hf_hybrid.models.srformer import cross_attention
 from hf_hybrid.models.srformer import segments as segments_module
 from hf_hybrid.models.srformer.segments import SegmentCache, Segments
 
 from ..tolerances import assert_close
 from .srformer import (
+    MODES,
+    attentions,
     every_type,
     memories,
     random,
@@ -261,6 +265,40 @@ def test_a_step_costs_the_same_for_any_length_of_document(model_type):
                 )
         counts.append(written.numel)
     assert counts[0] == counts[1]
+
+
+@every_type
+@pytest.mark.parametrize(
+    "fields", [{"mix": "sigma"}, {"segment_size": 40}, *({"cross_attention_mode": mode} for mode in MODES)], ids=str
+)
+def test_a_step_that_reads_in_place_is_that_of_whole_targets(model_type, fields, monkeypatch):
+    """Where gradients are to be had, a decoded token takes the way of training."""
+    model = seq2seq(model_type, **fields).double()
+    inputs = tiny_inputs(model, batch=3, length=23)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, 9:] = 0
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(options)
+        return segment_step(*args, **options)
+
+    monkeypatch.setattr(cross_attention, "segment_step", counted)
+    with torch.no_grad():
+        outputs = model(**inputs, attention_mask=mask, use_cache=True, decoder_horizon=10)
+    outputs.past_key_values.reorder_cache(torch.tensor([2, 1, 1]))
+    assert not calls
+    step = {
+        "encoder_outputs": BaseModelOutput(outputs.encoder_last_hidden_state),
+        "attention_mask": mask,
+        "decoder_input_ids": inputs["decoder_input_ids"][:, :1],
+    }
+    expected = model(**step, past_key_values=copy.deepcopy(outputs.past_key_values)).logits
+    assert not calls
+    with torch.no_grad():
+        actual = model(**step, past_key_values=outputs.past_key_values).logits
+    assert len(calls) == (0 if model.config.cross_attention_mode == "longt5" else len(attentions(model)))
+    assert_close(actual, expected, "float64 decode")
 
 
 @every_type

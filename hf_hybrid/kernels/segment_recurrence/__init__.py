@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from . import torch_impl
+from .step import segment_step
 
-__all__ = ["SOURCES", "segment_recurrence"]
+__all__ = ["SOURCES", "segment_recurrence", "segment_step"]
 
 SOURCES = ("complement", "segment")
 
@@ -44,7 +45,7 @@ def segment_recurrence(
         weight: W, `(V, V)`, shared by all heads. None with `leak` and `threshold`: no neurons, R[n] = P[i(n)].
         leak: One number, how much of a membrane is left after a segment.
         threshold: One positive number.
-        visited: i(n), `(B or 1, N)`, int64; all segments in order when None.
+        visited: i(n), `(B or 1, N)`, int64, in [0, M); all segments in order when None.
         source: What the neurons accumulate: `"complement"` P[i], or `"segment"` K[i]^T V[i] (ablation IV).
         clamp: Bound on the magnitude of every entry of K^T V and of K[i]^T V[i] before they are subtracted; none when
             None.

@@ -12,12 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend
+from ..dispatch import choose_backend, full_precision, wished_backend
 from .reference import SURROGATE_SLOPE
 
 
-def _why_not_triton() -> str | None:
-    return "segment_recurrence has no Triton kernel yet"
+def _runs_on_triton(backend: str, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
+    """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(key.dtype, key.shape[4], value.shape[4])
+
+    tensors = [key, value, *(x for x in others if x is not None)]
+    return choose_backend("segment_recurrence", backend, tensors, why_not) == "triton"
 
 
 class _Products(NamedTuple):
@@ -73,9 +81,12 @@ def _forward(
     key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    # Chosen in here, where no tracer looks, because the choice reads the environment and logs.
-    choose_backend("segment_recurrence", backend, [key, value], _why_not_triton)
-    with torch.autocast(key.device.type, enabled=False):
+    on_triton = _runs_on_triton(backend, key, value, weight, leak, threshold, visited)
+    with full_precision(key.device):
+        if on_triton:
+            from . import triton_kernels
+
+            return triton_kernels.forward(key, value, weight, leak, threshold, visited, complement, clamp)
         states = _products(key, value, visited, complement, clamp).inputs
         if weight is not None and leak is not None and threshold is not None:
             wide = states.dtype
@@ -97,9 +108,22 @@ def _(
 @torch.library.custom_op("hf_hybrid::segment_recurrence_backward", mutates_args=())
 def _backward(
     grad: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
-    visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool,
+    visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    with torch.autocast(key.device.type, enabled=False):
+    on_triton = _runs_on_triton(backend, key, value, weight, leak, threshold, visited)
+    with full_precision(key.device):
+        if on_triton:
+            from . import triton_kernels
+
+            neuron = (weight, leak, threshold)
+            d_key, d_value, *d_neuron = triton_kernels.backward(
+                grad, key, value, *neuron, visited, complement, clamp, surrogate
+            )
+            found = [
+                key.new_zeros(0) if d is None or x is None else d.to(x.dtype, copy=True).view(x.shape)
+                for d, x in zip(d_neuron, neuron, strict=True)
+            ]
+            return d_key, d_value, found[0], found[1], found[2]
         products = _products(key, value, visited, complement, clamp)
         wide = products.inputs.dtype
         d_inputs = grad.to(wide)
@@ -133,7 +157,7 @@ def _backward(
 @_backward.register_fake
 def _(
     grad: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
-    visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool,
+    visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     neuron = [key.new_empty(0) if x is None else x.new_empty(x.shape) for x in (weight, leak, threshold)]
     return key.new_empty(key.shape), value.new_empty(value.shape), neuron[0], neuron[1], neuron[2]
@@ -174,12 +198,13 @@ def _unwind(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:9]
+    *ctx.options, backend = inputs[6:]
+    ctx.backend = wished_backend(backend)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    gradients = _backward(grad, *tensors, *ctx.options)
+    gradients = _backward(grad, *tensors, *ctx.options, ctx.backend)
     given = [gradient if x is not None else None for gradient, x in zip(gradients, tensors[:5], strict=True)]
     return *given, *[None] * 5
 

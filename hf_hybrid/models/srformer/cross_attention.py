@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 
-from ...kernels import segment_recurrence
+from ...kernels import segment_recurrence, segment_step
 from .segments import Reading, SegmentCache, SegmentMemory, previous_slot
 
 NORM_FLOOR = 1e-6
@@ -103,7 +103,10 @@ class SegmentedCrossAttention:
             if past_key_values is not None:
                 cache.keep(self.layer_idx, memory)
                 past_key_values.is_updated[self.layer_idx] = True
-        query = reading.lay_out(query.unflatten(2, self.segment_shape)) * self.scaling
+        query = query.unflatten(2, self.segment_shape)
+        if self._is_step(query, memory, reading):
+            return self._step(query[:, 0], memory, reading).flatten(1)[:, None], None
+        query = reading.lay_out(query) * self.scaling
         segmented = probabilities = recurrent = None
         if memory.keys is not None:
             segmented, probabilities = self._segmented(query, memory, reading)
@@ -115,6 +118,33 @@ class SegmentedCrossAttention:
         if probabilities is not None and self.config._attn_implementation == "eager":
             return output, reading.collect(probabilities).transpose(1, 2)
         return output, None
+
+    def _is_step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> bool:
+        """Whether one token is decoded, in a way that `segment_step` knows."""
+        kept = memory.states if memory.keys is None else memory.keys
+        return (
+            reading.is_step
+            and not torch.is_grad_enabled()
+            and memory.mean_keys is None
+            and not (self.training and self.dropout > 0)
+            and self.config._attn_implementation != "eager"  # which returns probabilities
+            and kept.dtype == query.dtype
+        )
+
+    def _step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> torch.Tensor:
+        """Attend with one token `(B, H, K)`, to `(B, H, K)`."""
+        return segment_step(
+            query,
+            memory.keys,
+            memory.values,
+            memory.states,
+            reading.picked.view(query.shape[:2]),
+            visible=None if memory.keys is None or reading.visible is None else reading.visible.flatten(0, 3),
+            norm=memory.norm,
+            documents=reading.documents,
+            sigma=self.sigma if self.config.mix == "sigma" else None,
+            scale=self.scaling,
+        )
 
     def memorize(self, key: torch.Tensor, value: torch.Tensor, reading: Reading) -> SegmentMemory:
         """Make of keys and values `(D, M S, H K)` what a target reads.

@@ -219,6 +219,11 @@ class Reading:
         self.picked = None if in_turn else self._picked(slots, device)
         self.visible = self._visible(slots, in_turn)
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it is of one token, for which `picked` says where each row's slot lies."""
+        return self.tiles == self.rows == 1 and self.picked is not None
+
     def _lay(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Lay tokens into tiles: token of each place, place of each token, slot of each tile."""
         count, length = slots.shape

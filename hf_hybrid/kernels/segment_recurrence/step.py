@@ -1,0 +1,215 @@
+"""What a token that is decoded reads of its document: one segment's keys and values, and that segment's state.
+
+Shapes: `B` rows of the target · `D` documents · `H` heads · `N` slots, the segments that a target visits · `S` keys of
+a slot · `K` key dim · `V` value dim.
+"""
+
+import torch
+from torch import Tensor
+
+from ..dispatch import choose_backend, full_precision, may_run_triton
+
+
+def segment_step(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    state: Tensor | None,
+    index: Tensor,
+    *,
+    visible: Tensor | None = None,
+    norm: Tensor | None = None,
+    documents: Tensor | None = None,
+    sigma: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend to one segment per row, and to its state: a decoding step of SRformer's cross-attention.
+
+        o_S = softmax(scale q K_i^T) V_i,  o_R = scale q R_i / norm       (SRformer, section 3.2, eq. 4 and 13)
+        o = o_S + o_R,  or sigma o_S + (1 - sigma) o_R                    (eq. 11, eq. 10)
+
+    O(S (K + V) + K V) multiplications per row and head, and as many numbers read, however long the document is. On a
+    GPU one kernel reads them where they lie. The host waits for nothing, so that a CUDA graph can hold it.
+
+    Where gradients are to be had torch runs, through whose parts they flow; the Triton kernel has no backward.
+
+    Args:
+        query: `(B, H, K)`, float64, float32, bfloat16 or float16.
+        key: `(D, H, N, S, K)` in query's dtype; None, with `value`, without segmented attention.
+        value: `(D, H, N, S, V)` in query's dtype.
+        state: R, `(D, H, N, K, V)` in query's dtype; None without recurrent attention.
+        index: Slot i of each row and head among all of them, ``(document H + head) N + slot``, `(B, H)`, int64, on the
+            device.
+        visible: Which keys a row sees, `(B or 1, S)`, boolean; all when None. A row that sees none has o_S = 0.
+        norm: `(D, H, 1, V or 1)` in query's dtype; 1 when None.
+        documents: Document of each row, whose norm it reads, `(B,)`, int64; row b reads document b's when None.
+        sigma: One number in any dtype; see above.
+        scale: See above.
+        backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(B, H, V)` in query's dtype.
+
+    Raises:
+        ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
+    """
+    _check(query, key, value, state, index, visible, norm, documents, sigma)
+    tensors = [x for x in (query, key, value, state, norm, sigma) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if not torch.compiler.is_compiling():
+            choose_backend("segment_step", backend, tensors, _why_not_differentiated)
+    elif may_run_triton(backend, query):
+        return _step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
+    return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    state: Tensor | None,
+    index: Tensor,
+    visible: Tensor | None,
+    norm: Tensor | None,
+    documents: Tensor | None,
+    sigma: Tensor | None,
+) -> None:
+    if query.dim() != 3 or not query.is_floating_point():
+        raise ValueError(f"query must be a floating-point (B, H, K); got {tuple(query.shape)} of {query.dtype}")
+    if index.shape != query.shape[:2] or index.dtype != torch.int64:
+        raise ValueError(
+            f"index must be (B, H) = {tuple(query.shape[:2])} of int64; got {tuple(index.shape)} of {index.dtype}"
+        )
+    if (key is None) != (value is None) or (key is None and state is None):
+        raise ValueError("key and value must be given together, or state without them; got neither or one of the two")
+    heads, width = query.shape[1:]
+    if key is not None and (key.dim() != 5 or key.shape[1] != heads or key.shape[4] != width):
+        raise ValueError(f"key must be (D, H, N, S, K) with H = {heads} and K = {width}; got {tuple(key.shape)}")
+    if key is not None and value is not None and (value.dim() != 5 or value.shape[:4] != key.shape[:4]):
+        raise ValueError(f"value must be (D, H, N, S, V) = {(*key.shape[:4], 'V')}; got {tuple(value.shape)}")
+    if state is not None:
+        fits = state.dim() == 5 and state.shape[1] == heads and state.shape[3] == width
+        if not fits or (key is not None and state.shape[:3] != key.shape[:3]):
+            raise ValueError(
+                f"state must be (D, H, N, K, V) with H = {heads}, K = {width} and key's D and N; "
+                f"got {tuple(state.shape)}"
+            )
+        if value is not None and state.shape[4] != value.shape[4]:
+            raise ValueError(f"state must have value's V = {value.shape[4]}; got {state.shape[4]}")
+        if norm is not None and norm.shape not in ((*state.shape[:2], 1, state.shape[4]), (*state.shape[:2], 1, 1)):
+            raise ValueError(f"norm must be (D, H, 1, V or 1) with state's D, H and V; got {tuple(norm.shape)}")
+    for name, tensor in (("key", key), ("value", value), ("state", state), ("norm", norm)):
+        if tensor is not None and tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    if norm is not None and state is None:
+        raise ValueError("norm must be None without state")
+    if documents is not None and (documents.shape != query.shape[:1] or documents.dtype != torch.int64):
+        raise ValueError(
+            f"documents must be (B,) = {tuple(query.shape[:1])} of int64; got {tuple(documents.shape)} "
+            f"of {documents.dtype}"
+        )
+    if norm is not None and documents is None and norm.shape[0] != query.shape[0]:
+        raise ValueError(f"documents must be given where norm has not query's B = {query.shape[0]}; got None")
+    if visible is not None:
+        fits = key is not None and visible.dim() == 2 and visible.shape[1] == key.shape[3]
+        if not fits or visible.shape[0] not in (1, query.shape[0]) or visible.dtype != torch.bool:
+            raise ValueError(
+                f"visible must be (B or 1, S) of bool for a key; got {tuple(visible.shape)} of {visible.dtype}"
+            )
+    if sigma is not None and (sigma.numel() != 1 or key is None or state is None):
+        raise ValueError(f"sigma must hold one number, beside key and state; got {tuple(sigma.shape)}")
+
+
+def _why_not_differentiated() -> str:
+    return "a step of decoding has no backward there"
+
+
+def _in_torch(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    state: Tensor | None,
+    index: Tensor,
+    visible: Tensor | None,
+    norm: Tensor | None,
+    documents: Tensor | None,
+    sigma: Tensor | None,
+    scale: float,
+) -> Tensor:
+    flat = index.flatten()
+    q = (query if scale == 1 else query * scale)[:, :, None]
+
+    def read(x: Tensor) -> Tensor:
+        return x.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape)
+
+    segmented = recurrent = None
+    if key is not None and value is not None:
+        scores = torch.matmul(q, read(key).mT)
+        hidden = None if visible is None else visible.logical_not()[:, None, None]
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=wide).to(value.dtype)
+        if hidden is not None:
+            weights = weights.masked_fill(hidden, 0)  # where a segment has no key at all
+        segmented = torch.matmul(weights, read(value))
+    if state is not None:
+        recurrent = torch.matmul(q, read(state))
+        if norm is not None:
+            recurrent = recurrent / (norm if documents is None else norm.index_select(0, documents))
+    if segmented is None or recurrent is None:
+        only = recurrent if segmented is None else segmented
+        assert only is not None
+        return only[:, :, 0]
+    if sigma is not None:
+        share = sigma.to(segmented.dtype)
+        return (share * segmented + (1 - share) * recurrent)[:, :, 0]
+    return (segmented + recurrent)[:, :, 0]
+
+
+@torch.library.custom_op("hf_hybrid::segment_step", mutates_args=())
+def _step(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    state: Tensor | None,
+    index: Tensor,
+    visible: Tensor | None,
+    norm: Tensor | None,
+    documents: Tensor | None,
+    sigma: Tensor | None,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(query.dtype, *(x.shape[-1] for x in (query, value, state) if x is not None))
+
+    # chosen in here, where no tracer looks, because the choice reads the environment and logs
+    tensors = [x for x in (query, key, value, state, index, visible, norm, documents, sigma) if x is not None]
+    if choose_backend("segment_step", backend, tensors, why_not) == "triton":
+        from . import triton_kernels
+
+        return triton_kernels.step(query, key, value, state, index, visible, norm, documents, sigma, scale)
+    with full_precision(query.device):
+        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+
+
+@_step.register_fake
+def _(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    state: Tensor | None,
+    index: Tensor,
+    visible: Tensor | None,
+    norm: Tensor | None,
+    documents: Tensor | None,
+    sigma: Tensor | None,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    width = next(x.shape[4] for x in (value, state) if x is not None)
+    return query.new_empty(*query.shape[:2], width)

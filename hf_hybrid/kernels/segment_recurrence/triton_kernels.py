@@ -1,0 +1,653 @@
+"""The segments' states on a GPU, their gradients, and the step of decoding that reads them in place.
+
+Forward, every sum over tokens comes before the recurrence, which then has nothing left but elementwise work:
+
+    sums      K^T V of a document, by runs of segments that know nothing of each other; torch adds those up
+    drive     P[i] W^T of all visited segments at once: K[i]^T V[i] again, in registers, subtracted from K^T V
+    neurons   m, y and R, one lane per entry of a state, segment after segment
+
+Backward, the first two run again, and
+
+    unwind    goes forward for the membranes and back for their gradients, in place; what it has summed for leak and
+              threshold goes to a place of each program's own, which torch adds up
+    collect   the gradient of K[i]^T V[i] for every segment of the document: over its visits in their order, times W,
+              where the clamp let it pass
+
+Of that the gradients of key and value are products per segment, which torch has. W's is a sum over rows as K^T V is
+one over tokens, and made by the same kernel. No atomics: the same bits in every run.
+
+A difference of large products decides whether a neuron fires, so P is float32 and P W^T of three tf32 parts, whatever
+the dtype of keys, as K^T V is of float32 keys. K^T V of 16 bits is exact but for the order of its sums.
+
+Decoding, one program has one row and one head: it reads keys, values and state of the segment where they lie. A matrix
+times a vector is bound by memory, and summed in float32 without tensor cores.
+
+B batch · H heads · M segments · S segment size · K key dim · V value dim · N visited segments · D documents
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launching import Configuration, blocks, capability_of, launch
+from .reference import SURROGATE_SLOPE
+
+WIDEST = 256
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_PROGRAMS = 528
+"""Programs that fill a GPU: four for each of the 132 multiprocessors of the one in mind."""
+
+_SHORTEST_SPAN = 256
+"""Tokens; a sum over fewer would be written more often than it saves time."""
+
+_SLOPE = tl.constexpr(SURROGATE_SLOPE)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_NOTHING = tl.constexpr(-1e30)
+"""The largest score so far where there was none: finite, so that differences are numbers."""
+
+_WIDE, _NARROW = {"BT": 64, "BK": 64, "BV": 64}, {"BT": 64, "BK": 16, "BV": 64}
+
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration("sums", "all shapes and dtypes", _WIDE, 4, 2),
+        Configuration("drive", "from sm_90 on, unless float32 and V > 64", _WIDE, 8, 2),
+        Configuration("drive narrow", "before sm_90, or float32 and V > 64", _NARROW, 4, 2),
+        Configuration("neurons", "all shapes and dtypes", {"BLOCK": 128, "STEP": 8}, 1, 1),
+        Configuration("unwind", "all shapes and dtypes", {"BLOCK": 128, "STEP": 4}, 1, 1),
+        Configuration("collect", "from sm_90 on, unless float32 and V > 64", _WIDE, 8, 2),
+        Configuration("collect narrow", "before sm_90, or float32 and V > 64", _NARROW, 4, 2),
+        Configuration("visits", "instead of collect, without neurons and clamp", _NARROW, 4, 1),
+        Configuration("step k64", "K and V <= 64", {"BS": 64, "D": 64}, 8, 1),
+        Configuration("step k256", "K or V > 64", {"BS": 16, "D": 256}, 4, 1),
+    )
+}
+"""Wide tiles, where they fit into registers without spilling one. Tiles of 32 are avoided in products: compilers have
+got several of them wrong on sm_90."""
+
+
+def why_not(dtype: torch.dtype, *widths: int) -> str | None:
+    """The objection of both ops to running here, or None."""
+    if dtype not in _DTYPES:
+        return f"key must be float32, bfloat16 or float16; got {dtype}"
+    if max(widths) > WIDEST:
+        return f"K and V must be at most {WIDEST}; got {' and '.join(str(width) for width in widths)}"
+    return None
+
+
+@triton.jit
+def _tile(x, row, rows, count, WIDTH: tl.constexpr, column, COLUMNS: tl.constexpr, FLOAT32: tl.constexpr):
+    """Rows of the matrix whose first row of WIDTH numbers is x's `row`; zeros from `count` rows on and behind WIDTH.
+
+    Only `row` is a large number, so that the places of a tile's numbers behind it need no more than 32 bits.
+    """
+    cols = column + tl.arange(0, COLUMNS)[None, :]
+    place = x + row * WIDTH + (rows[:, None] * WIDTH + cols)
+    tile = tl.load(place, mask=(rows[:, None] < count) & (cols < WIDTH), other=0.0)
+    return tile.to(tl.float32) if FLOAT32 else tile
+
+
+@triton.jit
+def _product(
+    k, v, row, count, column_k, column_v,
+    K: tl.constexpr, V: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One tile of K^T V over `count` rows from `row` on."""
+    total = tl.zeros((BK, BV), tl.float32)
+    for start in range(0, count, BT):
+        rows = start + tl.arange(0, BT)
+        keys = _tile(k, row, rows, count, K, column_k, BK, FLOAT32)
+        values = _tile(v, row, rows, count, V, column_v, BV, FLOAT32)
+        total = tl.dot(tl.trans(keys), values, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _clamped(product, CLAMP):
+    if CLAMP is not None:
+        product = tl.minimum(tl.maximum(product, -CLAMP), CLAMP)
+    return product
+
+
+@triton.jit(do_not_specialize=["T", "SIZE", "SPANS"])
+def sums_kernel(
+    k, v, sums,
+    T, SIZE, SPANS,
+    K: tl.constexpr, V: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One tile of K^T V over a span of SIZE of the T rows of a group, `(groups, SPANS, K, V)`."""
+    pid = tl.program_id(0)
+    tiles_v = tl.cdiv(V, BV)
+    tiles = tiles_v * tl.cdiv(K, BK)
+    tile, part = pid % tiles, pid // tiles
+    column_v, column_k = tile % tiles_v * BV, tile // tiles_v * BK
+    group, span = part // SPANS, part % SPANS
+    row = group.to(tl.int64) * T + span * SIZE
+    count = tl.minimum(SIZE, T - span * SIZE)
+    total = _product(k, v, row, count, column_k, column_v, K, V, FLOAT32, PRECISION, BT, BK, BV)
+    rows, cols = column_k + tl.arange(0, BK)[:, None], column_v + tl.arange(0, BV)[None, :]
+    place = sums + part.to(tl.int64) * (K * V) + (rows * V + cols)
+    tl.store(place, total, mask=(rows < K) & (cols < V))
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def drive_kernel(
+    k, v, whole, weight, visited, drive, inputs,
+    M, N, S, H, CLAMP,
+    K: tl.constexpr, V: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One tile of P W^T of a visited segment, or of P itself without W; `inputs`, if wanted, receives P beside it.
+
+    Without `whole`, K^T V of the document, P is K[i]^T V[i].
+    """
+    pid = tl.program_id(0)
+    tiles_v = tl.cdiv(V, BV)
+    tiles = tiles_v * tl.cdiv(K, BK)
+    tile, slot = pid % tiles, pid // tiles
+    column, column_k = tile % tiles_v * BV, tile // tiles_v * BK
+    strip, n = slot // N, slot % N
+    segment = n
+    if visited is not None:
+        segment = tl.load(visited + strip // H * N + n).to(tl.int32)
+        segment = tl.minimum(tl.maximum(segment, 0), M - 1)
+    row = (strip.to(tl.int64) * M + segment) * S
+    rows = column_k + tl.arange(0, BK)
+    result = tl.zeros((BK, BV), tl.float32)
+    # without W, each column of the result is its own only input
+    first, behind = 0, V
+    if weight is None:
+        first, behind = column, column + 1
+    for column_v in range(first, behind, BV):
+        own = _product(k, v, row, S, column_k, column_v, K, V, FLOAT32, PRECISION, BT, BK, BV)
+        own = _clamped(own, CLAMP)
+        if whole is not None:
+            own = _tile(whole, strip.to(tl.int64) * K, rows, K, V, column_v, BV, True) - own
+        if weight is None:
+            result = own
+        else:
+            outputs = column + tl.arange(0, BV)
+            factor = _tile(weight, 0, outputs, V, V, column_v, BV, True)
+            result = tl.dot(own, tl.trans(factor), result, input_precision="tf32x3")
+            if inputs is not None:
+                cols = column_v + tl.arange(0, BV)[None, :]
+                place = inputs + slot.to(tl.int64) * (K * V) + (rows[:, None] * V + cols)
+                tl.store(place, own, mask=(rows[:, None] < K) & (cols < V) & (column_v == column))
+    cols = column + tl.arange(0, BV)[None, :]
+    place = drive + slot.to(tl.int64) * (K * V) + (rows[:, None] * V + cols)
+    tl.store(place, result.to(drive.dtype.element_ty), mask=(rows[:, None] < K) & (cols < V))
+
+
+@triton.jit
+def _reset(membrane, limit):
+    """What is left of a membrane that fires above a limit."""
+    return tl.where(membrane > limit, membrane - limit, membrane)
+
+
+@triton.jit(do_not_specialize=["N"])
+def neurons_kernel(
+    drive, leak, threshold, states,
+    N, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """R of BLOCK of the SIZE numbers of one head's states, from what drives them."""
+    tiles = tl.cdiv(SIZE, BLOCK)
+    pid = tl.program_id(0)
+    strip = pid // tiles
+    cols = (pid - strip * tiles) * BLOCK + tl.arange(0, BLOCK)
+    kept = cols < SIZE
+    decay, limit = tl.load(leak).to(tl.float32), tl.load(threshold).to(tl.float32)
+    source = drive + strip.to(tl.int64) * N * SIZE + cols
+    target = states + strip.to(tl.int64) * N * SIZE + cols
+    after = tl.zeros((BLOCK,), tl.float32)
+    for block in range(0, N, STEP):
+        # every load of a block before its first store, past which the compiler cannot move one
+        arriving = ()
+        for i in tl.static_range(STEP):
+            arriving = arriving + (tl.load(source + i * SIZE, mask=kept & (block + i < N), other=0.0),)
+        for i in tl.static_range(STEP):
+            membrane = arriving[i] + decay * after
+            after = _reset(membrane, limit)
+            state = tl.where(membrane > limit, membrane / limit - 1, 0.0)
+            tl.store(target + i * SIZE, state.to(states.dtype.element_ty), mask=kept & (block + i < N))
+        source += STEP * SIZE
+        target += STEP * SIZE
+
+
+@triton.jit(do_not_specialize=["N"])
+def unwind_kernel(
+    drive, grad, leak, threshold, total, sums,
+    N, SIZE: tl.constexpr, SURROGATE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Turn what drives the neurons into its gradient, in place, and sum that over segments.
+
+    With g = dR and f = 1[y > 0]:  dm = f g / threshold + da (1 - s),  s = 0.3 max(0, 1 - |y|) or 0,
+    da[n-1] = leak dm[n],  dleak = sum a[n-1] dm[n],  dthreshold = sum -f g m / threshold^2 - da (f - s m / threshold).
+    """
+    tiles = tl.cdiv(SIZE, BLOCK)
+    pid = tl.program_id(0)
+    strip = pid // tiles
+    cols = (pid - strip * tiles) * BLOCK + tl.arange(0, BLOCK)
+    kept = cols < SIZE
+    decay, limit = tl.load(leak).to(tl.float32), tl.load(threshold).to(tl.float32)
+    start = strip.to(tl.int64) * N * SIZE + cols
+    zero = tl.zeros((BLOCK,), tl.float32)
+    membranes, after = drive + start, zero
+    for block in range(0, N, STEP):
+        arriving = ()
+        for i in tl.static_range(STEP):
+            arriving = arriving + (tl.load(membranes + i * SIZE, mask=kept & (block + i < N), other=0.0),)
+        for i in tl.static_range(STEP):
+            membrane = arriving[i] + decay * after
+            after = _reset(membrane, limit)
+            tl.store(membranes + i * SIZE, membrane, mask=kept & (block + i < N))
+        membranes += STEP * SIZE
+    tl.debug_barrier()  # what was written is read again, not by the same thread if a compiler lays it out anew
+    upstream = grad + start + tl.cdiv(N, STEP).to(tl.int64) * (STEP * SIZE)
+    d_after, d_leak, d_threshold, d_total = zero, zero, zero, zero
+    for block in range(0, N, STEP):
+        membranes -= STEP * SIZE
+        upstream -= STEP * SIZE
+        # segments of the block, the last ones first; in front of the first segment there is nothing
+        low = (tl.cdiv(N, STEP) - 1) * STEP - block
+        held, gradients = (), ()
+        for i in tl.static_range(STEP + 1):
+            n = low + i - 1
+            held = held + (tl.load(membranes + (i - 1) * SIZE, mask=kept & (n >= 0) & (n < N), other=0.0),)
+        for i in tl.static_range(STEP):
+            g = tl.load(upstream + i * SIZE, mask=kept & (low + i < N), other=0.0)
+            gradients = gradients + (g.to(tl.float32),)
+        for j in tl.static_range(STEP):
+            membrane = held[STEP - j]
+            ratio = membrane / limit
+            fired = membrane > limit
+            passed = tl.where(fired, gradients[STEP - 1 - j] / limit, 0.0)
+            reset = tl.where(fired, 1.0, 0.0)
+            d_membrane = passed + d_after
+            if SURROGATE:
+                slope = _SLOPE * tl.maximum(1 - tl.abs(ratio - 1), 0.0)
+                reset -= slope * ratio
+                d_membrane -= slope * d_after
+            d_threshold -= passed * ratio + reset * d_after
+            d_leak += _reset(held[STEP - 1 - j], limit) * d_membrane
+            d_total += d_membrane
+            d_after = decay * d_membrane
+            tl.store(membranes + (STEP - 1 - j) * SIZE, d_membrane, mask=kept & (low + STEP - 1 - j < N))
+    tl.store(total + strip.to(tl.int64) * SIZE + cols, d_total, mask=kept)
+    tl.store(sums + pid * 2, tl.sum(tl.where(kept, d_leak, 0.0)))
+    tl.store(sums + pid * 2 + 1, tl.sum(tl.where(kept, d_threshold, 0.0)))
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def collect_kernel(
+    k, v, grad, weight, d_whole, order, starts, d_own,
+    M, N, S, H, CLAMP,
+    K: tl.constexpr, V: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient of K[i]^T V[i], from those of the slots that visit segment i, and of K^T V.
+
+    Those slots are `order` from starts[i] up to starts[i + 1]; slot i alone without.
+    """
+    pid = tl.program_id(0)
+    tiles_v = tl.cdiv(V, BV)
+    tiles = tiles_v * tl.cdiv(K, BK)
+    tile, place = pid % tiles, pid // tiles
+    column, column_k = tile % tiles_v * BV, tile // tiles_v * BK
+    strip, segment = place // M, place % M
+    low, high = segment, segment + 1
+    if order is not None:
+        low = tl.load(starts + strip // H * (M + 1) + segment)
+        high = tl.load(starts + strip // H * (M + 1) + segment + 1)
+    rows, cols = column_k + tl.arange(0, BK), column + tl.arange(0, BV)[None, :]
+    result = tl.zeros((BK, BV), tl.float32)
+    first, behind = 0, V
+    if weight is None:
+        first, behind = column, column + 1
+    for column_v in range(first, behind, BV):
+        visits = tl.zeros((BK, BV), tl.float32)
+        for j in range(low, high):
+            slot = j
+            if order is not None:
+                slot = tl.load(order + strip // H * N + j).to(tl.int32)
+            visits += _tile(grad, (strip.to(tl.int64) * N + slot) * K, rows, K, V, column_v, BV, True)
+        if weight is None:
+            result = visits
+        else:
+            outputs = column_v + tl.arange(0, BV)
+            factor = _tile(weight, 0, outputs, V, V, column, BV, True)
+            result = tl.dot(visits, factor, result, input_precision=PRECISION)
+    if CLAMP is not None:
+        row = (strip.to(tl.int64) * M + segment) * S
+        own = _product(k, v, row, S, column_k, column, K, V, FLOAT32, PRECISION, BT, BK, BV)
+        result = tl.where(tl.abs(own) <= CLAMP, result, 0.0)
+    if d_whole is not None:
+        result = _tile(d_whole, strip.to(tl.int64) * K, rows, K, V, column, BV, True) - result
+    target = d_own + place.to(tl.int64) * (K * V) + (rows[:, None] * V + cols)
+    tl.store(target, result.to(d_own.dtype.element_ty), mask=(rows[:, None] < K) & (cols < V))
+
+
+@triton.jit(do_not_specialize=["SLOTS", "S"])
+def step_kernel(
+    q, k, v, states, index, visible, norm, documents, sigma, output,
+    SLOTS, S, H, VISIBLE, SCALE,
+    K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """What one token of one row and head reads of its segment, `(V,)`."""
+    strip = tl.program_id(0)
+    slot = tl.load(index + strip).to(tl.int64)
+    slot = tl.minimum(tl.maximum(slot, 0), SLOTS - 1)
+    cols = tl.arange(0, D)
+    inside = cols < V
+    source = q + strip.to(tl.int64) * K
+    result = tl.zeros((D,), tl.float32)
+    recurrent = tl.zeros((D,), tl.float32)
+    if states is not None:
+        for start in range(0, K, BS):
+            rows = start + tl.arange(0, BS)
+            query = tl.load(source + rows, mask=rows < K, other=0.0).to(tl.float32) * SCALE
+            recurrent += tl.sum(query[:, None] * _tile(states, slot * K, rows, K, V, 0, D, True), 0)
+        if norm is not None:
+            document = strip // H
+            if documents is not None:
+                document = tl.load(documents + document).to(tl.int32)
+            place = norm + (document * H + strip % H) * NORM
+            if NORM == 1:
+                recurrent = recurrent / tl.load(place).to(tl.float32)
+            else:
+                recurrent = recurrent / tl.load(place + cols, mask=inside, other=1.0).to(tl.float32)
+        result = recurrent
+    if k is not None:
+        query = tl.load(source + cols, mask=cols < K, other=0.0).to(tl.float32) * (SCALE * _LOG2E)
+        most = tl.full((1,), _NOTHING, tl.float32)
+        weights = tl.zeros((1,), tl.float32)
+        segmented = tl.zeros((D,), tl.float32)
+        for start in range(0, S, BS):
+            rows = start + tl.arange(0, BS)
+            keys = _tile(k, slot * S, rows, S, K, 0, D, True)
+            values = _tile(v, slot * S, rows, S, V, 0, D, True)
+            seen = rows < S
+            if visible is not None:
+                seen &= tl.load(visible + strip // H * VISIBLE + rows, mask=seen, other=0) != 0
+            scores = tl.where(seen, tl.sum(keys * query[None, :], 1), -float("inf"))
+            more = tl.maximum(most, tl.max(scores, 0))
+            faded = tl.exp2(most - more)
+            own = tl.exp2(scores - more)
+            weights = weights * faded + tl.sum(own, 0)
+            segmented = segmented * faded + tl.sum(own[:, None] * values, 0)
+            most = more
+        segmented = segmented / tl.where(weights > 0, weights, 1.0)  # a segment may have no key at all
+        if sigma is not None:
+            share = tl.load(sigma).to(tl.float32)
+            result = share * segmented + (1 - share) * recurrent
+        else:
+            result = segmented + recurrent
+    tl.store(output + strip.to(tl.int64) * V + cols, result.to(output.dtype.element_ty), mask=inside)
+
+
+def _interpreted() -> bool:
+    return not isinstance(sums_kernel, triton.runtime.JITFunction)
+
+
+def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
+    """How products of a dtype are made; interpreted, bfloat16 has no arithmetic."""
+    wide = dtype == torch.float32
+    widened = wide or (dtype == torch.bfloat16 and _interpreted())
+    return {"FLOAT32": widened, "PRECISION": "tf32x3" if wide else "tf32"}
+
+
+def _summed(x: Tensor, y: Tensor, run: int, precise: torch.dtype) -> Tensor:
+    """X^T Y over the rows of `(groups, T, X)` and `(groups, T, Y)`, in spans of whole runs of rows, in float32.
+
+    Factors of float32 are multiplied as those of the dtype `precise` are.
+    """
+    groups, length, width = x.shape
+    configuration = CONFIGURATIONS["sums"]
+    tiles = blocks(width, configuration.tiles["BK"]) * blocks(y.shape[2], configuration.tiles["BV"])
+    wanted = min(blocks(_PROGRAMS, max(1, groups * tiles)), blocks(length, _SHORTEST_SPAN))
+    size = blocks(blocks(length, wanted), run) * run
+    spans = blocks(length, size)
+    sums = torch.empty(groups, spans, width, y.shape[2], dtype=torch.float32, device=x.device)
+    launch(
+        sums_kernel,
+        groups * spans * tiles,
+        configuration,
+        k=x,
+        v=y,
+        sums=sums,
+        T=length,
+        SIZE=size,
+        SPANS=spans,
+        K=width,
+        V=y.shape[2],
+        FLOAT32=_arithmetic(x.dtype)["FLOAT32"],
+        PRECISION=_arithmetic(precise)["PRECISION"],
+    )
+    return sums[:, 0] if spans == 1 else sums.sum(1)
+
+
+class _Call:
+    """What all launches for one set of inputs share."""
+
+    def __init__(self, key: Tensor, value: Tensor, visited: Tensor | None, complement: bool, clamp: float | None):
+        """Sum K^T V of the documents, where their complements are wanted."""
+        self.key, self.value = key.contiguous(), value.contiguous()
+        self.visited = None if visited is None else visited.contiguous()
+        self.batch, self.heads, self.segments, self.size, self.width = key.shape
+        self.value_width = value.shape[4]
+        self.slots = self.segments if visited is None else visited.shape[1]
+        self.strips = self.batch * self.heads
+        self.clamp = clamp
+        self.whole = self.within = None
+        if complement:
+            # the segments of a span are summed as drive_kernel sums each: of one segment alone nothing is left
+            rows = (self.strips, self.segments * self.size)
+            whole = _summed(
+                self.key.view(*rows, self.width), self.value.view(*rows, self.value_width), self.size, key.dtype
+            )
+            if clamp is not None:
+                self.within = whole.abs() <= clamp
+                whole = whole.clamp(-clamp, clamp)
+            self.whole = whole.contiguous()
+
+    def _launch(self, name: str, kernel: Any, each: int, **arguments: Any) -> None:
+        """One program per tile of `(K, V)` of each segment or slot."""
+        spills = capability_of(self.key) < 90 or (self.key.dtype == torch.float32 and self.value_width > 64)
+        configuration = CONFIGURATIONS[f"{name} narrow" if spills and name != "visits" else name]
+        tiles = blocks(self.width, configuration.tiles["BK"]) * blocks(self.value_width, configuration.tiles["BV"])
+        launch(
+            kernel,
+            self.strips * each * tiles,
+            configuration,
+            k=self.key,
+            v=self.value,
+            **arguments,
+            M=self.segments,
+            N=self.slots,
+            S=self.size,
+            H=self.heads,
+            CLAMP=self.clamp,
+            K=self.width,
+            V=self.value_width,
+            **_arithmetic(self.key.dtype),
+        )
+
+    def empty(self, slots: int, dtype: torch.dtype) -> Tensor:
+        shape = (self.batch, self.heads, slots, self.width, self.value_width)
+        return torch.empty(shape, dtype=dtype, device=self.key.device)
+
+    def drive(self, weight: Tensor | None, drive: Tensor, inputs: Tensor | None = None) -> Tensor:
+        self._launch(
+            "drive",
+            drive_kernel,
+            self.slots,
+            whole=self.whole,
+            weight=weight,
+            visited=self.visited,
+            drive=drive,
+            inputs=inputs,
+        )
+        return drive
+
+    def collect(self, grad: Tensor, weight: Tensor | None, d_whole: Tensor | None) -> Tensor:
+        """Gradient of K[i]^T V[i], `(B, H, M, K, V)`: as a factor of bfloat16 it is rounded to that anyway."""
+        order = starts = None
+        if self.visited is not None:
+            visited, order = self.visited.clamp(0, self.segments - 1).sort(dim=1, stable=True)
+            bounds = torch.arange(self.segments + 1, device=visited.device).expand(self.batch, -1).contiguous()
+            starts = torch.searchsorted(visited, bounds).int()
+            order = order.int()
+        narrow = self.key.dtype == torch.bfloat16
+        d_own = self.empty(self.segments, torch.bfloat16 if narrow else torch.float32)
+        self._launch(
+            "visits" if weight is None and self.clamp is None else "collect",  # without a product
+            collect_kernel,
+            self.segments,
+            grad=grad,
+            weight=weight,
+            d_whole=d_whole,
+            order=order,
+            starts=starts,
+            d_own=d_own,
+        )
+        return d_own
+
+
+def _lanes(name: str, states: Tensor) -> tuple[int, Configuration, dict[str, int]]:
+    """Programs, configuration and sizes of a kernel that has a lane per entry of `(B, H, N, K, V)`."""
+    configuration = CONFIGURATIONS[name]
+    batch, heads, slots, width, value_width = states.shape
+    programs = batch * heads * blocks(width * value_width, configuration.tiles["BLOCK"])
+    return programs, configuration, {"N": slots, "SIZE": width * value_width}
+
+
+def forward(
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    leak: Tensor | None,
+    threshold: Tensor | None,
+    visited: Tensor | None,
+    complement: bool,
+    clamp: float | None,
+) -> Tensor:
+    """States, `(B, H, N, K, V)` in key's dtype."""
+    call = _Call(key, value, visited, complement, clamp)
+    states = call.empty(call.slots, key.dtype)
+    if weight is None:
+        return call.drive(None, states)
+    drive = call.drive(weight.contiguous(), call.empty(call.slots, torch.float32))
+    programs, configuration, sizes = _lanes("neurons", states)
+    launch(
+        neurons_kernel,
+        programs,
+        configuration,
+        states=states,
+        drive=drive,
+        leak=leak,
+        threshold=threshold,
+        **sizes,
+    )
+    return states
+
+
+def backward(
+    grad: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    leak: Tensor | None,
+    threshold: Tensor | None,
+    visited: Tensor | None,
+    complement: bool,
+    clamp: float | None,
+    surrogate: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of key and value in their dtype; of weight, leak and threshold in float32, or None without neurons."""
+    call = _Call(key, value, visited, complement, clamp)
+    grad = grad.contiguous()
+    d_weight = d_leak = d_threshold = None
+    if weight is not None:
+        weight = weight.contiguous()
+        inputs = call.empty(call.slots, torch.float32)
+        drive = call.drive(weight, call.empty(call.slots, torch.float32), inputs)
+        programs, configuration, sizes = _lanes("unwind", drive)
+        total = torch.empty(*key.shape[:2], *drive.shape[3:], dtype=torch.float32, device=key.device)
+        sums = torch.empty(programs, 2, dtype=torch.float32, device=key.device)
+        launch(
+            unwind_kernel,
+            programs,
+            configuration,
+            grad=grad,
+            drive=drive,
+            leak=leak,
+            threshold=threshold,
+            total=total,
+            sums=sums,
+            SURROGATE=surrogate,
+            **sizes,
+        )
+        grad = drive
+        width = weight.shape[0]
+        d_weight = _summed(drive.view(1, -1, width), inputs.view(1, -1, width), 1, key.dtype)[0]
+        d_leak, d_threshold = sums.sum(0).unbind()
+        total = torch.matmul(total, weight.float())
+    else:
+        total = grad.sum(2, dtype=torch.float32)
+    d_whole = total if complement else None
+    if call.within is not None:
+        d_whole = total * call.within.view_as(total)
+    d_own = call.collect(grad, weight, d_whole)
+    d_key = torch.matmul(call.value.to(d_own.dtype), d_own.mT).to(key.dtype)
+    d_value = torch.matmul(call.key.to(d_own.dtype), d_own).to(key.dtype)
+    return d_key, d_value, d_weight, d_leak, d_threshold
+
+
+def step(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    state: Tensor | None,
+    index: Tensor,
+    visible: Tensor | None,
+    norm: Tensor | None,
+    documents: Tensor | None,
+    sigma: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """What one token per row reads, `(B, H, V)` in query's dtype."""
+    batch, heads, width = query.shape
+    value_width = next(x.shape[4] for x in (value, state) if x is not None)
+    output = torch.empty(batch, heads, value_width, dtype=query.dtype, device=query.device)
+    configuration = CONFIGURATIONS["step k64" if max(width, value_width) <= 64 else "step k256"]
+    launch(
+        step_kernel,
+        batch * heads,
+        configuration,
+        q=query.contiguous(),
+        k=None if key is None else key.contiguous(),
+        v=None if value is None else value.contiguous(),
+        states=None if state is None else state.contiguous(),
+        index=index.contiguous(),
+        visible=None if visible is None else visible.contiguous().view(torch.uint8),
+        norm=None if norm is None else norm.contiguous(),
+        documents=None if documents is None else documents.contiguous(),
+        sigma=sigma,
+        output=output,
+        SLOTS=next(math.prod(x.shape[:3]) for x in (key, state) if x is not None),
+        S=0 if key is None else key.shape[3],
+        H=heads,
+        VISIBLE=0 if visible is None or visible.shape[0] == 1 else visible.shape[1],
+        SCALE=scale,
+        K=width,
+        V=value_width,
+        NORM=0 if norm is None else norm.shape[3],
+    )
+    return output

@@ -139,16 +139,31 @@ def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) 
     triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
 
 
-def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool) -> None:
+def _local_attention(
+    dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool, masked: bool, biased: bool, dropout: float
+) -> None:
     from hf_hybrid.kernels.local_attention import triton_kernels
 
     q = _meta(1 if packed else 8, 4096, 12, width, dtype=dtype)
-    bias = None if chunk_size else _meta(12, 257)
-    mask = _meta(*q.shape[:2], dtype=torch.bool) if chunk_size or packed else None
+    bias = _meta(12, 2 * chunk_size - 1 if chunk_size else 257) if biased else None
+    mask = _meta(*q.shape[:2], dtype=torch.bool) if masked else None
+    seed = _meta(dtype=torch.int64) if dropout else None
     cu_seqlens = _meta(9, dtype=torch.int32) if packed else None
-    arguments = (q, q, q, bias, mask, cu_seqlens, None if chunk_size else 128, chunk_size, False, 0.125)
-    _, log_sum = triton_kernels.forward(*arguments)
-    triton_kernels.backward(q, log_sum, *arguments)
+    options = (bias, mask, seed, cu_seqlens, None if chunk_size else 128, chunk_size, False, 0.125, dropout)
+    output, log_sum = triton_kernels.forward(q, q, q, *options)
+    triton_kernels.backward(q, output, log_sum, q, q, q, *options)
+
+
+# chunk_size, packed, masked, biased, dropout; the last has everything that takes registers
+_LOCAL_FORMS = (
+    (None, False, False, False, 0.0),
+    (None, False, False, True, 0.0),
+    (None, False, True, True, 0.1),
+    (None, True, False, True, 0.0),
+    (512, False, True, False, 0.1),
+    (512, True, True, False, 0.0),
+    (512, True, True, True, 0.1),
+)
 
 
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
@@ -159,9 +174,9 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
             calls.append(("short_conv", lambda a=(dtype, taps, packed): _short_conv(*a)))
         for heads, width, packed in ((4, 128, True), (4, 64, True), (4, 128, False), (4, 64, False), (1, 1024, False)):
             calls.append(("linear_attention", lambda a=(dtype, heads, width, packed): _linear_attention(*a)))
-        for width in (64, 128, 256) if dtype != torch.float32 else (64,):
-            for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
-                calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
+        for width in (64, 128, 256):
+            for form in _LOCAL_FORMS:
+                calls.append(("local_attention", lambda a=(dtype, width, *form): _local_attention(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -254,7 +269,7 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    flags += [name for name in ("state", "bias", "CHUNK") if launch.arguments.get(name) is not None]
+    flags += [name for name in ("state", "bias", "kept", "seed", "CHUNK") if launch.arguments.get(name) is not None]
     sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J") if name in launch.arguments]
     return Report(
         f"{op}.{configuration.name.split()[0]}",

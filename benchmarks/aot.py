@@ -156,12 +156,10 @@ def _local_attention(
 
 # chunk_size, packed, masked, biased, dropout; the last has everything that takes registers
 _LOCAL_FORMS = (
-    (None, False, False, False, 0.0),
     (None, False, False, True, 0.0),
-    (None, False, True, True, 0.1),
-    (None, True, False, True, 0.0),
-    (512, False, True, False, 0.1),
-    (512, True, True, False, 0.0),
+    (None, False, True, False, 0.1),
+    (512, False, True, False, 0.0),
+    (None, True, False, True, 0.1),
     (512, True, True, True, 0.1),
 )
 

@@ -9,6 +9,7 @@ from benchmarks import gpu, gpu_kernels, gpu_models
 from benchmarks.gpu_kernels import cases, check, checked_cases
 from benchmarks.record import read_csv
 from hf_hybrid.kernels.launching import record_launches
+from hf_hybrid.kernels.local_attention import local_attention
 
 CPU = torch.device("cpu")
 # they compute something else on purpose, or want a GPU
@@ -37,10 +38,10 @@ def test_peers_compute_what_the_op_does(op):
 def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
     from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
-    from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
+    from hf_hybrid.kernels.local_attention import triton_kernels as attention
     from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
 
-    modules = {"linear_attention": linear_attention, "local_attention": local_attention, "short_conv": short_conv}
+    modules = {"linear_attention": linear_attention, "local_attention": attention, "short_conv": short_conv}
     shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
     taken = set()
     for case in checked_cases(small=False):
@@ -53,6 +54,16 @@ def test_every_shipped_configuration_is_checked():
                     case.run(inputs, "triton").sum().backward()
                 taken |= {(case.op, launch.configuration.name) for launch in launches}
     assert taken == shipped
+
+
+def test_dropout_is_checked_with_the_mask_that_was_drawn():
+    case = gpu_kernels._local_attention_dropout(2, 40, 2, 16, 7, 0.25)
+    inputs = gpu_kernels._inputs(case, CPU, torch.float64, seed=1)
+    torch.manual_seed(3)
+    actual = local_attention(inputs["q"], inputs["k"], inputs["v"], bias=inputs["bias"], radius=7, dropout=0.25)
+    assert gpu_kernels._error(actual.detach(), case.run(inputs, "torch").detach()) < 1e-6
+    rows = check(case, "fp32", CPU, ("torch", "triton"))
+    assert [row["outcome"] for row in rows] == ["ok", "not every tensor is on a CUDA device"]
 
 
 def test_what_is_wrong_shows():

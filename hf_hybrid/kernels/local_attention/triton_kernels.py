@@ -5,19 +5,19 @@ softmax taken along (Flash attention), and leaves per query the output and log2 
 path does. A token sees a run of tokens, [low, high), whether window or chunk, and so does the reverse: a key is seen
 by a run of queries. That is all that the kernels know of the two.
 
-    d_query:      dO . o first, for the other kernel too, then dS = p (dO V^T - dO . o) and dQ = scale dS K
+    d_query:      dO . o first, which the other kernel reads too, then dS = p (dO V^T - dO . o) and dQ = scale dS K
     d_key_value:  one program per block of keys; P^T = exp2(K Q^T ...) from the start, dV = P^T dO, dK = scale dS^T Q
 
 Scores turned round are computed turned round, from operands in memory: no accumulator is ever transposed, which
 compilers have got wrong.
 
-The bias is one number per offset key - query; its gradient sums dS along diagonals. Tiles of dS are square and lie on
-a grid that starts with the block of queries: rolling row i left by i puts the diagonals c >= 0 and c - BS into column
-c. Two neighbouring tiles complete each other's diagonals. Each program writes its sums, one per offset, to a place of
-its own, and torch adds those up.
+The bias is one number per offset key - query; its gradient sums dS along diagonals. Blocks of keys lie on a grid that
+starts with the block of queries, so that a tile's diagonals end at fixed columns: rolling row i of BS left by i puts
+the diagonals c >= 0 and c - BS into column c. Each program holds such sums until they are complete, writes them to a
+place of its own, one per offset, and torch adds up the programs'.
 
 Dropout needs a random number per score. Philox, counting tokens and heads, gives every token two words as a query and
-two as a key, and what a query and a key have is scrambled together: twelve instructions per score instead of Philox's
+two as a key, and what a query and a key have is scrambled together: ten instructions per score instead of Philox's
 hundred, and the same number whichever way a tile is turned. The walks multiply by 0 or 1 and leave the factor that
 keeps the mean to the end.
 
@@ -56,18 +56,23 @@ CONFIGURATIONS = {
         Configuration("d_query k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
         Configuration("d_query k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
         Configuration("d_query k256", "16 bits", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 8, 1),
+        Configuration(
+            "d_query float32 k64 before sm_90", "K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 4, 1
+        ),
         Configuration("d_query float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
         Configuration("d_key_value k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
         Configuration("d_key_value k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
         Configuration("d_key_value k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 8, 1),
         Configuration("d_key_value k256 before sm_90", "16 bits", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 4, 1),
-        Configuration("d_key_value float32 k64", "float32, K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 8, 1),
+        Configuration(
+            "d_key_value float32 k64", "float32, K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 8, 1
+        ),
         Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
     )
 }
 """BT tokens that a program has, BS that it walks over at a time, D columns of a head: of wider heads each program
 computes that many. Scores of heads wider than S columns are summed S at a time, read again for every tile. Tiles of 32
-are avoided: compilers have got products with several of them wrong on sm_90, so that narrower heads are padded to 64."""
+are avoided: compilers have got products with several of them wrong on sm_90. So narrower heads are padded to 64."""
 
 
 def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Configuration:
@@ -170,8 +175,8 @@ def _scores(product, bias, head, start, TURNED: tl.constexpr, seen, SCALE, CENTE
 def _add_diagonals(held, x, n, BT: tl.constexpr, BS: tl.constexpr):
     """Sum x[i, j], the n-th tile of a walk, along the offsets key - query, and add that to runs of BS offsets.
 
-    Rows i come in groups of BS. Rolled left by its place in its group, a row of group g adds to the run n - g, and with
-    what has come round to the run before. Run m is held in row m mod RUNS, of twice as many as there are groups.
+    Rows i come in groups of BS. Rolled left by its place in its group, a row of group g adds to run n - g, and with
+    what came round to the run before. Run m is held in row m mod RUNS, of twice as many as there are groups.
     """
     GROUPS: tl.constexpr = BT // BS
     RUNS: tl.constexpr = 2 * GROUPS
@@ -523,7 +528,8 @@ class _Call:
         """Add up what the blocks have left."""
         first, number = self.grid(configuration) - self.reach, self.reach + 1 + self.ahead
         d_bias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
-        d_bias[:, self.first_column : self.first_column + number] = sums[..., first : first + number].sum(0) / self.arguments["KEEP_RATE"]
+        summed = sums[..., first : first + number].sum(0) / self.arguments["KEEP_RATE"]
+        d_bias[:, self.first_column : self.first_column + number] = summed
         return d_bias
 
 

@@ -12,6 +12,7 @@ Needs torch (any build), triton and nothing else.
 """
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
@@ -52,6 +53,26 @@ class Limit(NamedTuple):
     tensor_cores: bool
     warps: int
     reason: str
+
+
+# op -> the folder of its kernels
+MODULES = {
+    "diagonal_scan": "diagonal_scan",
+    "linear_attention": "linear_attention",
+    "local_attention": "local_attention",
+    "local_attention_step": "local_attention.step",
+    "long_conv": "long_conv",
+    "segment_recurrence": "segment_recurrence",
+    "short_conv": "short_conv",
+    "ssm_kernel": "ssm_kernel",
+    "ssm_step": "ssm_kernel.step",
+}
+
+
+def shipped(op: str) -> list[str]:
+    """The names of an op's configurations."""
+    module = importlib.import_module(f"hf_hybrid.kernels.{MODULES[op]}.triton_kernels")
+    return [configuration.name for configuration in module.CONFIGURATIONS.values()]
 
 
 # the one table of what is asked: kernel -> limit
@@ -152,16 +173,29 @@ def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) 
     triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
 
 
-def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool) -> None:
+def _local_attention(
+    dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool, masked: bool, biased: bool, dropout: float
+) -> None:
     from hf_hybrid.kernels.local_attention import triton_kernels
 
     q = _meta(1 if packed else 8, 4096, 12, width, dtype=dtype)
-    bias = None if chunk_size else _meta(12, 257)
-    mask = _meta(*q.shape[:2], dtype=torch.bool) if chunk_size or packed else None
+    bias = _meta(12, 2 * chunk_size - 1 if chunk_size else 257) if biased else None
+    mask = _meta(*q.shape[:2], dtype=torch.bool) if masked else None
+    seed = _meta(dtype=torch.int64) if dropout else None
     cu_seqlens = _meta(9, dtype=torch.int32) if packed else None
-    arguments = (q, q, q, bias, mask, cu_seqlens, None if chunk_size else 128, chunk_size, False, 0.125)
-    _, log_sum = triton_kernels.forward(*arguments)
-    triton_kernels.backward(q, log_sum, *arguments)
+    options = (bias, mask, seed, cu_seqlens, None if chunk_size else 128, chunk_size, False, 0.125, dropout)
+    output, log_sum = triton_kernels.forward(q, q, q, *options)
+    triton_kernels.backward(q, output, log_sum, q, q, q, *options)
+
+
+# chunk_size, packed, masked, biased, dropout; the last has everything that takes registers
+_LOCAL_FORMS = (
+    (None, False, False, True, 0.0),
+    (None, False, True, False, 0.1),
+    (512, False, True, False, 0.0),
+    (None, True, False, True, 0.1),
+    (512, True, True, True, 0.1),
+)
 
 
 def _ssm_kernel(filters: int) -> None:
@@ -217,9 +251,6 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
             calls.append(("short_conv", lambda a=(dtype, taps, packed): _short_conv(*a)))
         for heads, width, packed in ((4, 128, True), (4, 64, True), (4, 128, False), (4, 64, False), (1, 1024, False)):
             calls.append(("linear_attention", lambda a=(dtype, heads, width, packed): _linear_attention(*a)))
-        for width in (64, 128, 256) if dtype != torch.float32 else (64,):
-            for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
-                calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
         for width in (64, 128, 256):
             for chunk_size in (None, 512):
                 calls.append(("local_attention_step", lambda a=(dtype, width, chunk_size): _local_attention_step(*a)))
@@ -229,6 +260,9 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         # what is recorded last takes the most registers, and is what the tests compile
         for width, full in ((64, False), (256, False), (64, True), (256, True)):
             calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
+        for width in (64, 128, 256):
+            for form in _LOCAL_FORMS:
+                calls.append(("local_attention", lambda a=(dtype, width, *form): _local_attention(*a)))
     for filters in (1, 2):
         calls.append(("ssm_kernel", lambda a=filters: _ssm_kernel(a)))
     for op, call in calls:
@@ -323,7 +357,8 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    flags += [name for name in ("state", "bias", "CHUNK", "column") if launch.arguments.get(name) is not None]
+    given = ("state", "bias", "kept", "seed", "CHUNK", "column")
+    flags += [name for name in given if launch.arguments.get(name) is not None]
     sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J", "M") if name in launch.arguments]
     return Report(
         f"{op}.{configuration.name.split()[0]}",

@@ -167,6 +167,35 @@ def _local_attention(batch: int, length: int, heads: int, width: int, radius: in
     )
 
 
+def _local_attention_dropout(batch: int, length: int, heads: int, width: int, radius: int, rate: float) -> Case:
+    """Dropout, which every backend draws for itself: "torch" is dense attention under the mask of the device's own."""
+    plain = _local_attention(batch, length, heads, width, radius)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+        torch.manual_seed(3)
+        return local_attention(q, k, v, bias=bias, radius=radius, dropout=rate, backend=backend)
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        if backend == "triton":
+            return attend(x["q"], x["k"], x["v"], x["bias"], backend)
+        wide = torch.promote_types(x["q"].dtype, torch.float32)
+        q, k, v = (x[name].to(wide) for name in ("q", "k", "v"))
+        zeros = torch.zeros(batch, length, heads, 1, device=q.device)
+        own = torch.eye(length, device=q.device)[None, :, None].repeat(batch, 1, heads, 1)
+        kept = attend(zeros, zeros, own, None, "auto").transpose(1, 2) > 0
+        offset = torch.arange(length, device=q.device) - torch.arange(length, device=q.device)[:, None]
+        column = F.one_hot((offset + radius).clamp(0, 2 * radius), 2 * radius + 1).to(
+            wide
+        )  # its gradient is a product
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * width**-0.5 + (column @ x["bias"].to(wide).mT).permute(
+            2, 0, 1
+        )
+        weights = scores.masked_fill(offset.abs() > radius, -math.inf).softmax(-1) * kept / (1 - rate)
+        return torch.einsum("bhts,bshv->bthv", weights, v).to(x["q"].dtype)
+
+    return plain._replace(shape=f"{plain.shape}, dropout {rate}", run=run, peers={})
+
+
 def _long_conv(batch: int, length: int, width: int) -> Case:
     def make(device: torch.device) -> Tensors:
         decay = torch.exp(-torch.linspace(0, 8, length, device=device))
@@ -450,6 +479,7 @@ def checked_cases(small: bool) -> list[Case]:
         _segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)
     ]
     found += [_segment_step(3, 5, 7, 60, width) for width in (50, 100, 200)]
+    found += [_local_attention_dropout(2, 150, 3, width, 50, 0.25) for width in (64, 128, 256)]
     return found
 
 

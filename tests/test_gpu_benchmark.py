@@ -5,10 +5,11 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_kernels, gpu_models
+from benchmarks import aot, gpu, gpu_kernels, gpu_models
 from benchmarks.gpu_kernels import cases, check, checked_cases
 from benchmarks.record import read_csv
 from hf_hybrid.kernels.launching import record_launches
+from hf_hybrid.kernels.local_attention import local_attention
 
 CPU = torch.device("cpu")
 # they compute something else on purpose, or want a GPU
@@ -37,21 +38,10 @@ def test_peers_compute_what_the_op_does(op):
 
 def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
-    from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
-    from hf_hybrid.kernels.local_attention.step import triton_kernels as local_attention_step
-    from hf_hybrid.kernels.segment_recurrence import triton_kernels as segments
-    from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
-    from hf_hybrid.kernels.ssm_kernel import triton_kernels as s4_kernel
-    from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
-
-    modules = {"linear_attention": linear_attention, "local_attention_step": local_attention_step}
-    modules |= {"s4_kernel": s4_kernel, "segment_recurrence": segments, "short_conv": short_conv, "ssm_step": ssm_step}
-    ops = {"segment_step": "segment_recurrence"} | {op: op for op in modules}
-    shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
+    module_of = {"s4_kernel": "ssm_kernel", "segment_step": "segment_recurrence"} | {op: op for op in aot.MODULES}
+    shipped = {(op, name) for op in aot.MODULES for name in aot.shipped(op)}
     taken = set()
     for case in checked_cases(small=False):
-        if case.op not in ops:
-            continue
         for dtype in gpu_kernels.DTYPES.values():
             for capability in (80, 90):
                 inputs = gpu_kernels._inputs(case, CPU, dtype, seed=0)
@@ -59,8 +49,18 @@ def test_every_shipped_configuration_is_checked():
                     output = case.run(inputs, "triton")
                     if not case.decodes:
                         output.sum().backward()
-                taken |= {(ops[case.op], launch.configuration.name) for launch in launches}
+                taken |= {(module_of[case.op], launch.configuration.name) for launch in launches}
     assert taken == shipped
+
+
+def test_dropout_is_checked_with_the_mask_that_was_drawn():
+    case = gpu_kernels._local_attention_dropout(2, 40, 2, 16, 7, 0.25)
+    inputs = gpu_kernels._inputs(case, CPU, torch.float64, seed=1)
+    torch.manual_seed(3)
+    actual = local_attention(inputs["q"], inputs["k"], inputs["v"], bias=inputs["bias"], radius=7, dropout=0.25)
+    assert gpu_kernels._error(actual.detach(), case.run(inputs, "torch").detach()) < 1e-6
+    rows = check(case, "fp32", CPU, ("torch", "triton"))
+    assert [row["outcome"] for row in rows] == ["ok", "not every tensor is on a CUDA device"]
 
 
 def test_what_is_wrong_shows():

@@ -14,25 +14,8 @@ import triton.language as tl
 from benchmarks import aot
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
-from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
-from hf_hybrid.kernels.local_attention.step import triton_kernels as local_attention_step
-from hf_hybrid.kernels.segment_recurrence import triton_kernels as segment_recurrence
-from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
-from hf_hybrid.kernels.ssm_kernel import triton_kernels as ssm_kernel
-from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
-OPS = {
-    "linear_attention": linear_attention,
-    "local_attention": local_attention,
-    "local_attention_step": local_attention_step,
-    "segment_recurrence": segment_recurrence,
-    "short_conv": short_conv,
-    "ssm_kernel": ssm_kernel,
-    "ssm_step": ssm_step,
-}
-
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", aot.MODULES)
 @pytest.mark.parametrize("arch", aot.ARCHITECTURES)
 def test_shipped_configurations_keep_within_the_limits(arch, op):
     launches = [launch for name, launch in aot.representative_launches(arch) if name == op]
@@ -45,7 +28,7 @@ def test_every_shipped_configuration_is_compiled():
     compiled = {
         (op, x.configuration.name) for arch in aot.ARCHITECTURES for op, x in aot.representative_launches(arch)
     }
-    shipped = {(op, c.name) for op, module in OPS.items() for c in module.CONFIGURATIONS.values()}
+    shipped = {(op, name) for op in aot.MODULES for name in aot.shipped(op)}
     assert compiled == shipped
 
 

@@ -34,7 +34,7 @@ def local_attention(
 
     restricted to j <= t when causal and to kept keys always; b is T5's relative position bias, section 2.1 there, one
     number per offset and head. Time and memory are O(T * neighbourhood), forward and backward; saved for the backward
-    pass are the inputs and one number per query.
+    pass are the inputs, the output, which a projection that follows holds anyway, and one number per query.
 
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
@@ -54,7 +54,8 @@ def local_attention(
             that each has a dropout mask of its own. Where torch runs, the bounds are read by the host.
         scale: Factor on the dot products; `K ** -0.5` when None. T5 itself uses 1.
         dropout: Probability of dropping an attention weight, at least 0 and below 1, in steps of 2**-16; the others
-            are scaled up. The mask follows from one draw of torch's global CPU generator.
+            are scaled up. The mask follows from one draw of torch's global CPU generator, on Triton by other random
+            numbers than on torch: each backend repeats its own masks, not the other's.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:

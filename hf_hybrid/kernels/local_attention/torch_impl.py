@@ -274,13 +274,13 @@ class _Walk:
         return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
 
 
-def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
         from .triton_kernels import why_not
 
-        return why_not(query, value, dropout)
+        return why_not(query, value)
 
     return choose_backend("local_attention", backend, [query, key, value], why_not) == "triton"
 
@@ -336,10 +336,12 @@ def _forward(
     cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if _runs_on_triton(backend, query, key, value, dropout):
+    if _runs_on_triton(backend, query, key, value):
         from . import triton_kernels
 
-        return triton_kernels.forward(query, key, value, bias, mask, cu_seqlens, radius, chunk_size, causal, scale)
+        return triton_kernels.forward(
+            query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout
+        )
     alone = partial(
         _forward_alone, bias=bias, radius=radius, chunk_size=chunk_size, causal=causal, scale=scale, dropout=dropout
     )
@@ -422,16 +424,17 @@ def _differentiate_alone(
 
 @torch.library.custom_op("hf_hybrid::local_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
     causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if _runs_on_triton(backend, query, key, value, dropout):
+    if _runs_on_triton(backend, query, key, value):
         from . import triton_kernels
 
         return triton_kernels.backward(
-            grad, log_sum, query, key, value, bias, mask, cu_seqlens, radius, chunk_size, causal, scale
-        )
+            grad, output, log_sum, query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale,
+            dropout,
+        )  # fmt: skip
     alone = partial(
         _differentiate_alone,
         bias=bias,
@@ -452,7 +455,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
     causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -462,13 +465,14 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *inputs[:7])
+    # Triton's backward reads the output; a projection that follows holds the same memory anyway
+    ctx.save_for_backward(*output, *inputs[:7])
     ctx.settings = (*inputs[7:-1], wished_backend(inputs[-1]))
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    log_sum, *tensors = ctx.saved_tensors
-    *gradients, d_bias = _backward(grad, log_sum, *tensors, *ctx.settings)
+    output, log_sum, *tensors = ctx.saved_tensors
+    *gradients, d_bias = _backward(grad, output, log_sum, *tensors, *ctx.settings)
     return *gradients, d_bias if tensors[3] is not None else None, *[None] * 9
 
 

@@ -5,15 +5,21 @@ softmax taken along (Flash attention), and leaves per query the output and log2 
 path does. A token sees a run of tokens, [low, high), whether window or chunk, and so does the reverse: a key is seen
 by a run of queries. That is all that the kernels know of the two.
 
-    d_query:      dO . o = sum_j p dp first, with dp = dO V^T, then dS = p (dp - dO . o) and dQ = scale dS K
+    d_query:      dO . o first, which the other kernel reads too, then dS = p (dO V^T - dO . o) and dQ = scale dS K
     d_key_value:  one program per block of keys; P^T = exp2(K Q^T ...) from the start, dV = P^T dO, dK = scale dS^T Q
 
 Scores turned round are computed turned round, from operands in memory: no accumulator is ever transposed, which
-compilers have got wrong. The output is not saved, so that the backward walks over the keys of a block twice.
+compilers have got wrong.
 
 The bias is one number per offset key - query; its gradient sums dS along diagonals. Blocks of keys lie on a grid that
-starts with the block of queries, so that a tile's diagonals end at fixed columns: rolling row i left by i puts the
-diagonals c >= 0 and c - BS into column c. Each program writes such sums to a place of its own, which torch adds up.
+starts with the block of queries, so that a tile's diagonals end at fixed columns: rolling row i of BS left by i puts
+the diagonals c >= 0 and c - BS into column c. Each program holds such sums until they are complete, writes them to a
+place of its own, one per offset, and torch adds up the programs'.
+
+Dropout needs a random number per score. Philox, counting tokens and heads, gives every token two words as a query and
+two as a key, and what a query and a key have is scrambled together: ten instructions per score instead of Philox's
+hundred, and the same number whichever way a tile is turned. The walks multiply by 0 or 1 and leave the factor that
+keeps the mean to the end.
 
 Products are of the inputs' own precision for bfloat16 and float16, and of three tf32 parts for float32. Sums and the
 softmax are float32, in units of log2.
@@ -33,6 +39,7 @@ from ..packed import spans
 from ..triton_kernels import tokens_of_span
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST = 256
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOTHING = tl.constexpr(-1e30)
@@ -41,44 +48,46 @@ _NOTHING = tl.constexpr(-1e30)
 CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
-        Configuration("forward k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 64, "D": 64}, 4, 3),
-        Configuration("forward k128", "16 bits, from sm_90 on", {"BT": 64, "BS": 64, "D": 128}, 8, 2),
-        Configuration("forward k128 before sm_90", "16 bits", {"BT": 64, "BS": 16, "D": 128}, 8, 2),
-        Configuration("forward float32", "float32", {"BT": 64, "BS": 16, "D": 64}, 4, 2),
-        Configuration("d_query k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64}, 4, 2),
-        Configuration("d_query k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128}, 8, 2),
-        Configuration("d_query k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64}, 4, 1),
-        Configuration("d_query k256 before sm_90", "16 bits", {"BT": 16, "BS": 16, "D": 64}, 4, 1),
-        Configuration("d_query float32", "float32", {"BT": 16, "BS": 16, "D": 64}, 4, 1),
-        Configuration("d_key_value k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64}, 4, 2),
-        Configuration("d_key_value k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128}, 8, 2),
-        Configuration("d_key_value k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64}, 4, 1),
-        Configuration("d_key_value k256 before sm_90", "16 bits", {"BT": 16, "BS": 16, "D": 64}, 4, 1),
-        Configuration("d_key_value float32", "float32", {"BT": 16, "BS": 16, "D": 64}, 8, 1),
+        Configuration("forward k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 64, "D": 64, "S": 64}, 8, 3),
+        Configuration("forward k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
+        Configuration("forward k256", "16 bits", {"BT": 64, "BS": 64, "D": 128, "S": 64}, 8, 2),
+        Configuration("forward float32 k64", "float32, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 8, 2),
+        Configuration("forward float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 4, 2),
+        Configuration("d_query k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
+        Configuration("d_query k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
+        Configuration("d_query k256", "16 bits", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 8, 1),
+        Configuration(
+            "d_query float32 k64 before sm_90", "K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 4, 1
+        ),
+        Configuration("d_query float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
+        Configuration("d_key_value k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
+        Configuration("d_key_value k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
+        Configuration("d_key_value k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 8, 1),
+        Configuration("d_key_value k256 before sm_90", "16 bits", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 8, 1),
+        Configuration(
+            "d_key_value float32 k64", "float32, K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 8, 1
+        ),
+        Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
     )
 }
-"""BT tokens that a program has, BS that it walks over at a time, D columns of a head: of wider
-heads each program computes that many, from scores that are summed D at a time. Tiles of 32 are avoided: compilers have
-got products with several of them wrong on sm_90, so that narrower heads are padded to 64."""
+"""BT tokens that a program has, BS that it walks over at a time, D columns of a head: of wider heads each program
+computes that many. Scores of heads wider than S columns are summed S at a time, read again for every tile. Tiles of 32
+are avoided: compilers have got products with several of them wrong on sm_90. So narrower heads are padded to 64."""
 
 
 def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Configuration:
-    if dtype == torch.float32:
-        return CONFIGURATIONS[f"{kernel} float32"]
-    tile = 64 if width <= 64 else 128 if width <= 128 or kernel == "forward" else 256
-    name = f"{kernel} k{tile}"
-    return CONFIGURATIONS.get(f"{name} before sm_90" if capability < 90 else name, CONFIGURATIONS[name])
+    kind = f"{kernel} float32" if dtype == torch.float32 else kernel
+    size = f"{kind} k{64 if width <= 64 else 128 if width <= 128 else 256}"
+    names = (f"{size} before sm_90" if capability < 90 else size, size, kind)
+    return next(CONFIGURATIONS[name] for name in names if name in CONFIGURATIONS)
 
 
-def why_not(query: Tensor, value: Tensor, dropout: float) -> str | None:
+def why_not(query: Tensor, value: Tensor) -> str | None:
     """The op's objection to running here, or None."""
     if query.dtype not in _DTYPES:
         return f"query must be float32, bfloat16 or float16; got {query.dtype}"
-    widest = 64 if query.dtype == torch.float32 else 256  # wider ones spill registers
-    if max(query.shape[3], value.shape[3]) > widest:
-        return f"K and V must be at most {widest} for {query.dtype}; got {query.shape[3]} and {value.shape[3]}"
-    if dropout > 0:
-        return f"dropout must be 0, because its mask is drawn for torch's blocks of scores; got {dropout}"
+    if max(query.shape[3], value.shape[3]) > _WIDEST:
+        return f"K and V must be at most {_WIDEST}; got {query.shape[3]} and {value.shape[3]}"
     return None
 
 
@@ -131,15 +140,18 @@ def _tile(x, start, first, stop, head, H, WIDTH: tl.constexpr, column, ROWS: tl.
 @triton.jit
 def _product(
     x, x_tile, x_start, x_first, x_stop, y, y_tile, y_start, y_first, y_stop, head, H,
-    WIDTH: tl.constexpr, X_ROWS: tl.constexpr, Y_ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, X_ROWS: tl.constexpr, Y_ROWS: tl.constexpr, S: tl.constexpr,
     FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X Y^T over a head's whole width, of whose first D columns there are tiles already."""
-    result = tl.dot(x_tile, tl.trans(y_tile), input_precision=PRECISION)
-    for column in range(D, WIDTH, D):  # not unrolled, which would take more registers
-        x_more = _tile(x, x_start, x_first, x_stop, head, H, WIDTH, column, X_ROWS, D, FLOAT32)
-        y_more = _tile(y, y_start, y_first, y_stop, head, H, WIDTH, column, Y_ROWS, D, FLOAT32)
-        result = tl.dot(x_more, tl.trans(y_more), result, input_precision=PRECISION)
+    """X Y^T over a head's whole width, of tiles of S columns that are there, or S columns at a time."""
+    result = tl.zeros((X_ROWS, Y_ROWS), tl.float32)
+    if WIDTH <= S:
+        result = tl.dot(x_tile, tl.trans(y_tile), result, input_precision=PRECISION)
+    else:
+        for column in range(0, WIDTH, S):  # not unrolled, which would take more registers
+            x_part = _tile(x, x_start, x_first, x_stop, head, H, WIDTH, column, X_ROWS, S, FLOAT32)
+            y_part = _tile(y, y_start, y_first, y_stop, head, H, WIDTH, column, Y_ROWS, S, FLOAT32)
+            result = tl.dot(x_part, tl.trans(y_part), result, input_precision=PRECISION)
     return result
 
 
@@ -160,27 +172,57 @@ def _scores(product, bias, head, start, TURNED: tl.constexpr, seen, SCALE, CENTE
 
 
 @triton.jit
-def _diagonals(x, BT: tl.constexpr, BS: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of x[i, j] along j - i = c, and along j - i = c - BS, for c from 0 to BS - 1.
+def _add_diagonals(held, x, n, BT: tl.constexpr, BS: tl.constexpr):
+    """Sum x[i, j], the n-th tile of a walk, along the offsets key - query, and add that to runs of BS offsets.
 
-    For each group of BS rows or fewer, whose i begins at 0, by itself: `(GROUPS, BS)`.
+    Rows i come in groups of BS. Rolled left by its place in its group, a row of group g adds to run n - g, and with
+    what came round to the run before. Run m is held in row m mod RUNS, of twice as many as there are groups.
     """
+    GROUPS: tl.constexpr = BT // BS
+    RUNS: tl.constexpr = 2 * GROUPS
     column = tl.arange(0, BT)[:, None] % BS + tl.arange(0, BS)[None, :]
     rolled = tl.gather(x, column % BS, 1)
-    ahead = tl.reshape(tl.where(column < BS, rolled, 0.0), (GROUPS, BT // GROUPS, BS))
-    behind = tl.reshape(tl.where(column < BS, 0.0, rolled), (GROUPS, BT // GROUPS, BS))
-    return tl.sum(ahead, 1), tl.sum(behind, 1)
+    ahead = tl.sum(tl.reshape(tl.where(column < BS, rolled, 0.0), (GROUPS, BS, BS)), 1)
+    behind = tl.sum(tl.reshape(tl.where(column < BS, 0.0, rolled), (GROUPS, BS, BS)), 1)
+    place = (n - tl.arange(0, GROUPS)[None, :] - tl.arange(0, RUNS)[:, None]) & (RUNS - 1)
+    held += tl.sum(tl.where((place == 0)[:, :, None], ahead[None, :, :], 0.0), 1)
+    return held + tl.sum(tl.where((place == 1)[:, :, None], behind[None, :, :], 0.0), 1)
 
 
-_LENGTHS = ["T", "SPANS", "SEQUENCES", "BACK", "FORTH", "CHUNK", "CENTER", "COLUMNS", "GRID", "SLOTS"]
+@triton.jit
+def _query_words(seed, at, head):
+    """Two random words for each token of a head as a query."""
+    zeros = tl.zeros_like(at)
+    add, times, _, _ = tl.philox(tl.load(seed), at, zeros + head, zeros, zeros)
+    return add, times
+
+
+@triton.jit
+def _key_words(seed, at, head):
+    """Two random words for each token of a head as a key."""
+    zeros = tl.zeros_like(at)
+    _, _, add, times = tl.philox(tl.load(seed), at, zeros + head, zeros, zeros)
+    return add, times
+
+
+@triton.jit
+def _survives(query_add, query_times, key_add, key_times, DROPPED):
+    """Which weights dropout leaves: all but DROPPED in 2**16."""
+    word = (query_add + key_add) * (query_times | 1)
+    word ^= word >> 16
+    word *= key_times | 1
+    return (word >> 16).to(tl.int32) >= DROPPED
+
+
+_LENGTHS = ["T", "SPANS", "SEQUENCES", "BACK", "FORTH", "CHUNK", "CENTER", "COLUMNS", "GRID", "SLOTS", "DROPPED"]
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
-    q, k, v, bias, kept, origins, output, log_sum, table, bounds,
-    T, SPANS, SEQUENCES, H, BACK, FORTH, CHUNK, CENTER, COLUMNS, GRID, SCALE,
+    q, k, v, bias, kept, origins, seed, output, log_sum, table, bounds,
+    T, SPANS, SEQUENCES, H, BACK, FORTH, CHUNK, CENTER, COLUMNS, DROPPED, GRID, SCALE, KEEP_RATE,
     K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Outputs, D columns of them, and log2 of the sum of weights for BT queries of a head."""
     pid = tl.program_id(0)
@@ -200,30 +242,38 @@ def forward_kernel(
     here = _inside(kept, at, first, stop)
     row = at.to(tl.int64) * H + head
     cols = column + tl.arange(0, D)[None, :]
-    queries = _tile(q, first, first, stop, head, H, K, 0, BT, D, FLOAT32)
+    queries = _tile(q, first, first, stop, head, H, K, 0, BT, S, FLOAT32)
     largest = tl.full((BT,), _NOTHING, tl.float32)
     total = tl.zeros((BT,), tl.float32)
     result = tl.zeros((BT, D), tl.float32)
+    if seed is not None:
+        query_add, query_times = _query_words(seed, at, head)
     corner = first - GRID
     for n in range((lowest - corner) // BS, tl.cdiv(highest - corner, BS)):
         start = corner + n * BS
         other = start + tl.arange(0, BS)
-        keys = _tile(k, start, begin, end, head, H, K, 0, BS, D, FLOAT32)
+        keys = _tile(k, start, begin, end, head, H, K, 0, BS, S, FLOAT32)
         values = _tile(v, start, begin, end, head, H, V, column, BS, D, FLOAT32)
         seen = (other[None, :] >= low[:, None]) & (other[None, :] < high[:, None])
         seen &= _inside(kept, other, begin, end)[None, :]
         product = _product(
-            q, queries, first, first, stop, k, keys, start, begin, end, head, H, K, BT, BS, D, FLOAT32, PRECISION
+            q, queries, first, first, stop, k, keys, start, begin, end, head, H, K, BT, BS, S, FLOAT32, PRECISION
         )
         scores = _scores(product, bias, head, start - first, False, seen, SCALE, CENTER, COLUMNS)
         larger = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp2(largest - larger)
         weights = tl.exp2(scores - larger[:, None])
         total = total * shrink + tl.sum(weights, 1)
+        if seed is not None:
+            key_add, key_times = _key_words(seed, other, head)
+            survives = _survives(
+                query_add[:, None], query_times[:, None], key_add[None, :], key_times[None, :], DROPPED
+            )
+            weights = tl.where(survives, weights, 0.0)
         result = result * shrink[:, None]
         result = tl.dot(weights.to(values.dtype), values, result, input_precision=PRECISION)
         largest = larger
-    result = tl.where(here[:, None], result / tl.where(here, total, 1.0)[:, None], 0.0)
+    result = tl.where(here[:, None], result / (tl.where(here, total, 1.0) * KEEP_RATE)[:, None], 0.0)
     written = (at < stop)[:, None] & (cols < V)
     tl.store(output + row[:, None] * V + cols, result.to(output.dtype.element_ty), mask=written)
     tl.store(log_sum + row, tl.where(here, largest + tl.log2(total), 0.0), mask=(at < stop) & (column == 0))
@@ -231,10 +281,10 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def d_query_kernel(
-    q, k, v, grad, log_sum, bias, kept, origins, d_query, delta, d_bias, table, bounds,
-    T, SPANS, SEQUENCES, H, BACK, FORTH, CHUNK, CENTER, COLUMNS, GRID, SLOTS, SCALE,
+    q, k, v, grad, output, log_sum, bias, kept, origins, seed, d_query, delta, d_bias, table, bounds,
+    T, SPANS, SEQUENCES, H, BACK, FORTH, CHUNK, CENTER, COLUMNS, DROPPED, GRID, SLOTS, SCALE, KEEP_RATE,
     K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """D columns of the gradients of BT queries of a head.
 
@@ -257,73 +307,71 @@ def d_query_kernel(
     here = _inside(kept, at, first, stop)
     row = at.to(tl.int64) * H + head
     cols = column + tl.arange(0, D)[None, :]
-    queries = _tile(q, first, first, stop, head, H, K, 0, BT, D, FLOAT32)
-    grads = _tile(grad, first, first, stop, head, H, V, 0, BT, D, FLOAT32)
-    norm = tl.load(log_sum + row, mask=here, other=0.0)
-    corner = first - GRID
-    number, until = (lowest - corner) // BS, tl.cdiv(highest - corner, BS)
     product_sum = tl.zeros((BT,), tl.float32)
-    for n in range(number, until):
-        start = corner + n * BS
-        other = start + tl.arange(0, BS)
-        keys = _tile(k, start, begin, end, head, H, K, 0, BS, D, FLOAT32)
-        values = _tile(v, start, begin, end, head, H, V, 0, BS, D, FLOAT32)
-        seen = (other[None, :] >= low[:, None]) & (other[None, :] < high[:, None])
-        seen &= _inside(kept, other, begin, end)[None, :] & here[:, None]
-        product = _product(
-            q, queries, first, first, stop, k, keys, start, begin, end, head, H, K, BT, BS, D, FLOAT32, PRECISION
-        )
-        scores = _scores(product, bias, head, start - first, False, seen, SCALE, CENTER, COLUMNS)
-        weights = tl.exp2(scores - norm[:, None])
-        d_weights = _product(
-            grad, grads, first, first, stop, v, values, start, begin, end, head, H, V, BT, BS, D, FLOAT32, PRECISION
-        )
-        product_sum += tl.sum(weights * d_weights, 1)
+    for part in range(0, V, D):
+        outputs = _tile(output, first, first, stop, head, H, V, part, BT, D, True)
+        product_sum += tl.sum(outputs * _tile(grad, first, first, stop, head, H, V, part, BT, D, True), 1)
+    product_sum *= KEEP_RATE
     tl.store(delta + row, product_sum, mask=(at < stop) & (column == 0))
+    queries = _tile(q, first, first, stop, head, H, K, 0, BT, S, FLOAT32)
+    grads = _tile(grad, first, first, stop, head, H, V, 0, BT, S, FLOAT32)
+    norm = tl.load(log_sum + row, mask=here, other=0.0)
+    if seed is not None:
+        query_add, query_times = _query_words(seed, at, head)
     result = tl.zeros((BT, D), tl.float32)
-    GROUPS: tl.constexpr = tl.cdiv(BT, BS)
-    group = tl.arange(0, GROUPS)[:, None]
-    ahead = tl.zeros((GROUPS, BS), tl.float32)
+    GROUPS: tl.constexpr = BT // BS
+    held = tl.zeros((2 * GROUPS, BS), tl.float32)
+    ring, slot = tl.arange(0, 2 * GROUPS)[:, None], tl.arange(0, BS)[None, :]
     sums = d_bias
     if d_bias is not None:
-        sums += ((span.to(tl.int64) * H + head) * GROUPS + group) * SLOTS
+        sums += (span.to(tl.int64) * H + head) * SLOTS
+    corner = first - GRID
+    number, until = (lowest - corner) // BS, tl.cdiv(highest - corner, BS)
     for n in range(number, until):
         start = corner + n * BS
         other = start + tl.arange(0, BS)
-        keys = _tile(k, start, begin, end, head, H, K, 0, BS, D, FLOAT32)
-        values = _tile(v, start, begin, end, head, H, V, 0, BS, D, FLOAT32)
+        keys = _tile(k, start, begin, end, head, H, K, 0, BS, S, FLOAT32)
+        values = _tile(v, start, begin, end, head, H, V, 0, BS, S, FLOAT32)
         seen = (other[None, :] >= low[:, None]) & (other[None, :] < high[:, None])
         seen &= _inside(kept, other, begin, end)[None, :] & here[:, None]
         product = _product(
-            q, queries, first, first, stop, k, keys, start, begin, end, head, H, K, BT, BS, D, FLOAT32, PRECISION
+            q, queries, first, first, stop, k, keys, start, begin, end, head, H, K, BT, BS, S, FLOAT32, PRECISION
         )
         scores = _scores(product, bias, head, start - first, False, seen, SCALE, CENTER, COLUMNS)
         weights = tl.exp2(scores - norm[:, None])
         d_weights = _product(
-            grad, grads, first, first, stop, v, values, start, begin, end, head, H, V, BT, BS, D, FLOAT32, PRECISION
+            grad, grads, first, first, stop, v, values, start, begin, end, head, H, V, BT, BS, S, FLOAT32, PRECISION
         )
+        if seed is not None:
+            key_add, key_times = _key_words(seed, other, head)
+            survives = _survives(
+                query_add[:, None], query_times[:, None], key_add[None, :], key_times[None, :], DROPPED
+            )
+            d_weights = tl.where(survives, d_weights, 0.0)
         d_scores = weights * (d_weights - product_sum[:, None])
-        if K > D:
+        if max(K, D) > S:
             keys = _tile(k, start, begin, end, head, H, K, column, BS, D, FLOAT32)
         result = tl.dot(d_scores.to(keys.dtype), keys, result, input_precision=PRECISION)
         if d_bias is not None:
-            upper, lower = _diagonals(d_scores, BT, BS, GROUPS)
-            slot = (n - 1 - group) * BS + tl.arange(0, BS)[None, :]
-            tl.store(sums + slot, ahead + lower, mask=(slot >= 0) & (column == 0))
-            ahead = upper
+            held = _add_diagonals(held, d_scores, n, BT, BS)
+            full = ((ring - n + GROUPS) & (2 * GROUPS - 1)) == 0  # no later tile adds to it
+            tl.store(sums + (n - GROUPS) * BS + slot + ring * 0, held, mask=full & (n >= GROUPS) & (column == 0))
+            held = tl.where(full, 0.0, held)
     if d_bias is not None:
-        slot = (until - 1 - group) * BS + tl.arange(0, BS)[None, :]
-        tl.store(sums + slot, ahead, mask=(slot >= 0) & (column == 0) & (until > number))
+        age = (until - 1 - ring) & (2 * GROUPS - 1)
+        run = until - 1 - age
+        tl.store(sums + run * BS + slot, held, mask=(age < GROUPS) & (run >= 0) & (column == 0))
     written = (at < stop)[:, None] & (cols < K)
-    tl.store(d_query + row[:, None] * K + cols, (result * SCALE).to(d_query.dtype.element_ty), mask=written)
+    result *= SCALE / KEEP_RATE
+    tl.store(d_query + row[:, None] * K + cols, result.to(d_query.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def d_key_value_kernel(
-    q, k, v, grad, log_sum, delta, bias, kept, origins, d_key, d_value, table, bounds,
-    T, SPANS, SEQUENCES, H, BACK, FORTH, CHUNK, CENTER, COLUMNS, SCALE,
+    q, k, v, grad, log_sum, delta, bias, kept, origins, seed, d_key, d_value, table, bounds,
+    T, SPANS, SEQUENCES, H, BACK, FORTH, CHUNK, CENTER, COLUMNS, DROPPED, SCALE, KEEP_RATE,
     K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """D columns of the gradients of BT keys and values of a head."""
     pid = tl.program_id(0)
@@ -344,37 +392,49 @@ def d_key_value_kernel(
     here = _inside(kept, at, first, stop)
     row = at.to(tl.int64) * H + head
     cols = column + tl.arange(0, D)[None, :]
-    keys = _tile(k, first, first, stop, head, H, K, 0, BT, D, FLOAT32)
-    values = _tile(v, first, first, stop, head, H, V, 0, BT, D, FLOAT32)
+    keys = _tile(k, first, first, stop, head, H, K, 0, BT, S, FLOAT32)
+    values = _tile(v, first, first, stop, head, H, V, 0, BT, S, FLOAT32)
     key_sum = tl.zeros((BT, D), tl.float32)
     value_sum = tl.zeros((BT, D), tl.float32)
+    if seed is not None:
+        key_add, key_times = _key_words(seed, at, head)
     for n in range(tl.cdiv(highest - lowest, BS)):
         start = lowest + n * BS
         other = start + tl.arange(0, BS)
-        queries = _tile(q, start, begin, end, head, H, K, 0, BS, D, FLOAT32)
-        grads = _tile(grad, start, begin, end, head, H, V, 0, BS, D, FLOAT32)
+        queries = _tile(q, start, begin, end, head, H, K, 0, BS, S, FLOAT32)
+        grads = _tile(grad, start, begin, end, head, H, V, 0, BS, S, FLOAT32)
         there = _inside(kept, other, begin, end)
         place = other.to(tl.int64) * H + head
         norm = tl.load(log_sum + place, mask=there, other=0.0)
         product_sum = tl.load(delta + place, mask=there, other=0.0)
         seen = (other[None, :] >= low[:, None]) & (other[None, :] < high[:, None]) & there[None, :] & here[:, None]
         product = _product(
-            k, keys, first, first, stop, q, queries, start, begin, end, head, H, K, BT, BS, D, FLOAT32, PRECISION
+            k, keys, first, first, stop, q, queries, start, begin, end, head, H, K, BT, BS, S, FLOAT32, PRECISION
         )
         scores = _scores(product, bias, head, first - start, True, seen, SCALE, CENTER, COLUMNS)
         weights = tl.exp2(scores - norm[None, :])
         d_weights = _product(
-            v, values, first, first, stop, grad, grads, start, begin, end, head, H, V, BT, BS, D, FLOAT32, PRECISION
+            v, values, first, first, stop, grad, grads, start, begin, end, head, H, V, BT, BS, S, FLOAT32, PRECISION
         )
+        survivors = weights
+        if seed is not None:
+            query_add, query_times = _query_words(seed, other, head)
+            survives = _survives(
+                query_add[None, :], query_times[None, :], key_add[:, None], key_times[:, None], DROPPED
+            )
+            survivors = tl.where(survives, weights, 0.0)
+            d_weights = tl.where(survives, d_weights, 0.0)
         d_scores = weights * (d_weights - product_sum[None, :])
-        if V > D:
+        if max(V, D) > S:
             grads = _tile(grad, start, begin, end, head, H, V, column, BS, D, FLOAT32)
-        if K > D:
+        if max(K, D) > S:
             queries = _tile(q, start, begin, end, head, H, K, column, BS, D, FLOAT32)
-        value_sum = tl.dot(weights.to(grads.dtype), grads, value_sum, input_precision=PRECISION)
+        value_sum = tl.dot(survivors.to(grads.dtype), grads, value_sum, input_precision=PRECISION)
         key_sum = tl.dot(d_scores.to(queries.dtype), queries, key_sum, input_precision=PRECISION)
     place, written = row[:, None], (at < stop)[:, None]
-    tl.store(d_key + place * K + cols, (key_sum * SCALE).to(d_key.dtype.element_ty), mask=written & (cols < K))
+    key_sum *= SCALE / KEEP_RATE
+    value_sum /= KEEP_RATE
+    tl.store(d_key + place * K + cols, key_sum.to(d_key.dtype.element_ty), mask=written & (cols < K))
     tl.store(d_value + place * V + cols, value_sum.to(d_value.dtype.element_ty), mask=written & (cols < V))
 
 
@@ -393,7 +453,8 @@ class _Call:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None,
-        cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
+        seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool,
+        scale: float, dropout: float,
     ) -> None:  # fmt: skip
         self.batch, self.length, self.heads, self.width = query.shape
         self.dtype, self.cu_seqlens, self.value_width = query.dtype, cu_seqlens, value.shape[3]
@@ -405,6 +466,7 @@ class _Call:
         origins = None
         if mask is not None and chunk_size is not None:
             origins = _origins(mask, None if cu_seqlens is None else spans(cu_seqlens, self.length, 64)[1][0])
+        dropped = min(round(dropout * 2**16), 2**16 - 1)
         # interpreted, bfloat16 has no arithmetic
         narrow = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and not _interpreted())
         self.arguments: dict[str, Any] = {
@@ -414,6 +476,8 @@ class _Call:
             "bias": None if bias is None else bias.float().contiguous(),
             "kept": None if mask is None else mask.contiguous().view(torch.uint8),
             "origins": origins,
+            # read by the kernels, so that the host does not wait
+            "seed": None if seed is None else seed.to(query.device, non_blocking=True),
             "T": self.length,
             "H": self.heads,
             "BACK": self.reach,
@@ -421,7 +485,9 @@ class _Call:
             "CHUNK": None if chunk_size is None else min(chunk_size, self.length),
             "CENTER": 0 if bias is None else whole,
             "COLUMNS": 0 if bias is None else bias.shape[1],
+            "DROPPED": dropped,
             "SCALE": float(scale),
+            "KEEP_RATE": 1 - dropped / 2**16,
             "K": self.width,
             "V": self.value_width,
             "FLOAT32": not narrow,
@@ -452,17 +518,18 @@ class _Call:
         launch(kernel, programs, configuration, **self.arguments, **place, **arguments)
 
     def sums_of_bias(self, configuration: Configuration) -> Tensor:
-        """Zeros for what every block adds to the bias's gradient, `(blocks, H, groups of rows, offsets)`."""
-        size, rows = configuration.tiles["BS"], configuration.tiles["BT"]
+        """Zeros for what every block adds to the bias's gradient, `(blocks, H, offsets)`."""
+        rows, size = configuration.tiles["BT"], configuration.tiles["BS"]
         width = blocks(self.grid(configuration) + rows + self.ahead, size) * size
-        shape = (self.spans(configuration)[0], self.heads, blocks(rows, size), width)
+        shape = (self.spans(configuration)[0], self.heads, width)
         return torch.empty(shape, dtype=torch.float32, device=self.arguments["q"].device).zero_()
 
     def bias_gradient(self, sums: Tensor, bias: Tensor, configuration: Configuration) -> Tensor:
         """Add up what the blocks have left."""
         first, number = self.grid(configuration) - self.reach, self.reach + 1 + self.ahead
         d_bias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
-        d_bias[:, self.first_column : self.first_column + number] = sums[..., first : first + number].sum((0, 2))
+        summed = sums[..., first : first + number].sum(0) / self.arguments["KEEP_RATE"]
+        d_bias[:, self.first_column : self.first_column + number] = summed
         return d_bias
 
 
@@ -471,11 +538,11 @@ def _interpreted() -> bool:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
-    radius: int | None, chunk_size: int | None, causal: bool, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+    cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs in query's dtype, and log2 of the sum of weights, `(B, T, H)`."""
-    call = _Call(query, key, value, bias, mask, cu_seqlens, radius, chunk_size, causal, scale)
+    call = _Call(query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     log_sum = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     configuration = call.configuration("forward")
@@ -491,12 +558,12 @@ def forward(
 
 
 def backward(
-    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool,
-    scale: float,
+    grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
+    causal: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value and bias, the last one empty where there is none."""
-    call = _Call(query, key, value, bias, mask, cu_seqlens, radius, chunk_size, causal, scale)
+    call = _Call(query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout)
     d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     shared = {"grad": grad.contiguous(), "log_sum": log_sum, "delta": torch.empty_like(log_sum)}
     configuration = call.configuration("d_query")
@@ -506,10 +573,11 @@ def backward(
         configuration,
         call.width,
         **shared,
+        output=output.contiguous(),
         d_query=d_query,
         d_bias=sums,
         GRID=call.grid(configuration),
-        SLOTS=0 if sums is None else sums.shape[3],
+        SLOTS=0 if sums is None else sums.shape[2],
     )
     call.launch(
         d_key_value_kernel,

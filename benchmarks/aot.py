@@ -56,6 +56,9 @@ class Limit(NamedTuple):
 
 # the one table of what is asked: kernel -> limit
 LIMITS = {
+    "diagonal_scan.ends": Limit(False, 24, "bound by memory, with 16 loads in flight per warp, and little work"),
+    "diagonal_scan.carry": Limit(False, 24, "a chain of loads; no more than 32 programs of one warp fit"),
+    "diagonal_scan.walk": Limit(False, 20, "bound by memory, with up to 16 loads in flight per warp"),
     "short_conv.forward": Limit(False, 12, "bound by memory, with a load per tap in flight in every thread"),
     "short_conv.backward": Limit(False, 8, "16 loads in flight per warp make up for few warps"),
     "linear_attention.sums": Limit(True, 8, "bound by memory, with loads in flight in shared memory"),
@@ -139,6 +142,18 @@ def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) 
     triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
 
 
+def _diagonal_scan(dtype: torch.dtype, packed: bool) -> None:
+    from hf_hybrid.kernels.diagonal_scan import triton_kernels
+
+    b = _meta(1 if packed else 8, 4096, 384, dtype=dtype)
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    a, state, cu_seqlens = _meta(384, dtype=wide), _meta(8, 384, dtype=wide), None
+    if packed:
+        cu_seqlens = _meta(9, dtype=torch.int32)
+    triton_kernels.run(a, b, state, cu_seqlens, False, False)
+    triton_kernels.run(a, b, state, cu_seqlens, True, True, b, state)
+
+
 def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool) -> None:
     from hf_hybrid.kernels.local_attention import triton_kernels
 
@@ -162,6 +177,8 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for width in (64, 128, 256) if dtype != torch.float32 else (64,):
             for chunk_size, packed in ((512, True), (512, False), (None, False), (None, True)):
                 calls.append(("local_attention", lambda a=(dtype, width, chunk_size, packed): _local_attention(*a)))
+    for dtype, packed in ((torch.complex64, True), (torch.bfloat16, True), (torch.complex64, False)):
+        calls.append(("diagonal_scan", lambda a=(dtype, packed): _diagonal_scan(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -189,7 +206,7 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums"))
+    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "b", "ends", "sums"))
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 

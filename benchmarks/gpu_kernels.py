@@ -232,17 +232,29 @@ def _diagonal_scan(batch: int, length: int, states: int) -> Case:
             "b": _normal(device, batch, length, states, 2),
         }
 
+    def complex_numbers(x: Tensors) -> list[Tensor]:
+        return [torch.view_as_complex(x[name].contiguous()) for name in ("a", "b")]
+
     def run(x: Tensors, backend: str) -> Tensor:
-        a, b = (torch.view_as_complex(x[name].contiguous()) for name in ("a", "b"))
-        return torch.view_as_real(diagonal_scan(a, b, backend=backend)[0])
+        return torch.view_as_real(diagonal_scan(*complex_numbers(x), backend=backend)[0])
 
     def one_by_one(x: Tensors) -> Tensor:
-        a, b = (torch.view_as_complex(x[name].contiguous()) for name in ("a", "b"))
+        a, b = complex_numbers(x)
         state, found = torch.zeros_like(b[:, 0]), []
         for token in b.unbind(1):
             state = a * state + token
             found.append(state)
         return torch.view_as_real(torch.stack(found, dim=1))
+
+    def accelerated_scan() -> Function:
+        scan = importlib.import_module("accelerated_scan.complex").scan
+
+        def run(x: Tensors) -> Tensor:
+            a, b = complex_numbers(x)
+            tokens = b.mT.contiguous()
+            return torch.view_as_real(scan(a[:, None].expand_as(tokens).contiguous(), tokens).mT)
+
+        return run
 
     numbers = 2 * batch * length * states
     return Case(
@@ -250,9 +262,25 @@ def _diagonal_scan(batch: int, length: int, states: int) -> Case:
         f"B{batch} T{length} P{states}, complex",
         make,
         run,
-        {"a loop": lambda: one_by_one},
+        {"a loop": lambda: one_by_one, "accelerated-scan": accelerated_scan},
         (2 * numbers, 3 * numbers, 3 * 4 * numbers),
         ("a", "b"),
+    )
+
+
+def _real_diagonal_scan(batch: int, length: int, states: int) -> Case:
+    def make(device: torch.device) -> Tensors:
+        return {"a": 1 - torch.rand(states, device=device) / 10, "b": _normal(device, batch, length, states)}
+
+    numbers = batch * length * states
+    return Case(
+        "diagonal_scan",
+        f"B{batch} T{length} P{states}, real",
+        make,
+        lambda x, backend: diagonal_scan(x["a"], x["b"], backend=backend)[0],
+        {},
+        (2 * numbers, 3 * numbers, 3 * 2 * numbers),
+        ("a",),
     )
 
 
@@ -302,7 +330,8 @@ def cases(small: bool) -> list[Case]:
     found += [_linear_attention(8, 4096, 4, 64), _linear_attention(8, 4096, 1, 1024)]
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
     found += [_long_conv(8, length, 768) for length in (4096, 16384)]
-    found += [_segment_recurrence(8, 12, 64, 64, 64), _diagonal_scan(8, 4096, 384)]
+    found += [_segment_recurrence(8, 12, 64, 64, 64)]
+    found += [_diagonal_scan(8, 4096, 384), _real_diagonal_scan(8, 4096, 768)]
     return [*found, *(_s4_kernel(768, size, 16384) for size in (16, 64))]
 
 
@@ -316,7 +345,8 @@ def checked_cases(small: bool) -> list[Case]:
     found = [_short_conv(3, 1013, 200, taps) for taps in (1, 3, 9)]
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
-    found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64), _diagonal_scan(2, 1013, 100)]
+    found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64)]
+    found += [scan(2, length, 100) for scan in (_diagonal_scan, _real_diagonal_scan) for length in (100, 1013)]
     return [*found, *(_s4_kernel(60, size, 3001) for size in (16, 64))]
 
 
@@ -445,7 +475,7 @@ def measure_ceilings(clock: Clock, small: bool) -> Row:
 def floor_ms(case: Case, dtype: str, both: bool, ceilings: Row) -> float:
     """What bytes or multiplications cost at the ceilings, the larger, in a forward or with its backward."""
     forward, backward, flops = case.floor
-    width = 4 if dtype == "fp32" or case.op in ("diagonal_scan", "s4_kernel") else 2
+    width = 4 if dtype == "fp32" or case.op == "s4_kernel" or "b" in case.wide else 2
     moved = width * (forward + (backward if both else 0)) / float(ceilings["copy_gbs"]) / 1e6
     return max(moved, flops / (1 if both else 3) / float(ceilings[f"{dtype}_tflops"]) / 1e9)
 

@@ -19,6 +19,7 @@ OTHERS = {
     "FlashFFTConv",
     "FlexAttention, compiled",
     "the same, compiled",
+    "accelerated-scan",
 }
 SMALL = {case.op: case for case in cases(small=True)}
 
@@ -36,10 +37,11 @@ def test_peers_compute_what_the_op_does(op):
 
 def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
+    from hf_hybrid.kernels.diagonal_scan import triton_kernels as diagonal_scan
     from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
     from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
 
-    modules = {"linear_attention": linear_attention, "short_conv": short_conv}
+    modules = {"diagonal_scan": diagonal_scan, "linear_attention": linear_attention, "short_conv": short_conv}
     shipped = {(op, name.name) for op, module in modules.items() for name in module.CONFIGURATIONS.values()}
     taken = set()
     for case in checked_cases(small=False):

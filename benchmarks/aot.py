@@ -66,6 +66,7 @@ LIMITS = {
     "linear_attention.walk": Limit(
         True, 8, "S and a block of scores in registers: two programs of 4 warps, or one of 8"
     ),
+    "linear_attention.norm": Limit(False, 16, "bound by memory: a tile of 16 rows and 128 columns, of up to four tensors"),
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
@@ -140,6 +141,8 @@ def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) 
     cu_seqlens = _meta(3, dtype=torch.int32) if packed else None
     triton_kernels.forward(q, q, q, state, cu_seqlens)
     triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
+    _, _, normed, scale = triton_kernels.forward_normed(q, q, q, q, state, cu_seqlens, 1e-6, True)
+    triton_kernels.backward_norm(q, normed, scale, q)
 
 
 def _diagonal_scan(dtype: torch.dtype, packed: bool) -> None:
@@ -198,15 +201,15 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
     """One launch for each configuration and set of flags, in bfloat16 and in float32, of packed sequences."""
     last = {}
     for op, launch in distinct_launches(arch):
-        if launch.arguments["PACKED"] and _dtype(launch) != "fp16":
-            flags = tuple(name for name, x in launch.arguments.items() if x is True)
+        if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":
+            flags = tuple(name for name, x in launch.arguments.items() if x is True or (name == "EPS" and x))
             last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
 
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "b", "ends", "sums"))
+    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "b", "y", "grad", "ends", "sums"))
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 
@@ -271,7 +274,7 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    flags += [name for name in ("state", "bias", "CHUNK") if launch.arguments.get(name) is not None]
+    flags += [name for name in ("state", "bias", "CHUNK", "EPS") if launch.arguments.get(name) is not None]
     sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J") if name in launch.arguments]
     return Report(
         f"{op}.{configuration.name.split()[0]}",

@@ -108,7 +108,7 @@ def walk_kernel(
     else:
         begins, ends = needed & (first == begin), needed & (stop == end)
         start, direction, edge = first, 1, end - 1
-    if x is None:
+    if x is None:  # noqa: SIM102  known when it is compiled
         if ends | (stop <= first):
             return
     a, a_ = _load(a, span * 0, P, cols, kept, COMPLEX)

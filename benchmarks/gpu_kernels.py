@@ -106,6 +106,24 @@ def _linear_attention(batch: int, length: int, heads: int, width: int) -> Case:
     )
 
 
+def _normed_linear_attention(batch: int, length: int, heads: int, width: int) -> Case:
+    plain = _linear_attention(batch, length, heads, width)
+
+    def make(device: torch.device) -> Tensors:
+        return plain.make(device) | {"gate": _normal(device, batch, length, heads, width)}
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        return linear_attention(x["q"], x["k"], x["v"], norm_eps=1e-6, gate=x["gate"], backend=backend)[0]
+
+    def apart(x: Tensors) -> Tensor:
+        normed = F.rms_norm(plain.run(x, "auto"), (width,), eps=1e-6).to(x["gate"].dtype)
+        return normed * F.silu(x["gate"])
+
+    numbers, (_, _, flops) = batch * length * heads * width, plain.floor
+    peers = {"norm and gate by torch": lambda: apart}
+    return Case("linear_attention", f"{plain.shape}, norm, gate", make, run, peers, (5 * numbers, 10 * numbers, flops))
+
+
 def _local_attention(batch: int, length: int, heads: int, width: int, radius: int) -> Case:
     def make(device: torch.device) -> Tensors:
         inputs = {name: _normal(device, batch, length, heads, width) for name in ("q", "k", "v")}
@@ -319,15 +337,18 @@ def cases(small: bool) -> list[Case]:
         return [
             _short_conv(2, 40, 16, 3),
             _linear_attention(2, 40, 2, 16),
+            _normed_linear_attention(2, 40, 2, 16),
             _local_attention(2, 40, 2, 16, 7),
             _long_conv(2, 40, 8),
             _segment_recurrence(2, 2, 4, 8, 8),
             _diagonal_scan(2, 40, 8),
+            _real_diagonal_scan(2, 40, 8),
             _s4_kernel(4, 8, 40),
         ]
     found = [_short_conv(8, 4096, 768, taps) for taps in (3, 9)]
     found += [_linear_attention(8, length, 8, 128) for length in (4096, 16384)]
     found += [_linear_attention(8, 4096, 4, 64), _linear_attention(8, 4096, 1, 1024)]
+    found += [_normed_linear_attention(8, 4096, heads, width) for heads, width in ((4, 64), (8, 128))]
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
     found += [_long_conv(8, length, 768) for length in (4096, 16384)]
     found += [_segment_recurrence(8, 12, 64, 64, 64)]
@@ -344,6 +365,7 @@ def checked_cases(small: bool) -> list[Case]:
         return cases(True)
     found = [_short_conv(3, 1013, 200, taps) for taps in (1, 3, 9)]
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
+    found += [_normed_linear_attention(2, 1013, 3, width) for width in (16, 60, 200)]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
     found += [_long_conv(2, 3001, 200), _segment_recurrence(2, 3, 5, 60, 64)]
     found += [scan(2, length, 100) for scan in (_diagonal_scan, _real_diagonal_scan) for length in (100, 1013)]

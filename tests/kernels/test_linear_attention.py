@@ -298,7 +298,9 @@ def test_errors_name_the_argument():
         linear_attention(*(x[:1] for x in (query, key, value)), state=state, cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="gate must be None where norm_eps is None"):
         linear_attention(query, key, value, gate=value)
-    with pytest.raises(ValueError, match=r"gate must be \(B, T, H, V\) = .* of torch.float64; got .* of torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"gate must be \(B, T, H, V\) = .* of torch.float64; got .* of torch.float32"
+    ):
         linear_attention(query, key, value, norm_eps=1e-6, gate=value.float())
     with pytest.raises(ValueError, match="norm_eps must be positive; got 0"):
         linear_attention(query, key, value, norm_eps=0)

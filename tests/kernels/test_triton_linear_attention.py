@@ -77,7 +77,9 @@ def test_packed_sequences_are_each_alone(name):
 
 def run_normed(function, tensors, gate, wide=False, **options):
     """Outputs and gradients of every input, normed and, if there is a gate, gated."""
-    leaves = [(x.detach().double() if wide else guarded(x)).requires_grad_() for x in (*tensors, gate) if x is not None]
+    leaves = [
+        (x.detach().double() if wide else guarded(x)).requires_grad_() for x in (*tensors, gate) if x is not None
+    ]
     own = None if gate is None else leaves[-1]
     outputs = function(*leaves[:3], state=leaves[3], norm_eps=1e-3, gate=own, **options)
     generator = torch.Generator().manual_seed(5)

@@ -53,8 +53,8 @@ def linear_attention(
 
     Returns:
         `(B, T, H, V)` in float32, or float64 for float64 input: sums over a long sequence leave the range of float16.
-        With the norm, in query's dtype. And S after the last token, `(B, H, K, V)` in float32 or float64; None when not
-        causal.
+        With the norm, in query's dtype. And S after the last token, `(B, H, K, V)` in float32 or float64; None when
+        not causal.
 
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.

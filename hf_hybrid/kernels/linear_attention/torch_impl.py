@@ -182,12 +182,8 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 def normed(output: Tensor, eps: float, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Divide each head by its root mean square, in the precision of the sums, then gate it in `dtype`."""
-    n = (output * _inverse_rms(output, eps)).to(dtype)
+    n = F.rms_norm(output, output.shape[-1:], eps=eps).to(dtype)
     return n if gate is None else n * F.silu(gate)
-
-
-def _inverse_rms(output: Tensor, eps: float) -> Tensor:
-    return output.pow(2).mean(-1, keepdim=True).add(eps).rsqrt()
 
 
 @torch.library.custom_op("hf_hybrid::linear_attention_normed", mutates_args=())
@@ -210,7 +206,8 @@ def _forward_normed(
         y, last, n, scale = triton_kernels.forward_normed(query, key, value, gate, state, cu_seqlens, eps, trained)
         return y, last, none[0] if n is None else n, none[1] if scale is None else scale
     output, last = _forward(query, key, value, state, cu_seqlens, "torch")
-    scale = _inverse_rms(output, eps)
+    # as `normed` does it, but with what its backward needs
+    scale = output.pow(2).mean(-1, keepdim=True).add(eps).rsqrt()
     n = (output * scale).to(query.dtype)
     y, kept = (n, none[0]) if gate is None else (n * F.silu(gate), n)
     return y, last, *((kept, scale[..., 0]) if trained else none)

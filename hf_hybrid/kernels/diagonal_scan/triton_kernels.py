@@ -132,7 +132,7 @@ def walk_kernel(
         for i in tl.static_range(STEP):
             t = start + (block + i) * direction
             inside = block + i < stop - first
-            token, token_ = arriving[i][0], arriving[i][1]
+            token, token_ = arriving[i]  # type: ignore[var-annotated]
             if TRANSPOSED:
                 new, new_ = c + token, c_ + token_
                 onward, onward_ = _times_plus(a, a_, new, new_, tl.zeros_like(c), tl.zeros_like(c), COMPLEX)
@@ -143,7 +143,7 @@ def walk_kernel(
                 _store(x, t, P, cols, kept & inside, new, new_, COMPLEX)
             if sums is not None:
                 # nothing behind the span: the state is zeros there
-                s, s_ = past[i][0], past[i][1]
+                s, s_ = past[i]  # type: ignore[var-annotated]
                 total, total_ = _times_plus(s, -s_, new, new_, total, total_, COMPLEX)
             y, y_ = tl.where(inside, new, y), tl.where(inside, new_, y_)
             c, c_ = tl.where(inside, onward, c), tl.where(inside, onward_, c_)

@@ -19,9 +19,9 @@ The gradients have the same form, since o[t] = sum_{s<=t} (q[t].k[s]) v[s]:
 so the same kernel computes them, and no accumulator is ever transposed: compilers have got that wrong.
 
 A norm of each head and a gate, n = o / rms(o) and y = n silu(g), are applied to a block of outputs before it is
-stored, where one program has whole heads of it, and by `norm_kernel` otherwise. `norm_gradient_kernel` goes back from n
-and 1 / rms(o), which the forward keeps: in bfloat16, writing and reading n moves 4 bytes per number, and computing it
-again from q, k and v at least 6, with all the products.
+stored, where one program has whole heads of it, and by `norm_kernel` otherwise. `norm_gradient_kernel` takes the
+gradient from n and 1 / rms(o), which the forward keeps: in bfloat16, writing and reading n moves 4 bytes per number,
+and computing it again from q, k and v at least 6, with all the products.
 
 Products are of the inputs' own precision for bfloat16, of tf32 for float16, which has as many digits but would
 overflow in S, and of three tf32 parts for float32. Sums are float32. A key dim beyond one tile is walked over in

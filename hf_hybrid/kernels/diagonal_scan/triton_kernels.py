@@ -142,7 +142,7 @@ def walk_kernel(
             if x is not None:
                 _store(x, t, P, cols, kept & inside, new, new_, COMPLEX)
             if sums is not None:
-                # nothing behind the span: the state is zeros there
+                # behind the span, states were read as zeros
                 s, s_ = past[i]  # type: ignore[var-annotated]
                 total, total_ = _times_plus(s, -s_, new, new_, total, total_, COMPLEX)
             y, y_ = tl.where(inside, new, y), tl.where(inside, new_, y_)

@@ -67,7 +67,7 @@ LIMITS = {
         True, 8, "S and a block of scores in registers: two programs of 4 warps, or one of 8"
     ),
     "linear_attention.norm": Limit(
-        False, 16, "bound by memory: a tile of 16 rows and 128 columns, of up to four tensors"
+        False, 16, "bound by memory: tiles of up to 16 rows and 128 columns, of up to four tensors"
     ),
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),

@@ -63,7 +63,7 @@ CONFIGURATIONS = {
             "walk k64 before sm_90", "float32 and float16, before sm_90", {"BT": 16, "BK": 64, "BV": 16}, 4, 1
         ),
         Configuration("norm", "a norm behind heads of several tiles", {"BR": 16, "BV": 128}, 4, 1),
-        Configuration("norm gradient", "every norm", {"BR": 16, "BV": 128}, 4, 1),
+        Configuration("norm gradient", "every norm", {"BR": 8, "BV": 128}, 4, 1),
     )
 }
 """Tiles of 32 are avoided: compilers have got products with several of them wrong on sm_90."""

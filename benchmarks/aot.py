@@ -77,12 +77,18 @@ def shipped(op: str) -> list[str]:
 
 # the one table of what is asked: kernel -> limit
 LIMITS = {
+    "diagonal_scan.ends": Limit(False, 24, "bound by memory, with 16 loads in flight per warp, and little work"),
+    "diagonal_scan.carry": Limit(False, 24, "a chain of loads; no more than 32 programs of one warp fit"),
+    "diagonal_scan.walk": Limit(False, 20, "bound by memory, with up to 16 loads in flight per warp"),
     "short_conv.forward": Limit(False, 12, "bound by memory, with a load per tap in flight in every thread"),
     "short_conv.backward": Limit(False, 8, "16 loads in flight per warp make up for few warps"),
     "linear_attention.sums": Limit(True, 8, "bound by memory, with loads in flight in shared memory"),
     "linear_attention.carry": Limit(False, 32, "a chain of loads"),
     "linear_attention.walk": Limit(
         True, 8, "S and a block of scores in registers: two programs of 4 warps, or one of 8"
+    ),
+    "linear_attention.norm": Limit(
+        False, 16, "bound by memory: tiles of up to 16 rows and 128 columns, of up to four tensors"
     ),
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
@@ -171,6 +177,20 @@ def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) 
     cu_seqlens = _meta(3, dtype=torch.int32) if packed else None
     triton_kernels.forward(q, q, q, state, cu_seqlens)
     triton_kernels.backward(q.float(), state, q, q, q, state, cu_seqlens)
+    _, _, normed, scale = triton_kernels.forward_normed(q, q, q, q, state, cu_seqlens, 1e-6, True)
+    triton_kernels.backward_norm(q, normed, scale, q)
+
+
+def _diagonal_scan(dtype: torch.dtype, packed: bool) -> None:
+    from hf_hybrid.kernels.diagonal_scan import triton_kernels
+
+    b = _meta(1 if packed else 8, 4096, 384, dtype=dtype)
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    a, state, cu_seqlens = _meta(384, dtype=wide), _meta(8, 384, dtype=wide), None
+    if packed:
+        cu_seqlens = _meta(9, dtype=torch.int32)
+    triton_kernels.run(a, b, state, cu_seqlens, False, False)
+    triton_kernels.run(a, b, state, cu_seqlens, True, True, b, state)
 
 
 def _local_attention(
@@ -265,6 +285,8 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
                 calls.append(("local_attention", lambda a=(dtype, width, *form): _local_attention(*a)))
     for filters in (1, 2):
         calls.append(("ssm_kernel", lambda a=filters: _ssm_kernel(a)))
+    for dtype, packed in ((torch.complex64, True), (torch.bfloat16, True), (torch.complex64, False)):
+        calls.append(("diagonal_scan", lambda a=(dtype, packed): _diagonal_scan(*a)))
     for op, call in calls:
         with record_launches(arch) as launches:
             call()
@@ -285,14 +307,17 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
     last = {}
     for op, launch in distinct_launches(arch):
         if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":
-            flags = tuple(name for name, x in launch.arguments.items() if x is True)
+            flags = tuple(name for name, x in launch.arguments.items() if x is True or (name == "EPS" and x))
             last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
 
 
+_TOKENS = ("u", "k", "b", "y", "rates", "states", "grad", "ends", "sums")
+
+
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "rates", "states", "grad", "sums"))
+    tokens = next(x for name, x in launch.arguments.items() if name in _TOKENS)
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 
@@ -357,7 +382,7 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
 
     assert count("EXIT"), "the machine code could not be read"
     flags = [name for name, x in launch.arguments.items() if x is True]
-    given = ("state", "bias", "kept", "seed", "CHUNK", "column")
+    given = ("state", "bias", "kept", "seed", "CHUNK", "column", "EPS")
     flags += [name for name in given if launch.arguments.get(name) is not None]
     sizes = [f"{name}={launch.arguments[name]}" for name in ("K", "J", "M") if name in launch.arguments]
     return Report(

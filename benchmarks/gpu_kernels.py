@@ -108,6 +108,24 @@ def _linear_attention(batch: int, length: int, heads: int, width: int) -> Case:
     )
 
 
+def _normed_linear_attention(batch: int, length: int, heads: int, width: int) -> Case:
+    plain = _linear_attention(batch, length, heads, width)
+
+    def make(device: torch.device) -> Tensors:
+        return plain.make(device) | {"gate": _normal(device, batch, length, heads, width)}
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        return linear_attention(x["q"], x["k"], x["v"], norm_eps=1e-6, gate=x["gate"], backend=backend)[0]
+
+    def apart(x: Tensors) -> Tensor:
+        normed = F.rms_norm(plain.run(x, "auto"), (width,), eps=1e-6).to(x["gate"].dtype)
+        return normed * F.silu(x["gate"])
+
+    numbers, (_, _, flops) = batch * length * heads * width, plain.floor
+    peers = {"norm and gate by torch": lambda: apart}
+    return Case("linear_attention", f"{plain.shape}, norm, gate", make, run, peers, (5 * numbers, 10 * numbers, flops))
+
+
 def _local_attention(batch: int, length: int, heads: int, width: int, radius: int) -> Case:
     def make(device: torch.device) -> Tensors:
         inputs = {name: _normal(device, batch, length, heads, width) for name in ("q", "k", "v")}
@@ -306,17 +324,29 @@ def _diagonal_scan(batch: int, length: int, states: int) -> Case:
             "b": _normal(device, batch, length, states, 2),
         }
 
+    def complex_numbers(x: Tensors) -> list[Tensor]:
+        return [torch.view_as_complex(x[name].contiguous()) for name in ("a", "b")]
+
     def run(x: Tensors, backend: str) -> Tensor:
-        a, b = (torch.view_as_complex(x[name].contiguous()) for name in ("a", "b"))
-        return torch.view_as_real(diagonal_scan(a, b, backend=backend)[0])
+        return torch.view_as_real(diagonal_scan(*complex_numbers(x), backend=backend)[0])
 
     def one_by_one(x: Tensors) -> Tensor:
-        a, b = (torch.view_as_complex(x[name].contiguous()) for name in ("a", "b"))
+        a, b = complex_numbers(x)
         state, found = torch.zeros_like(b[:, 0]), []
         for token in b.unbind(1):
             state = a * state + token
             found.append(state)
         return torch.view_as_real(torch.stack(found, dim=1))
+
+    def accelerated_scan() -> Function:
+        scan = importlib.import_module("accelerated_scan.complex").scan
+
+        def run(x: Tensors) -> Tensor:
+            a, b = complex_numbers(x)
+            tokens = b.mT.contiguous()
+            return torch.view_as_real(scan(a[:, None].expand_as(tokens).contiguous(), tokens).mT)
+
+        return run
 
     numbers = 2 * batch * length * states
     return Case(
@@ -324,9 +354,25 @@ def _diagonal_scan(batch: int, length: int, states: int) -> Case:
         f"B{batch} T{length} P{states}, complex",
         make,
         run,
-        {"a loop": lambda: one_by_one},
+        {"a loop": lambda: one_by_one, "accelerated-scan": accelerated_scan},
         (2 * numbers, 3 * numbers, 3 * 4 * numbers),
         ("a", "b"),
+    )
+
+
+def _real_diagonal_scan(batch: int, length: int, states: int) -> Case:
+    def make(device: torch.device) -> Tensors:
+        return {"a": 1 - torch.rand(states, device=device) / 10, "b": _normal(device, batch, length, states)}
+
+    numbers = batch * length * states
+    return Case(
+        "diagonal_scan",
+        f"B{batch} T{length} P{states}, real",
+        make,
+        lambda x, backend: diagonal_scan(x["a"], x["b"], backend=backend)[0],
+        {},
+        (2 * numbers, 3 * numbers, 3 * 2 * numbers),
+        ("a",),
     )
 
 
@@ -438,11 +484,13 @@ def cases(small: bool) -> list[Case]:
         return [
             _short_conv(2, 40, 16, 3),
             _linear_attention(2, 40, 2, 16),
+            _normed_linear_attention(2, 40, 2, 16),
             _local_attention(2, 40, 2, 16, 7),
             _long_conv(2, 40, 8),
             _segment_recurrence(2, 2, 4, 8, 8),
             _segment_step(2, 2, 4, 8, 8),
             _diagonal_scan(2, 40, 8),
+            _real_diagonal_scan(2, 40, 8),
             _s4_kernel(4, 8, 40),
             _ssm_step(2, 6, 8, 2),
             _local_attention_step(2, 40, 2, 16, 7),
@@ -450,10 +498,11 @@ def cases(small: bool) -> list[Case]:
     found = [_short_conv(8, 4096, 768, taps) for taps in (3, 9)]
     found += [_linear_attention(8, length, 8, 128) for length in (4096, 16384)]
     found += [_linear_attention(8, 4096, 4, 64), _linear_attention(8, 4096, 1, 1024)]
+    found += [_normed_linear_attention(8, 4096, heads, width) for heads, width in ((4, 64), (8, 128))]
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
     found += [_long_conv(8, length, 768) for length in (4096, 16384)]
     found += [_segment_recurrence(8, 12, 64, 64, 64), _segment_step(32, 12, 256, 64, 64)]
-    found += [_diagonal_scan(8, 4096, 384)]
+    found += [_diagonal_scan(8, 4096, 384), _real_diagonal_scan(8, 4096, 768)]
     found += [_s4_kernel(768, size, 16384) for size in (16, 64)]
     found += [_ssm_step(batch, 768, 64, filters) for batch, filters in ((1, 1), (8, 1), (8, 12))]
     found += [_local_attention_step(batch, 4096, 12, 64, 256) for batch in (1, 8, 64)]
@@ -469,17 +518,19 @@ def checked_cases(small: bool) -> list[Case]:
         return cases(True)
     found = [_short_conv(3, 1013, 200, taps) for taps in (1, 3, 9)]
     found += [_linear_attention(2, length, heads, width) for length, heads, width in _ODD_HEADS]
+    found += [_normed_linear_attention(2, 1013, 3, width) for width in (16, 60, 200)]
     found += [_local_attention(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
     found += [_s4_kernel(60, size, 3001, filters) for size, filters in ((16, 1), (64, 1), (64, 2), (10, 5))]
     found += [_ssm_step(3, 101, size, 3, low_rank=size != 30, whole=True) for size in (2, 10, 30, 64, 200)]
     found += [_local_attention_step(3, 997, 3, width, 100, padding=7) for width in (32, 64, 96, 256)]
     found += [_local_attention_step(3, 997, 3, 64, 100, chunks=True, padding=350)]
-    found += [_long_conv(2, 3001, 200), _diagonal_scan(2, 1013, 100)]
+    found += [_long_conv(2, 3001, 200)]
     found += [
         _segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)
     ]
     found += [_segment_step(3, 5, 7, 60, width) for width in (50, 100, 200)]
     found += [_local_attention_dropout(2, 150, 3, width, 50, 0.25) for width in (64, 128, 256)]
+    found += [scan(2, length, 100) for scan in (_diagonal_scan, _real_diagonal_scan) for length in (100, 1013)]
     return found
 
 
@@ -612,7 +663,7 @@ def measure_ceilings(clock: Clock, small: bool) -> Row:
 def floor_ms(case: Case, dtype: str, both: bool, ceilings: Row) -> float:
     """What bytes or multiplications cost at the ceilings, the larger, in a forward or with its backward."""
     forward, backward, flops = case.floor
-    width = 4 if dtype == "fp32" or case.op in ("diagonal_scan", "s4_kernel", "ssm_step") else 2
+    width = 4 if dtype == "fp32" or case.op in ("s4_kernel", "ssm_step") or "b" in case.wide else 2
     moved = width * (forward + (backward if both else 0)) / float(ceilings["copy_gbs"]) / 1e6
     return max(moved, flops / (1 if both else 3) / float(ceilings[f"{dtype}_tflops"]) / 1e9)
 

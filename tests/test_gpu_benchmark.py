@@ -21,13 +21,14 @@ OTHERS = {
     "FlashFFTConv",
     "FlexAttention, compiled",
     "the same, compiled",
+    "accelerated-scan",
 }
-SMALL = {case.op: case for case in cases(small=True)}
+SMALL = {f"{case.op} {case.shape}": case for case in cases(small=True)}
 
 
-@pytest.mark.parametrize("op", SMALL)
-def test_peers_compute_what_the_op_does(op):
-    case = SMALL[op]
+@pytest.mark.parametrize("name", SMALL)
+def test_peers_compute_what_the_op_does(name):
+    case = SMALL[name]
     torch.manual_seed(0)
     inputs = {name: x.double() for name, x in case.make(CPU).items()}
     expected = case.run(inputs, "torch")
@@ -64,7 +65,7 @@ def test_dropout_is_checked_with_the_mask_that_was_drawn():
 
 
 def test_what_is_wrong_shows():
-    case = SMALL["short_conv"]
+    case = next(case for case in SMALL.values() if case.op == "short_conv")
 
     def wrong(x, backend):
         return case.run(x, "torch") * (1 if backend == "torch" else 1 + 1e-3)
@@ -91,7 +92,7 @@ def test_what_is_wrong_shows():
 
 def test_steps_are_raced_in_graphs_too():
     ceilings = {"copy_gbs": "1", "fp32_tflops": "1"}
-    rows = list(gpu_kernels.race(SMALL["local_attention_step"], "fp32", gpu_kernels.Clock(CPU), ceilings, 1))
+    rows = list(gpu_kernels.race(next(case for case in SMALL.values() if case.op == "local_attention_step"), "fp32", gpu_kernels.Clock(CPU), ceilings, 1))
     refused = "ValueError: CUDA graphs want a GPU"
     assert {row["contender"]: row["outcome"] for row in rows if row["contender"] != "hf_hybrid, triton"} == {
         "hf_hybrid, torch": "ok",

@@ -18,6 +18,8 @@ GUARD = 4096
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy of a tensor with NaN, or a huge integer, on both sides."""
+    if x.is_complex():
+        return torch.view_as_complex(guarded(torch.view_as_real(x)))
     fill: Any = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max // 2
     memory = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype)
     copy = memory[GUARD : GUARD + x.numel()].view(x.shape)
@@ -33,6 +35,8 @@ def guarded_allocations() -> Iterator[None]:
     def guarded_empty(*shape: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
         size = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         dtype = dtype or torch.get_default_dtype()
+        if dtype.is_complex:
+            return torch.view_as_complex(guarded_empty(*size, 2, dtype=dtype.to_real(), **options))
         if not dtype.is_floating_point or torch.device(options.get("device") or "cpu").type != "cpu":
             return empty(size, dtype=dtype, **options)
         memories.append(torch.full((size.numel() + 2 * GUARD,), math.nan, dtype=dtype))

@@ -1,5 +1,6 @@
 """The diagonal scan against its loop, an explicit sum and torch's machinery."""
 
+import itertools
 import math
 from functools import reduce
 
@@ -32,12 +33,12 @@ def make(length, dtype=torch.complex128, batch=2, states=3, seed=0, radius=(0.5,
     return tuple(x.to(dtype) for x in (a, b, initial_state))
 
 
-def run(function, a, b, initial_state, reverse=False):
+def run(function, a, b, initial_state, reverse=False, **options):
     """Outputs, and gradients of every input under fixed random weights."""
     leaves = [x.detach().clone().requires_grad_() for x in (a, b, initial_state)]
-    outputs = function(leaves[0], leaves[1], initial_state=leaves[2], reverse=reverse)
+    outputs = function(leaves[0], leaves[1], initial_state=leaves[2], reverse=reverse, **options)
     generator = torch.Generator().manual_seed(5)
-    weights = [torch.randn(x.shape, generator=generator, dtype=a.dtype) for x in outputs]
+    weights = [torch.randn(x.shape, generator=generator, dtype=a.dtype).to(x.dtype) for x in outputs]
     return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
 
 
@@ -85,6 +86,37 @@ def test_matches_the_reference(length, reverse, dtype):
     fresh = diagonal_scan(*inputs[:2], reverse=reverse)
     for one, other in zip(fresh, reference.diagonal_scan(*inputs[:2], reverse=reverse), strict=True):
         assert_close(one, other, ROW[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_summed_in_32(dtype):
+    """What is handed on is not rounded, and what is stored is rounded once."""
+    a, b, initial_state = make(200, torch.float32)
+    b, row = b.to(dtype), str(dtype).removeprefix("torch.")
+    actual = run(diagonal_scan, a, b, initial_state)
+    expected = run(reference.diagonal_scan, a, b, initial_state)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one.dtype == (dtype if index in (0, 3) else torch.float32)
+        # d_a pairs rounded states with rounded gradients
+        assert_close(one, other, "float32" if index == 1 else row if dtype == torch.float16 else f"{row} gradient")
+
+
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 3, 3, 70, 71, 90], [0, 0, 1, 1]])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_sequences_are_each_alone(reverse, bounds):
+    a, b, _ = make(bounds[-1], batch=1)
+    initial_state, cu_seqlens = make(1, batch=len(bounds) - 1)[2], torch.tensor(bounds)
+    options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
+    actual, expected = (run(f, a, b, initial_state, **options) for f in (diagonal_scan, reference.diagonal_scan))
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(one, other, "float64 gradient" if index > 1 else "float64")
+    assert_close(diagonal_scan(a, b, **options)[0], reference.diagonal_scan(a, b, **options)[0], "float64")
+    for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start < stop:
+            own = {"initial_state": initial_state[n : n + 1], "reverse": reverse}
+            states, last = diagonal_scan(a, b[:, start:stop], **own)
+            assert_close(actual[0][:, start:stop], states, "float64")
+            assert_close(actual[1][n : n + 1], last, "float64")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -191,6 +223,19 @@ def test_gradcheck(length, reverse, dtype):
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradcheck_of_packed_sequences(reverse):
+    a, b, _ = make(5, batch=1, states=1)
+    leaves = [x.requires_grad_() for x in (a, b, make(1, batch=3, states=1)[2])]
+
+    def function(a, b, initial_state):
+        cu_seqlens = torch.tensor([0, 2, 2, 5])
+        return diagonal_scan(a, b, initial_state=initial_state, reverse=reverse, cu_seqlens=cu_seqlens)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_gradient_of_one_input_alone(wanted):
     inputs = make(17)
@@ -247,7 +292,13 @@ def test_final_state_does_not_keep_the_others_in_memory():
 def test_opcheck(reverse):
     a, b, initial_state = (x.requires_grad_() for x in make(11))
     for state in (None, initial_state):
-        torch.library.opcheck(torch_impl._forward, (a, b, state, reverse, "auto"))
+        for transposed in (False, True):
+            torch.library.opcheck(torch_impl._scan, (a, b, state, None, reverse, transposed, "auto"))
+    row, cu_seqlens = b.detach()[:1].requires_grad_(), torch.tensor([0, 4, 11])
+    torch.library.opcheck(torch_impl._scan, (a, row, initial_state, cu_seqlens, reverse, False, "auto"))
+    x, final = (x.detach() for x in torch_impl._scan(a, row, initial_state, cu_seqlens, reverse, False, "auto"))
+    arguments = (x, final, a.detach(), x, initial_state.detach(), cu_seqlens, reverse, "auto")
+    torch.library.opcheck(torch_impl._differentiate, arguments)
 
 
 def test_compiles_without_graph_breaks():
@@ -274,7 +325,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
     with pytest.raises(ValueError, match="diagonal_scan cannot run on triton: not every tensor is on a CUDA device"):
         diagonal_scan(a, b, backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match="has no Triton kernel yet"), use_backend("triton"):
+    with pytest.raises(ValueError, match=r"got torch\.complex128"), use_backend("triton"):
         diagonal_scan(a, b)
     expected = diagonal_scan(a, b, backend="torch")
     assert_close(diagonal_scan(a, b)[0], expected[0], "exact")
@@ -290,6 +341,15 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
         ({"a": torch.zeros(4, dtype=torch.complex128)}, r"b must be \(B, T, 4\) with T > 0; got \(2, 5, 3\)"),
         ({"b": torch.zeros(2, 0, 3, dtype=torch.complex128)}, r"b must be \(B, T, 3\) with T > 0; got \(2, 0, 3\)"),
         ({"b": torch.zeros(5, 3, dtype=torch.complex128)}, r"b must be \(B, T, 3\) with T > 0; got \(5, 3\)"),
+        (
+            {"b": torch.zeros(2, 5, 3, dtype=torch.bfloat16)},
+            "b must have a's dtype torch.complex128; got torch.bfloat16",
+        ),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "b must have a batch of 1 where cu_seqlens is given; got 2"),
+        (
+            {"b": torch.zeros(1, 5, 3, dtype=torch.complex128), "cu_seqlens": torch.tensor([0, 5])},
+            r"initial_state must be \(N, P\) = \(1, 3\); got \(2, 3\)",
+        ),
         ({"b": torch.zeros(2, 5, 3)}, "b must have a's dtype torch.complex128; got torch.float32"),
         (
             {"initial_state": torch.zeros(1, 3, dtype=torch.complex128)},

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hf_hybrid.kernels import linear_attention, use_backend
 from hf_hybrid.kernels.linear_attention import reference, torch_impl
@@ -112,6 +113,76 @@ def test_packed_sequences_are_each_alone(bounds):
             assert_close(packed[1][n : n + 1], alone[1], "float64")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 70])
+def test_norm_and_gate_are_those_of_torch(length, causal, dtype):
+    """To the last bit forwards; backwards, what is computed in one go is rounded less often."""
+    *tensors, _ = make(length, dtype)
+    name, gate, weight = str(dtype).removeprefix("torch."), *(make(length, dtype, seed=n)[2] for n in (3, 4))
+
+    def by_torch(query, key, value, gate):
+        output, last = linear_attention(query, key, value, causal=causal)
+        n = F.rms_norm(output, output.shape[-1:], eps=1e-3).to(query.dtype)
+        return n if gate is None else n * F.silu(gate), last
+
+    def at_once(query, key, value, gate):
+        return linear_attention(query, key, value, causal=causal, norm_eps=1e-3, gate=gate)
+
+    for own in (gate, None):
+        results = []
+        for function in (at_once, by_torch):
+            leaves = [x.detach().clone().requires_grad_() for x in (*tensors, own) if x is not None]
+            output, last = function(*leaves[:3], leaves[3] if own is not None else None)
+            results.append([output, last, *torch.autograd.grad(output, leaves, weight)])
+        for index, (one, other) in enumerate(zip(*results, strict=True)):
+            if one is None:
+                assert other is None
+                continue
+            assert one.dtype == other.dtype
+            row = {"float16": "float16", "bfloat16": "bfloat16 gradient"}.get(name, f"{name} gradient")
+            assert_close(one, other, row if index > 1 else "exact")
+
+
+def test_norm_and_gate_of_packed_sequences_and_states():
+    *tensors, _ = make(30, batch=1)
+    state, gate = make(1, batch=3, seed=1)[3], make(30, batch=1, seed=3)[2]
+    cu_seqlens = torch.tensor([0, 4, 4, 30])
+    results = []
+    for function in (linear_attention, reference.linear_attention):
+        leaves = [x.detach().clone().requires_grad_() for x in (*tensors, state, gate)]
+        options = {"state": leaves[3], "gate": leaves[4], "norm_eps": 0.1, "cu_seqlens": cu_seqlens}
+        outputs = function(*leaves[:3], **options)
+        grads = torch.autograd.grad(outputs[0].exp().sum() + outputs[1].sin().sum(), leaves)
+        results.append([*outputs, *grads])
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other, "float64 gradient")
+
+
+def test_saved_by_the_norm_is_what_it_gives():
+    """And nothing but the inputs where nothing is trained, or no gate follows."""
+    query, key, value, _ = make(64)
+    gate = make(64, seed=3)[2]
+
+    def saved(*leaves, gate=None):
+        found = {}
+
+        def pack(tensor):
+            found[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            linear_attention(*leaves, norm_eps=1e-6, gate=gate)
+        return sum(found.values())
+
+    inputs, rows = query.numel() + key.numel() + value.numel(), value.numel() // value.shape[3]
+    trained = query.clone().requires_grad_()
+    assert saved(trained, key, value) == inputs + value.numel() + rows
+    assert saved(trained, key, value, gate=gate) == inputs + 2 * value.numel() + rows
+    _, _, n, scale = torch_impl._forward_normed(query, key, value, gate, None, None, 1e-6, False, "auto")
+    assert n.numel() == scale.numel() == 0
+
+
 def test_causality_is_exact():
     query, key, value, _ = make(150)
     before = linear_attention(query, key, value)[0]
@@ -180,6 +251,12 @@ def test_opcheck():
     row = [x.detach()[:1].requires_grad_() for x in (query, key, value)]
     torch.library.opcheck(torch_impl._forward, (*row, state, torch.tensor([0, 4, 9]), "auto"))
     torch.library.opcheck(torch_impl._forward, (query.detach(), key.detach(), value.detach(), None, None, "auto"))
+    gate = value.detach().clone().requires_grad_()
+    for own, before, bounds in ((gate, state, None), (None, None, None), (gate[:1].detach(), None, [0, 4, 9])):
+        inputs = row if bounds else (query, key, value)
+        cu_seqlens = torch.tensor(bounds) if bounds else None
+        arguments = (*inputs, own, before, cu_seqlens, 1e-6, True, "auto")
+        torch.library.opcheck(torch_impl._forward_normed, arguments)
 
 
 def test_compiles_without_graph_breaks():
@@ -187,8 +264,10 @@ def test_compiles_without_graph_breaks():
     compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
     for length in (16, 70):
         tensors = make(length)
-        for one, other in zip(run(compiled, tensors), run(linear_attention, tensors), strict=True):
-            assert_close(one, other, "float64 gradient")
+        for options in ({}, {"norm_eps": 1e-6, "gate": tensors[2]}):
+            expected = run(linear_attention, tensors, **options)
+            for one, other in zip(run(compiled, tensors, **options), expected, strict=True):
+                assert_close(one, other, "float64 gradient")
 
 
 def test_dispatch():
@@ -217,5 +296,13 @@ def test_errors_name_the_argument():
         linear_attention(query, key, value, cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match=r"state must be \(N, H, K, V\) = \(1, 2, 5, 3\); got \(2, 2, 5, 3\)"):
         linear_attention(*(x[:1] for x in (query, key, value)), state=state, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match="gate must be None where norm_eps is None"):
+        linear_attention(query, key, value, gate=value)
+    with pytest.raises(
+        ValueError, match=r"gate must be \(B, T, H, V\) = .* of torch.float64; got .* of torch.float32"
+    ):
+        linear_attention(query, key, value, norm_eps=1e-6, gate=value.float())
+    with pytest.raises(ValueError, match="norm_eps must be positive; got 0"):
+        linear_attention(query, key, value, norm_eps=0)
     with pytest.raises(ValueError, match="state must be None for attention that is not causal"):
         linear_attention(query, key, value, state=state, causal=False)

@@ -75,6 +75,43 @@ def test_packed_sequences_are_each_alone(name):
     compare(tensors[:3], cu_seqlens=cu_seqlens.int(), shortest=1024)
 
 
+def run_normed(function, tensors, gate, wide=False, **options):
+    """Outputs and gradients of every input, normed and, if there is a gate, gated."""
+    leaves = [
+        (x.detach().double() if wide else guarded(x)).requires_grad_() for x in (*tensors, gate) if x is not None
+    ]
+    own = None if gate is None else leaves[-1]
+    outputs = function(*leaves[:3], state=leaves[3], norm_eps=1e-3, gate=own, **options)
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(x.shape, generator=generator).to(tensors[0].dtype).to(x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "value_width", "gated"),
+    [
+        (torch.float32, 5, 3, True),  # inside of the walk
+        (torch.bfloat16, 5, 3, False),
+        (torch.float32, 3, 140, True),  # behind it
+        (torch.float16, 70, 130, False),
+    ],
+)
+@interpreted
+def test_norm_and_gate(dtype, width, value_width, gated):
+    heads = 1 if value_width > 128 else 2
+    tensors = make(67, dtype, heads=heads, width=width, value_width=value_width, sequences=3)
+    gate = make(68, dtype, heads=heads, value_width=value_width)[2][:, :67] if gated else None
+    cu_seqlens = guarded(torch.tensor([0, 3, 3, 67]))
+    with guarded_allocations(), spans(64):
+        actual = run_normed(linear_attention, tensors, gate, cu_seqlens=cu_seqlens)
+    expected = run_normed(reference, tensors, gate, wide=True, cu_seqlens=cu_seqlens)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        row = ROWS[dtype]
+        if index < 2:  # the norm's result is rounded once, the state not at all
+            row = "float32" if index == 1 else str(dtype).removeprefix("torch.")
+        assert_close(one, other, row)
+
+
 @interpreted
 def test_strides_make_no_difference_and_the_bits_are_the_same_twice():
     tensors = make(70)
@@ -107,6 +144,10 @@ def test_opcheck():
         (query.detach(), key, value, None, cu_seqlens, "triton"),
     ):
         torch.library.opcheck(torch_impl._forward, arguments)
+    for gate, trained in ((value.detach().clone().requires_grad_(), True), (None, False)):
+        inputs = (query, key, value) if trained else (query.detach(), key.detach(), value.detach())
+        arguments = (*inputs, gate, state if gate is not None else None, None, 1e-6, trained, "triton")
+        torch.library.opcheck(torch_impl._forward_normed, arguments)
 
 
 @interpreted

@@ -1,8 +1,12 @@
-"""Scan of a diagonal linear recurrence that stays the same over time, as in S5: linear work, logarithmic depth."""
+"""Scan of a diagonal linear recurrence that stays the same over time, as in S5: linear work, logarithmic depth.
+
+B batch · T length · P states · N packed sequences
+"""
 
 import torch
 from torch import Tensor
 
+from ..packed import check_cu_seqlens
 from . import torch_impl
 
 __all__ = ["diagonal_scan"]
@@ -16,45 +20,50 @@ def diagonal_scan(
     *,
     initial_state: Tensor | None = None,
     reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Run a recurrence of decoupled states over a sequence, all tokens in parallel.
 
-    Shapes: `B` batch · `T` length · `P` states.
-
         x[t] = a x[t-1] + b[t]      (S5, section 3, with a = diag(Abar) and b[t] = Bbar u[t])
 
-    O(T P) multiplications, forward and backward, in 2 log2(T) steps over memory of the input's size. Saved for the
-    backward pass is x alone, and that only where a is trained.
+    O(T P) multiplications, forward and backward, in 2 log2(T) steps over memory of the input's size where torch runs.
+    Saved for the backward pass is x alone, and that only where a is trained.
 
     Args:
         a: `(P,)`, float32, float64, complex64 or complex128; magnitudes up to 1 for a recurrence that stays bounded.
-        b: `(B, T, P)` in a's dtype.
+        b: `(B, T, P)` in a's dtype; bfloat16 or float16, too, where a is float32 (torch has no such complex numbers).
         initial_state: x before the first token, `(B, P)` in a's dtype; zeros when None.
         reverse: Whether to run from the last token to the first, x[t] = a x[t+1] + b[t]; the initial state then lies
             behind the last token.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
+            sequence alone. Where torch runs, the bounds are read by the host.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        x `(B, T, P)` and the final state `(B, P)`, the x of the token that comes last in the scan's direction.
-        Differentiable in a, b and the initial state.
+        x `(B, T, P)` in b's dtype, and the final state `(B, P)` in a's, the x of the token that comes last in the
+        scan's direction. Differentiable, also twice, in a, b and the initial state.
 
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
-    _check(a, b, initial_state)
-    return torch_impl.diagonal_scan(a, b, initial_state=initial_state, reverse=reverse, backend=backend)
+    _check(a, b, initial_state, cu_seqlens)
+    return torch_impl.diagonal_scan(
+        a, b, initial_state=initial_state, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend
+    )
 
 
-def _check(a: Tensor, b: Tensor, initial_state: Tensor | None) -> None:
+def _check(a: Tensor, b: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if a.dim() != 1 or a.dtype not in _DTYPES:
         raise ValueError(f"a must be (P,), real or complex of 32 or 64 bits; got {tuple(a.shape)} of {a.dtype}")
     if b.dim() != 3 or b.shape[1] == 0 or b.shape[2] != a.shape[0]:
         raise ValueError(f"b must be (B, T, {a.shape[0]}) with T > 0; got {tuple(b.shape)}")
-    if initial_state is not None and initial_state.shape != (b.shape[0], b.shape[2]):
-        raise ValueError(
-            f"initial_state must be (B, P) = {(b.shape[0], b.shape[2])}; got {tuple(initial_state.shape)}"
-        )
-    for name, tensor in (("b", b), ("initial_state", initial_state)):
+    shape = (check_cu_seqlens(cu_seqlens, b, "b"), b.shape[2])
+    if initial_state is not None and initial_state.shape != shape:
+        rows = "B" if cu_seqlens is None else "N"
+        raise ValueError(f"initial_state must be ({rows}, P) = {shape}; got {tuple(initial_state.shape)}")
+    narrow = a.dtype == torch.float32 and b.dtype in (torch.bfloat16, torch.float16)
+    for name, tensor in (("b", None if narrow else b), ("initial_state", initial_state)):
         if tensor is not None and tensor.dtype != a.dtype:
             raise ValueError(f"{name} must have a's dtype {a.dtype}; got {tensor.dtype}")

@@ -14,11 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend
+from ..dispatch import choose_backend, wished_backend
+from ..packed import run_each
 
 
-def _why_not_triton() -> str | None:
-    return "diagonal_scan has no Triton kernel yet"
+def _runs_on_triton(backend: str, a: Tensor, b: Tensor) -> bool:
+    """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
+
+    def why_not() -> str | None:
+        from .triton_kernels import why_not
+
+        return why_not(b)
+
+    return choose_backend("diagonal_scan", backend, [a, b], why_not) == "triton"
 
 
 def _rows(length: int, first: int, stride: int, reverse: bool) -> tuple[slice, slice]:
@@ -47,52 +55,160 @@ def _scan_in_place(a: Tensor, x: Tensor, reverse: bool) -> None:
             factors.pop()
 
 
-@torch.library.custom_op("hf_hybrid::diagonal_scan", mutates_args=())
-def _forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reverse: bool, backend: str) -> Tensor:
-    # Chosen in here, where no tracer looks, because the choice reads the environment and logs.
-    choose_backend("diagonal_scan", backend, [a, b], _why_not_triton)
-    x = b.clone(memory_format=torch.contiguous_format)
-    if initial_state is not None:
-        x[:, -1 if reverse else 0].addcmul_(a, initial_state)
+def _scan_alone(
+    b: Tensor, initial_state: Tensor | None, a: Tensor, reverse: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """One sequence or a batch of them, also without tokens, as for `_scan`."""
+    x = b.to(a.dtype, copy=True, memory_format=torch.contiguous_format)
+    if b.shape[1] == 0:
+        return x.to(b.dtype), x.sum(1) if initial_state is None else initial_state.clone()
+    first, last = (-1, 0) if reverse else (0, -1)
+    if initial_state is not None and transposed:
+        x[:, first] += initial_state
+    elif initial_state is not None:
+        x[:, first].addcmul_(a, initial_state)
     _scan_in_place(a, x, reverse)
-    return x
+    return x.to(b.dtype), a * x[:, last] if transposed else x[:, last].clone()
 
 
-@_forward.register_fake
-def _(a: Tensor, b: Tensor, initial_state: Tensor | None, reverse: bool, backend: str) -> Tensor:
-    return torch.empty_like(b, memory_format=torch.contiguous_format)
+@torch.library.custom_op("hf_hybrid::diagonal_scan", mutates_args=())
+def _scan(
+    a: Tensor,
+    b: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    transposed: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """States and the final one: x = a c + b, c <- x; or, `transposed`, x = c + b, c <- a x, from c = initial_state."""
+    if _runs_on_triton(backend, a, b):
+        from . import triton_kernels
+
+        x, final, _ = triton_kernels.run(a, b, initial_state, cu_seqlens, reverse, transposed)
+        return x, final
+    if cu_seqlens is None:
+        return _scan_alone(b, initial_state, a, reverse, transposed)
+
+    def alone(b: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _scan_alone(b, initial_state, a, reverse, transposed)
+
+    x, final = run_each(alone, cu_seqlens, (b,), initial_state, states_out=1)
+    return x, final
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, _, initial_state, ctx.reverse, ctx.backend = inputs
-    keeps_states = ctx.needs_input_grad[0]
-    ctx.save_for_backward(a, output if keeps_states else None, initial_state if keeps_states else None)
+@_scan.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    transposed: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    sequences = b.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.empty_like(b, memory_format=torch.contiguous_format), a.new_empty(sequences, b.shape[2])
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The adjoint runs the other way: d[t] = grad[t] + conj(a) d[t+1],  da = sum over t of conj(x[t-1]) d[t]."""
-    a, states, initial_state = ctx.saved_tensors
+def _before(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
+    """The state before each token, `(B, T, P)`."""
+    if cu_seqlens is None:
+        edge = torch.zeros_like(x[:, :1]) if initial_state is None else initial_state[:, None].to(x.dtype)
+        return torch.cat([x[:, 1:], edge] if reverse else [edge, x[:, :-1]], dim=1)
+    token = torch.arange(x.shape[1], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    first = token == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[sequence])
+    edge = x.new_zeros(()) if initial_state is None else initial_state[sequence].to(x.dtype)
+    return torch.where(first[:, None], edge, x.roll(-1 if reverse else 1, dims=1))
+
+
+def _pair(x: Tensor, d: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over tokens of conj(x) d, `(P,)`."""
+    return (x.to(dtype).conj_physical() * d.to(dtype)).sum((0, 1))
+
+
+@torch.library.custom_op("hf_hybrid::diagonal_scan_backward", mutates_args=())
+def _differentiate(
+    grad: Tensor,
+    grad_final: Tensor,
+    a: Tensor,
+    states: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of b, the initial state and a, in one pass where Triton runs."""
     adjoint = a.conj_physical()
-    d = _forward(adjoint, grad, None, not ctx.reverse, ctx.backend)
-    first = -1 if ctx.reverse else 0
-    d_a = d_initial = None
-    if ctx.needs_input_grad[0]:
-        before, after = (states[:, 1:], d[:, :-1]) if ctx.reverse else (states[:, :-1], d[:, 1:])
-        d_a = (before.conj_physical() * after).sum((0, 1))
-        if initial_state is not None:
-            d_a = d_a + (initial_state.conj_physical() * d[:, first]).sum(0)
-    if ctx.needs_input_grad[2]:
-        d_initial = adjoint * d[:, first]
-    return d_a, d, d_initial, None, None
+    if _runs_on_triton(backend, a, grad):
+        from . import triton_kernels
+
+        d, d_initial, d_a = triton_kernels.run(
+            adjoint, grad, grad_final, cu_seqlens, not reverse, True, states, initial_state
+        )
+        assert d_a is not None
+        return d, d_initial, d_a
+    d, d_initial = _scan(adjoint, grad, grad_final, cu_seqlens, not reverse, True, "torch")
+    return d, d_initial, _pair(_before(states, initial_state, cu_seqlens, reverse), d, a.dtype)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+@_differentiate.register_fake
+def _(
+    grad: Tensor,
+    grad_final: Tensor,
+    a: Tensor,
+    states: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (grad, grad_final, a)]
+    return like[0], like[1], like[2]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, _, initial_state, cu_seqlens, ctx.reverse, ctx.transposed, backend = inputs
+    ctx.backend = wished_backend(backend)
+    keeps_states = ctx.needs_input_grad[0]
+    ctx.save_for_backward(a, output[0] if keeps_states else None, initial_state if keeps_states else None, cu_seqlens)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+    """The transpose of the recurrence, and that of the transpose, with the gradient of a:
+
+    d[t] = grad[t] + c, c <- conj(a) d[t];  da = sum over t of conj(x[t-1]) d[t], or of conj(x[t]) d[t-1] transposed.
+    """  # noqa: D415
+    a, states, initial_state, cu_seqlens = ctx.saved_tensors
+    d_a = None
+    # what a gradient is taken of again is made of ops that have one
+    if ctx.needs_input_grad[0] and not ctx.transposed and not torch.is_grad_enabled():
+        d, d_initial, d_a = _differentiate(
+            grad, grad_final, a, states, initial_state, cu_seqlens, ctx.reverse, ctx.backend
+        )
+    else:
+        settings = (cu_seqlens, not ctx.reverse, not ctx.transposed, ctx.backend)
+        d, d_initial = _scan(a.conj_physical(), grad, grad_final, *settings)
+        if ctx.needs_input_grad[0] and ctx.transposed:
+            d_a = _pair(states, _before(d, grad_final, cu_seqlens, not ctx.reverse), a.dtype)
+        elif ctx.needs_input_grad[0]:
+            d_a = _pair(_before(states, initial_state, cu_seqlens, ctx.reverse), d, a.dtype)
+    return d_a, d, d_initial if ctx.needs_input_grad[2] else None, *(None,) * 4
+
+
+_scan.register_autograd(_backward, setup_context=_save)
 
 
 def diagonal_scan(
-    a: Tensor, b: Tensor, *, initial_state: Tensor | None = None, reverse: bool = False, backend: str = "auto"
+    a: Tensor,
+    b: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute `hf_hybrid.kernels.diagonal_scan`; arguments as there, not checked again."""
-    states = _forward(a, b, initial_state, reverse, backend)
-    # a copy, so that whoever keeps the last state does not keep all of them
-    return states, states[:, 0 if reverse else -1].clone()
+    states, final = _scan(a, b, initial_state, cu_seqlens, reverse, False, backend)
+    return states, final

@@ -18,6 +18,8 @@ def linear_attention(
     value: Tensor,
     *,
     causal: bool = True,
+    norm_eps: float | None = None,
+    gate: Tensor | None = None,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
@@ -26,10 +28,13 @@ def linear_attention(
 
     causal      o[t] = q[t] S[t],  S[t] = S[t-1] + k[t]^T v[t]      (CHELA, eq. 9; TransNormerLLM, section 3)
     otherwise   o[t] = q[t] (sum_j k[j]^T v[j])
+    normed      o / sqrt(mean(o^2) + eps), over each head           (TransNormerLLM's SimpleRMSNorm)
+    and gated   that times SiLU(g)                                  (CHELA, eqs. 9 to 15, M)
 
     The causal form runs over blocks of C tokens, inside of which it is a masked product and between which S is handed
     on, exactly (CHELA, section 4.1): O(T C (K + V) + T K V) multiplications per head, memory of the input's size.
-    Saved for the backward are the inputs alone. One token is one step of the recurrence, O(K V).
+    Saved for the backward are the inputs and, where there is a norm, what it gives. One token is one step of the
+    recurrence, O(K V).
 
     Tokens that are to count for nothing, such as padding, want a key of zeros.
 
@@ -38,6 +43,8 @@ def linear_attention(
         key: `(B, T, H, K)` in query's dtype.
         value: `(B, T, H, V)` in query's dtype.
         causal: Whether later tokens are hidden.
+        norm_eps: Epsilon of the norm; none when None.
+        gate: g, `(B, T, H, V)` in query's dtype; none when None. Only with the norm.
         state: S before the first token, `(B, H, K, V)`, float32 or float64; zeros when None. Causal only.
         cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
             from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
@@ -45,18 +52,39 @@ def linear_attention(
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, H, V)` in float32, or float64 for float64 input: sums over a long sequence leave the range of float16,
-        and a norm follows anyway. And S after the last token, `(B, H, K, V)` of the same dtype; None when not causal.
+        `(B, T, H, V)` in float32, or float64 for float64 input: sums over a long sequence leave the range of float16.
+        With the norm, in query's dtype. And S after the last token, `(B, H, K, V)` in float32 or float64; None when
+        not causal.
 
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, causal, state, cu_seqlens)
+    _check_epilogue(query, value, norm_eps, gate)
+    last = None
     if not causal:
-        return torch_impl.bidirectional(query, key, value, cu_seqlens, backend), None
-    if query.shape[1] == 1 and cu_seqlens is None and not forces_triton(backend):
-        return torch_impl.step(query, key, value, state)
-    return torch_impl.causal(query, key, value, state, cu_seqlens, backend)
+        output = torch_impl.bidirectional(query, key, value, cu_seqlens, backend)
+    elif query.shape[1] == 1 and cu_seqlens is None and not forces_triton(backend):
+        output, last = torch_impl.step(query, key, value, state)
+    elif norm_eps is not None:
+        return torch_impl.causal_normed(query, key, value, gate, state, cu_seqlens, norm_eps, backend)
+    else:
+        return torch_impl.causal(query, key, value, state, cu_seqlens, backend)
+    return output if norm_eps is None else torch_impl.normed(output, norm_eps, gate, query.dtype), last
+
+
+def _check_epilogue(query: Tensor, value: Tensor, norm_eps: float | None, gate: Tensor | None) -> None:
+    if norm_eps is not None and not norm_eps > 0:
+        raise ValueError(f"norm_eps must be positive; got {norm_eps}")
+    if gate is None:
+        return
+    if norm_eps is None:
+        raise ValueError("gate must be None where norm_eps is None")
+    if gate.shape != value.shape or gate.dtype != query.dtype:
+        raise ValueError(
+            f"gate must be (B, T, H, V) = {tuple(value.shape)} of {query.dtype}; got {tuple(gate.shape)} "
+            f"of {gate.dtype}"
+        )
 
 
 def _check(

@@ -15,10 +15,17 @@ def linear_attention(
     value: Tensor,
     *,
     causal: bool = True,
+    norm_eps: float | None = None,
+    gate: Tensor | None = None,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `hf_hybrid.kernels.linear_attention` with all T^2 weights; arguments as there, not checked again."""
+    if norm_eps is not None:
+        output, last = linear_attention(query, key, value, causal=causal, state=state, cu_seqlens=cu_seqlens)
+        output = output / torch.sqrt(output.square().mean(-1, keepdim=True) + norm_eps)
+        gated = output if gate is None else output * torch.nn.functional.silu(gate.to(output.dtype))
+        return gated.to(query.dtype), last
     if cu_seqlens is not None:
         parts = []
         for n, at in enumerate(bounds(cu_seqlens, query.shape[1])):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..dispatch import choose_backend, full_precision, wished_backend
 from ..long_conv.torch_impl import compute_dtype
@@ -177,6 +178,130 @@ def _backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
+
+
+def normed(output: Tensor, eps: float, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Divide each head by its root mean square, in the precision of the sums, then gate it in `dtype`."""
+    n = F.rms_norm(output, output.shape[-1:], eps=eps).to(dtype)
+    return n if gate is None else n * F.silu(gate)
+
+
+@torch.library.custom_op("hf_hybrid::linear_attention_normed", mutates_args=())
+def _forward_normed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float,
+    trained: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs and the last state; for the backward, n if there is a gate behind it, and 1 / rms(o), else empty."""
+    none = query.new_empty(0), query.new_empty(0, dtype=compute_dtype(query))
+    if _runs_on_triton(backend, query, key, value):
+        from . import triton_kernels
+
+        y, last, n, scale = triton_kernels.forward_normed(query, key, value, gate, state, cu_seqlens, eps, trained)
+        return y, last, none[0] if n is None else n, none[1] if scale is None else scale
+    output, last = _forward(query, key, value, state, cu_seqlens, "torch")
+    # as `normed` does it, but with what its backward needs
+    scale = output.pow(2).mean(-1, keepdim=True).add(eps).rsqrt()
+    n = (output * scale).to(query.dtype)
+    y, kept = (n, none[0]) if gate is None else (n * F.silu(gate), n)
+    return y, last, *((kept, scale[..., 0]) if trained else none)
+
+
+@_forward_normed.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float,
+    trained: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    last = query.new_empty((_sequences(query, cu_seqlens), *query.shape[2:], value.shape[3]), dtype=wide)
+    y, n = (torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(2))
+    scale = query.new_empty(value.shape[:3] if trained else (0,), dtype=wide)
+    return y, last, n if trained and gate is not None else query.new_empty(0), scale
+
+
+@torch.library.custom_op("hf_hybrid::linear_attention_normed_backward", mutates_args=())
+def _differentiate_norm(
+    grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the outputs before norm and gate, and of the gate, empty if there is none.
+
+    dn = grad silu(g),  do = (dn - n mean(n dn)) / rms(o),  dg = grad n silu'(g)
+    """
+    if _runs_on_triton(backend, n, scale, grad):
+        from . import triton_kernels
+
+        d_o, d_gate = triton_kernels.backward_norm(grad, n, scale, gate)
+        return d_o, n.new_empty(0) if d_gate is None else d_gate
+    d_n, wide_n = grad.to(scale.dtype), n.to(scale.dtype)
+    d_gate = n.new_empty(0)
+    if gate is not None:
+        g = gate.to(scale.dtype)
+        opened = torch.sigmoid(g)
+        d_gate = (d_n * wide_n * opened * (1 + g * (1 - opened))).to(gate.dtype)
+        d_n = d_n * g * opened
+    d_o = scale[..., None] * (d_n - wide_n * (wide_n * d_n).mean(-1, keepdim=True))
+    # the dtype in which the attention's own backward takes it
+    return d_o.to(_gradient_dtype(n)), d_gate
+
+
+def _gradient_dtype(n: Tensor) -> torch.dtype:
+    return n.dtype if n.dtype == torch.bfloat16 else compute_dtype(n)
+
+
+@_differentiate_norm.register_fake
+def _(grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    d_o = torch.empty_like(n, dtype=_gradient_dtype(n), memory_format=torch.contiguous_format)
+    like = n.new_empty(0) if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return d_o, like
+
+
+def _save_normed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, gate, state, cu_seqlens, _, _, backend = inputs
+    y, _, n, scale = output
+    ctx.mark_non_differentiable(n, scale)
+    ctx.backend = wished_backend(backend)
+    ctx.save_for_backward(query, key, value, gate, state, cu_seqlens, y if gate is None else n, scale)
+
+
+def _backward_normed(ctx: Any, grad: Tensor, grad_state: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, gate, state, cu_seqlens, n, scale = ctx.saved_tensors
+    d_o, d_gate = _differentiate_norm(grad, n, scale, gate, ctx.backend)
+    d_q, d_k, d_v, d_state = _differentiate(d_o, grad_state, query, key, value, state, cu_seqlens, ctx.backend)
+    gradients = (d_q, d_k, d_v, None if gate is None else d_gate)
+    return *gradients, d_state.to(state.dtype) if ctx.needs_input_grad[4] else None, *(None,) * 4
+
+
+_forward_normed.register_autograd(_backward_normed, setup_context=_save_normed)
+
+
+def causal_normed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The causal form by blocks, normed and gated; arguments as for the op, not checked again."""
+    given = [x for x in (query, key, value, gate, state) if x is not None]
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    y, last, _, _ = _forward_normed(query, key, value, gate, state, cu_seqlens, eps, trained, backend)
+    return y, last
 
 
 def causal(

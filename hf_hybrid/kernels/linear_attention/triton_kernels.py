@@ -18,6 +18,11 @@ The gradients have the same form, since o[t] = sum_{s<=t} (q[t].k[s]) v[s]:
 
 so the same kernel computes them, and no accumulator is ever transposed: compilers have got that wrong.
 
+A norm of each head and a gate, n = o / rms(o) and y = n silu(g), are applied to a block of outputs before it is
+stored, where one program has whole heads of it, and by `norm_kernel` otherwise. `norm_gradient_kernel` takes the
+gradient from n and 1 / rms(o), which the forward keeps: in bfloat16, writing and reading n moves 4 bytes per number,
+and computing it again from q, k and v at least 6, with all the products.
+
 Products are of the inputs' own precision for bfloat16, of tf32 for float16, which has as many digits but would
 overflow in S, and of three tf32 parts for float32. Sums are float32. A key dim beyond one tile is walked over in
 slices, one launch each, that add to the outputs of the one before.
@@ -57,6 +62,8 @@ CONFIGURATIONS = {
         Configuration(
             "walk k64 before sm_90", "float32 and float16, before sm_90", {"BT": 16, "BK": 64, "BV": 16}, 4, 1
         ),
+        Configuration("norm", "a norm behind heads of several tiles", {"BR": 16, "BV": 128}, 4, 1),
+        Configuration("norm gradient", "every norm", {"BR": 8, "BV": 128}, 4, 1),
     )
 }
 """Tiles of 32 are avoided: compilers have got products with several of them wrong on sm_90."""
@@ -87,6 +94,76 @@ def _tile(x, at, stop, first, head, H, WIDTH: tl.constexpr, column, COLUMNS: tl.
     place = x + (rows.to(tl.int64) * H + head) * WIDTH + cols
     tile = tl.load(place, mask=(rows >= first) & (rows < stop) & (cols < WIDTH), other=0.0)
     return tile.to(tl.float32) if FLOAT32 else tile
+
+
+@triton.jit
+def _gated(n, gate, normed, place, mask):
+    """Store n into `normed` and multiply it with silu(gate), each if not None."""
+    if normed is not None:
+        tl.store(normed + place, n.to(normed.dtype.element_ty), mask=mask)
+    if gate is not None:
+        g = tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)
+        n *= g * tl.sigmoid(g)
+    return n
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def norm_kernel(o, gate, y, normed, scale, ROWS, EPS, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr):
+    """Compute n = o r with r = 1 / sqrt(mean(o^2) + EPS), and y = n silu(gate), for BR rows of `(ROWS, V)`.
+
+    Columns are read tile by tile, for r and once more, out of a cache. r goes into `scale`, n into `normed`.
+    """
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    place, cols = (rows.to(tl.int64) * V)[:, None], tl.arange(0, BV)[None, :]
+    kept = (rows < ROWS)[:, None]
+    squares = tl.zeros((BR,), tl.float32)
+    for column in range(0, V, BV):
+        tile = tl.load(o + place + column + cols, mask=kept & (column + cols < V), other=0.0)
+        squares += tl.sum(tile * tile, 1)
+    inverse = 1 / tl.sqrt(squares / V + EPS)
+    if scale is not None:
+        tl.store(scale + rows, inverse, mask=rows < ROWS)
+    for column in range(0, V, BV):
+        at, mask = place + column + cols, kept & (column + cols < V)
+        n = tl.load(o + at, mask=mask, other=0.0) * inverse[:, None]
+        tl.store(y + at, _gated(n, gate, normed, at, mask).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_tile(grad, normed, gate, at, mask):
+    """Gradients of n, and of the gate if not None, with n, for one tile."""
+    d_n = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    n = tl.load(normed + at, mask=mask, other=0.0).to(tl.float32)
+    d_gate = d_n
+    if gate is not None:
+        g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+        opened = tl.sigmoid(g)
+        # (g s)' = s (1 + g (1 - s))
+        d_gate = d_n * n * opened * (1 + g * (1 - opened))
+        d_n *= g * opened
+    return n, d_n, d_gate
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def norm_gradient_kernel(
+    grad, normed, scale, gate, d_o, d_gate, ROWS, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr
+):
+    """Compute dn = grad silu(gate), do = r (dn - n mean(n dn)) and the gate's gradient, for BR rows of `(ROWS, V)`."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    place, cols = (rows.to(tl.int64) * V)[:, None], tl.arange(0, BV)[None, :]
+    kept = (rows < ROWS)[:, None]
+    products = tl.zeros((BR,), tl.float32)
+    for column in range(0, V, BV):
+        n, d_n, _ = _norm_tile(grad, normed, gate, place + column + cols, kept & (column + cols < V))
+        products += tl.sum(n * d_n, 1)
+    inverse = tl.load(scale + rows, mask=rows < ROWS, other=0.0)
+    mean = products / V
+    for column in range(0, V, BV):
+        at, mask = place + column + cols, kept & (column + cols < V)
+        n, d_n, own = _norm_tile(grad, normed, gate, at, mask)
+        tl.store(d_o + at, (inverse[:, None] * (d_n - n * mean[:, None])).to(d_o.dtype.element_ty), mask=mask)
+        if d_gate is not None:
+            tl.store(d_gate + at, own.to(d_gate.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "SPANS", "SEQUENCES"])
@@ -150,8 +227,8 @@ def carry_kernel(
 
 @triton.jit(do_not_specialize=["T", "SPANS", "SEQUENCES"])
 def walk_kernel(
-    q, k, v, output, before, state, final, table, bounds,
-    T, SPANS, SIZE, SEQUENCES, H, FIRST_K,
+    q, k, v, output, before, state, final, gate, normed, scale, table, bounds,
+    T, SPANS, SIZE, SEQUENCES, H, FIRST_K, EPS,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -159,7 +236,8 @@ def walk_kernel(
     """Outputs of a span for BV value columns, from the BK key columns behind FIRST_K on.
 
     S begins as `before`, one per span, else as `state`, one per sequence, else as zeros, and ends in `final`. TURNED
-    means that they hold S^T. ADD adds to the outputs that are there.
+    means that they hold S^T. ADD adds to the outputs that are there. EPS, if not None, asks for the norm, as in
+    `norm_kernel`, and that one tile holds all of K and V.
     """
     pid = tl.program_id(0)
     tiles = tl.cdiv(V, BV)
@@ -202,6 +280,12 @@ def walk_kernel(
         written = (at[:, None] < stop) & (cols < V)
         if ADD:
             result += tl.load(place, mask=written, other=0.0).to(tl.float32)
+        if EPS is not None:
+            row_of_token = at.to(tl.int64) * H + head
+            inverse = 1 / tl.sqrt(tl.sum(result * result, 1) / V + EPS)
+            if scale is not None:
+                tl.store(scale + row_of_token, inverse, mask=at < stop)
+            result = _gated(result * inverse[:, None], gate, normed, row_of_token[:, None] * V + cols, written)
         tl.store(place, result.to(output.dtype.element_ty), mask=written)
     if final is not None:
         if REVERSE:
@@ -209,6 +293,9 @@ def walk_kernel(
         else:
             last = stop == end
         tl.store(final + own + cell, S, mask=inside & last)
+
+
+_NO_EPILOGUE: dict[str, Any] = {"gate": None, "normed": None, "scale": None, "EPS": None}
 
 
 class _Call:
@@ -287,6 +374,7 @@ class _Call:
         final: Tensor | None = None,
         reverse: bool = False,
         turned: bool = False,
+        epilogue: dict[str, Any] = _NO_EPILOGUE,
     ) -> Tensor:
         """Outputs `(B, T, H, V)` in a dtype; S after the last token goes into `final`."""
         width, value_width = key.shape[3], value.shape[3]
@@ -311,6 +399,7 @@ class _Call:
                 REVERSE=reverse,
                 TURNED=turned,
                 ADD=first > 0,
+                **epilogue,
                 **self.place,
                 **self.tokens,
                 **self.precision,
@@ -346,6 +435,54 @@ def forward(
     final = _end(state, query, value, cu_seqlens)
     before = call.carry(key, value, state, reverse=False)
     return call.walk(query, key, value, torch.float32, before, state, final), final
+
+
+def forward_normed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float,
+    trained: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Normed and gated outputs in query's dtype, and the last state in float32.
+
+    If `trained`, n, which is the output itself where there is no gate, and 1 / rms(o) for the backward, too.
+    """
+    query, key, value, state = query.contiguous(), key.contiguous(), value.contiguous(), _wide(state)
+    call = _Call(query, value, cu_seqlens)
+    final = _end(state, query, value, cu_seqlens)
+    before = call.carry(key, value, state, reverse=False)
+    scale = torch.empty(value.shape[:3], dtype=torch.float32, device=query.device) if trained else None
+    normed = torch.empty_like(value) if trained and gate is not None else None
+    gate = None if gate is None else gate.contiguous()
+    epilogue: dict[str, Any] = {"gate": gate, "normed": normed, "scale": scale, "EPS": eps}
+    tiles = _choose("walk", query.shape[3], query.dtype, call.capability).tiles
+    if query.shape[3] <= tiles["BK"] and value.shape[3] <= tiles["BV"]:
+        y = call.walk(query, key, value, query.dtype, before, state, final, epilogue=epilogue)
+        return y, final, normed, scale
+    o = call.walk(query, key, value, torch.float32, before, state, final)
+    y = torch.empty_like(value)
+    _launch_rows(norm_kernel, "norm", value, o=o, y=y, **epilogue)
+    return y, final, normed, scale
+
+
+def backward_norm(grad: Tensor, normed: Tensor, scale: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the outputs before the norm, as `backward` wants them, and of the gate."""
+    grad, normed = grad.contiguous(), normed.contiguous()
+    d_o = torch.empty_like(normed, dtype=torch.bfloat16 if normed.dtype == torch.bfloat16 else torch.float32)
+    d_gate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
+    gate = None if gate is None else gate.contiguous()
+    tensors = {"grad": grad, "normed": normed, "scale": scale, "gate": gate, "d_o": d_o, "d_gate": d_gate}
+    _launch_rows(norm_gradient_kernel, "norm gradient", normed, **tensors)
+    return d_o, d_gate
+
+
+def _launch_rows(kernel: Any, name: str, x: Tensor, **arguments: Any) -> None:
+    configuration, rows = CONFIGURATIONS[name], x.shape[0] * x.shape[1] * x.shape[2]
+    launch(kernel, blocks(rows, configuration.tiles["BR"]), configuration, ROWS=rows, V=x.shape[3], **arguments)
 
 
 def backward(

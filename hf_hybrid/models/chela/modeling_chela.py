@@ -94,14 +94,9 @@ class ChelaUnit(nn.Module):
         self.query_alpha, self.key_alpha = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
         self.query_beta, self.key_beta = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
         self.attention_norm = None
-        if config.attention_norm != "none" and config.attention_fn != "laplace":
-            simple = config.attention_norm == "simple_rms_norm"
-            self.attention_norm = make_norm(
-                "rms_norm" if simple else config.attention_norm,
-                width // config.num_attention_heads,
-                config.attention_norm_eps,
-                affine=not simple,
-            )
+        if config.attention_norm in ("rms_norm", "layer_norm") and config.attention_fn != "laplace":
+            head_dim = width // config.num_attention_heads
+            self.attention_norm = make_norm(config.attention_norm, head_dim, config.attention_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.value_dropout = nn.Dropout(config.activation_dropout)
 
@@ -135,9 +130,10 @@ class ChelaUnit(nn.Module):
             mixed = self.mixer(hidden_states, kept)
         mixed = self.dropout(mixed)
         value = self.value_dropout(F.silu(self.v_proj(hidden_states)))
-        attended, attention_state = self._attend(mixed, value, kept, None if state is None else state.attention)
+        before = None if state is None else state.attention
+        attended, attention_state = self._attend(mixed, value, self._gate(mixed), kept, before)
         output_gate = torch.sigmoid(self.output_gate_proj(mixed))
-        attended = self.dropout(attended * F.silu(self._gate(mixed)))
+        attended = self.dropout(attended)
         output = residual + output_gate * (attended - residual)
         return output, ChelaState(mixer_state, attention_state) if return_state else None
 
@@ -150,10 +146,11 @@ class ChelaUnit(nn.Module):
         self,
         mixed: torch.Tensor,
         value: torch.Tensor,
+        gate: torch.Tensor,
         kept: torch.Tensor | None,
         state: torch.Tensor | KeptKeys | None,
     ) -> tuple[torch.Tensor, torch.Tensor | KeptKeys | None]:
-        """Attention with its norm, `(B, T, D)`, and its next state, which a bidirectional model does not have."""
+        """M, `(B, T, D)`, and the attention's next state, which a bidirectional model does not have."""
         heads = (*mixed.shape[:2], self.config.num_attention_heads, -1)
         query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
         key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
@@ -161,14 +158,19 @@ class ChelaUnit(nn.Module):
             query, key = laplace(query), laplace(key)
         if kept is not None:  # an offset gives padding a key
             key = key.masked_fill(~kept[..., None], 0)
-        query, key, value = query.view(heads), key.view(heads), value.view(heads)
+        query, key, value, gate = query.view(heads), key.view(heads), value.view(heads), gate.view(heads)
         if self.config.attention_fn == "laplace":
             attended, state = self._laplace_attention(query, key, value, kept, state)
-        else:
-            attended, state = linear_attention(query, key, value, causal=self.config.is_decoder, state=state)
-            attended = self._normed(attended).to(value.dtype)
-            if self.attention_norm is None and value.dtype == torch.float16:
-                logger.warning_once("attention_norm 'none' leaves float16's range on long inputs: use bfloat16.")
+            return (attended * F.silu(gate)).flatten(2), state
+        options = {"causal": self.config.is_decoder, "state": state}
+        if self.config.attention_norm == "simple_rms_norm":
+            eps = self.config.attention_norm_eps
+            attended, state = linear_attention(query, key, value, norm_eps=eps, gate=gate, **options)
+            return attended.flatten(2), state
+        attended, state = linear_attention(query, key, value, **options)
+        attended = self._normed(attended).to(value.dtype) * F.silu(gate)
+        if self.attention_norm is None and value.dtype == torch.float16:
+            logger.warning_once("attention_norm 'none' leaves float16's range on long inputs: use bfloat16.")
         return attended.flatten(2), state
 
     def _normed(self, attended: torch.Tensor) -> torch.Tensor:

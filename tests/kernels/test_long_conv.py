@@ -149,7 +149,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda u, s, d: spectral_conv(u, s, 10, d), (u, spectrum, skip))
 
     def adjoint(u, s):
-        return torch_impl.spectral_conv(u, s, 10, None, True, "auto")
+        return torch_impl.spectral_conv(u, s, 10, None, None, None, None, False, True, "auto")
 
     assert torch.autograd.gradcheck(adjoint, (u, spectrum))
 
@@ -159,8 +159,8 @@ def test_adjoint_is_the_transpose():
     v = make(21, seed=9)[0]
     n_fft = fft_length(21)
     spectrum = kernel_spectrum(kernel, n_fft, reverse)
-    forward = torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, "auto")
-    backward = torch_impl.spectral_conv(v, spectrum, n_fft, skip, True, "auto")
+    forward = torch_impl.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, False, "auto")
+    backward = torch_impl.spectral_conv(v, spectrum, n_fft, skip, None, None, None, False, True, "auto")
     assert_close((forward * v).sum(), (u * backward).sum(), "float64")
 
 
@@ -251,16 +251,22 @@ def test_strided_inputs_and_gradients():
 
 def test_opcheck():
     u, kernel, reverse, skip = make(9)
+    gate = make(9, seed=4)[0]
+    cu_seqlens = torch.tensor([0, 2, 9])
     spectrum = kernel_spectrum(kernel, 18, reverse)
-    leaves = [x.clone().requires_grad_() for x in (u, spectrum, skip)]
-    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], leaves[1], 18, leaves[2], False, "auto"))
-    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, True, "auto"))
-    torch.library.opcheck(torch_impl.spectrum_grad, (u, u, 18, False, torch.complex128))
-    leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip)]
-    torch.library.opcheck(torch_impl.long_conv, (leaves[0], leaves[1], leaves[2], 18, leaves[3], "auto"))
-    torch.library.opcheck(torch_impl.long_conv, (leaves[0], leaves[1][:1], None, 18, None, "auto"))
-    torch.library.opcheck(torch_impl.long_conv_adjoint, (u, kernel, reverse, 18, skip))
-    torch.library.opcheck(torch_impl.taps_grad, (u, u, 18, 1))
+    nothing = (None,) * 3
+    leaves = [x.clone().requires_grad_() for x in (u, spectrum, skip, gate, gate)]
+    torch.library.opcheck(
+        torch_impl.spectral_conv, (*leaves[:2], 18, *leaves[2:], None, True, False, "auto")
+    )
+    torch.library.opcheck(
+        torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, *nothing, False, True, "auto")
+    )
+    leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip, gate, gate)]
+    torch.library.opcheck(torch_impl.long_conv, (*leaves, None, True, "auto"))
+    torch.library.opcheck(torch_impl.long_conv, (u, leaves[1][:1], None, None, *nothing, False, "auto"))
+    packed = [x[:1].detach().requires_grad_() if x.dim() == 3 else x for x in leaves]
+    torch.library.opcheck(torch_impl.long_conv, (*packed, cu_seqlens, False, "auto"))
 
 
 def test_compiles_without_graph_breaks():

@@ -15,9 +15,15 @@ from benchmarks import aot
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
 from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
+from hf_hybrid.kernels.long_conv import triton_kernels as long_conv
 from hf_hybrid.kernels.short_conv import triton_kernels as short_conv
 
-OPS = {"linear_attention": linear_attention, "local_attention": local_attention, "short_conv": short_conv}
+OPS = {
+    "linear_attention": linear_attention,
+    "local_attention": local_attention,
+    "long_conv": long_conv,
+    "short_conv": short_conv,
+}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -51,8 +51,13 @@ def why_not(u: Tensor) -> str | None:
 
 
 @triton.jit
-def _tile(table, T, FIRST, STEPS, WIDTH, PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """A program's tile of a block: its row, where the row's sequence begins and how long it is, times and channels."""
+def _tile(table, T, FIRST, STEPS, N, WIDTH, PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """A program's tile of a block.
+
+    Returns its row, where the row's sequence begins, times and channels, and which of the tile lies inside of the
+    sequence and which inside of the block. What is read from a block is masked by the latter, since the compiler reads
+    several numbers at once only where it knows that a mask does not change between them.
+    """
     columns = tl.cdiv(WIDTH, BD)
     column = tl.program_id(0) % columns
     step = tl.program_id(0) // columns % STEPS
@@ -65,7 +70,7 @@ def _tile(table, T, FIRST, STEPS, WIDTH, PACKED: tl.constexpr, BT: tl.constexpr,
         length = T
     at = step * BT + tl.arange(0, BT)[:, None]
     cols = column * BD + tl.arange(0, BD)[None, :]
-    return row, begin, length, at, cols
+    return row, begin, at, cols, (at < length) & (cols < WIDTH), (at < N) & (cols < WIDTH)
 
 
 @triton.jit(do_not_specialize=["T", "FIRST", "STEPS"])
@@ -75,13 +80,12 @@ def prologue_kernel(
     PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """x[row, c, t] = u gate for the tokens of a sequence, and zero from there to N."""
-    row, begin, length, at, cols = _tile(table, T, FIRST, STEPS, WIDTH, PACKED, BT, BD)
-    inside = (at < length) & (cols < WIDTH)
+    row, begin, at, cols, inside, kept = _tile(table, T, FIRST, STEPS, N, WIDTH, PACKED, BT, BD)
     place = (begin + at).to(tl.int64) * D + START + cols
     value = tl.load(u + place, mask=inside, other=0.0).to(tl.float32)
     if gate is not None:
         value *= tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x + (row * WIDTH + cols).to(tl.int64) * N + at, value, mask=(at < N) & (cols < WIDTH))
+    tl.store(x + (row * WIDTH + cols).to(tl.int64) * N + at, value, mask=kept)
 
 
 @triton.jit(do_not_specialize=["T", "FIRST", "STEPS"])
@@ -91,13 +95,12 @@ def epilogue_kernel(
     SILU: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out = gate f(y + skip x) for the tokens of a sequence."""
-    row, begin, length, at, cols = _tile(table, T, FIRST, STEPS, WIDTH, PACKED, BT, BD)
-    inside = (at < length) & (cols < WIDTH)
+    row, begin, at, cols, inside, kept = _tile(table, T, FIRST, STEPS, N, WIDTH, PACKED, BT, BD)
     own = (row * WIDTH + cols).to(tl.int64) * N + at
-    value = tl.load(y + own, mask=inside, other=0.0)
+    value = tl.load(y + own, mask=kept, other=0.0)
     if skip is not None:
         weight = tl.load(skip + START + cols, mask=cols < WIDTH, other=0.0)
-        value += weight * tl.load(x + own, mask=inside, other=0.0)
+        value += weight * tl.load(x + own, mask=kept, other=0.0)
     if SILU:
         value *= tl.sigmoid(value)
     place = (begin + at).to(tl.int64) * D + START + cols
@@ -113,13 +116,12 @@ def upstream_kernel(
     SILU: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Put grad gate f'(y + skip x) in the place of y, zeros behind it, and d_gate = grad f(y + skip x) beside u."""
-    row, begin, length, at, cols = _tile(table, T, FIRST, STEPS, WIDTH, PACKED, BT, BD)
-    inside = (at < length) & (cols < WIDTH)
+    row, begin, at, cols, inside, kept = _tile(table, T, FIRST, STEPS, N, WIDTH, PACKED, BT, BD)
     own = (row * WIDTH + cols).to(tl.int64) * N + at
-    value = tl.load(y + own, mask=inside, other=0.0)
+    value = tl.load(y + own, mask=kept, other=0.0)
     if skip is not None:
         weight = tl.load(skip + START + cols, mask=cols < WIDTH, other=0.0)
-        value += weight * tl.load(x + own, mask=inside, other=0.0)
+        value += weight * tl.load(x + own, mask=kept, other=0.0)
     place = (begin + at).to(tl.int64) * D + START + cols
     g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
     slope = tl.full((BT, BD), 1.0, tl.float32)
@@ -131,7 +133,7 @@ def upstream_kernel(
         tl.store(d_gate + place, (g * value).to(d_gate.dtype.element_ty), mask=inside)
     if gate is not None:
         g *= tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + own, g * slope, mask=(at < N) & (cols < WIDTH))
+    tl.store(y + own, tl.where(inside, g * slope, 0.0), mask=kept)
 
 
 @triton.jit(do_not_specialize=["T", "FIRST", "STEPS"])
@@ -141,16 +143,15 @@ def downstream_kernel(
     PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """With d = d_x + skip d_y: d_u = gate d, d_gate = u d, and sums over BT tokens of u gate d_y for each channel."""
-    row, begin, length, at, cols = _tile(table, T, FIRST, STEPS, WIDTH, PACKED, BT, BD)
-    inside = (at < length) & (cols < WIDTH)
+    row, begin, at, cols, inside, kept = _tile(table, T, FIRST, STEPS, N, WIDTH, PACKED, BT, BD)
     own = (row * WIDTH + cols).to(tl.int64) * N + at
     place = (begin + at).to(tl.int64) * D + START + cols
     value = tl.zeros((BT, BD), tl.float32)
     if d_x is not None:
-        value = tl.load(d_x + own, mask=inside, other=0.0)
+        value = tl.load(d_x + own, mask=kept, other=0.0)
     direct = value
     if skip is not None or sums is not None:
-        direct = tl.load(d_y + own, mask=inside, other=0.0)
+        direct = tl.load(d_y + own, mask=kept, other=0.0)
     if skip is not None:
         value += tl.load(skip + START + cols, mask=cols < WIDTH, other=0.0) * direct
     if d_gate is not None or sums is not None:

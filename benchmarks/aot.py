@@ -152,7 +152,7 @@ def _long_conv(dtype: torch.dtype, around: bool, packed: bool) -> None:
     batch, length, width, n_fft = 1 if packed else 8, 4096, 768, 8192
     u = _meta(batch, length, width, dtype=dtype)
     table = _meta(8, 2, dtype=torch.int32) if packed else None
-    block = Block(Sequences(None, table, 8, length, n_fft), slice(0, 8), slice(0, width))
+    block = Block(Sequences(None, table, 0, 8, length, n_fft), slice(0, 8), slice(0, width))
     gate = u if around else None
     things = Around(_meta(width) if around else None, gate, gate, around)
     x = triton_kernels.prologue(u, gate, block, torch.float32)

@@ -324,12 +324,8 @@ def test_opcheck():
     spectrum = kernel_spectrum(kernel, 18, reverse)
     nothing = (None,) * 3
     leaves = [x.clone().requires_grad_() for x in (u, spectrum, skip, gate, gate)]
-    torch.library.opcheck(
-        torch_impl.spectral_conv, (*leaves[:2], 18, *leaves[2:], None, True, False, "auto")
-    )
-    torch.library.opcheck(
-        torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, *nothing, False, True, "auto")
-    )
+    torch.library.opcheck(torch_impl.spectral_conv, (*leaves[:2], 18, *leaves[2:], None, True, False, "auto"))
+    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, *nothing, False, True, "auto"))
     leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip, gate, gate)]
     torch.library.opcheck(torch_impl.long_conv, (*leaves, None, True, "auto"))
     torch.library.opcheck(torch_impl.long_conv, (u, leaves[1][:1], None, None, *nothing, False, "auto"))

@@ -59,8 +59,10 @@ def compare(tensors, block=1 << 19, **options):
         assert_close(one, other, ROWS[tensors[0].dtype][int(index > 0)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("length", [1, 2, 13, 37])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(1, torch.float32), (2, torch.bfloat16), (37, torch.float32), *((13, dtype) for dtype in ROWS)],
+)
 @interpreted
 def test_outputs_and_gradients(length, dtype):
     u, kernel, reverse, skip, input_gate, gate = make(length, dtype, batch=1 if length == 37 else 2)
@@ -172,7 +174,6 @@ def test_strides_make_no_difference_and_the_bits_are_the_same_twice():
 def test_opcheck():
     leaves = [x.requires_grad_() for x in make(9, batch=1)]
     torch.library.opcheck(torch_impl.long_conv, (*leaves, torch.tensor([0, 4, 9]), True, "triton"))
-    torch.library.opcheck(torch_impl.long_conv, (*leaves[:2], *(None,) * 5, False, "triton"))
     spectrum = kernel_spectrum(leaves[1].detach(), 18)
     torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, *(None,) * 4, False, True, "triton"))
 

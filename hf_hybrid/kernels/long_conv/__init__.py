@@ -66,7 +66,9 @@ def _check_around(
 ) -> None:
     for name, x in (("input_gate", input_gate), ("gate", gate)):
         if x is not None and (x.shape != u.shape or not x.is_floating_point()):
-            raise ValueError(f"{name} must be floating-point {tuple(u.shape)} like u; got {tuple(x.shape)} of {x.dtype}")
+            raise ValueError(
+                f"{name} must be floating-point {tuple(u.shape)} like u; got {tuple(x.shape)} of {x.dtype}"
+            )
     if activation not in ACTIVATIONS:
         names = ", ".join(str(name) for name in ACTIVATIONS)
         raise ValueError(f"activation must be one of {names}; got {activation!r}")

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
 from ..dispatch import wished_backend
@@ -98,9 +97,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def filter_bank_conv(
-    u: Tensor, kernel: Tensor, skip: Tensor | None = None, backend: str = "auto"
-) -> Tensor:
+def filter_bank_conv(u: Tensor, kernel: Tensor, skip: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Compute `hf_hybrid.kernels.long_conv.filter_bank_conv`; arguments as there, not checked again."""
     kernel = kernel[..., : u.shape[1]]
     if skip is not None:  # the tap at lag 0, for the price of no product

@@ -22,8 +22,8 @@ def long_conv(
 ) -> torch.Tensor:
     """Sum the input's shifted copies, one lag at a time.
 
-    x = input_gate u,  z[t] = sum_{j>=0} kernel[:, j] x[t-j]  +  sum_{j>=0} reverse_kernel[:, j] x[t+1+j]  +  skip x[t],
-    y = gate f(z)
+    z[t] = sum_{j>=0} kernel[:, j] x[t-j]  +  sum_{j>=0} reverse_kernel[:, j] x[t+1+j]  +  skip x[t],
+    x = input_gate u,  y = gate f(z)
 
     Args:
         u: Input, `(B, T, D)`.
@@ -39,23 +39,19 @@ def long_conv(
         `(B, T, D)` in u's dtype; float64 and float32 inputs accumulate in their own precision, others in float32.
     """
     if cu_seqlens is not None:
-        parts = []
-        for at in bounds(cu_seqlens, u.shape[1]):
-            gates = (None if x is None else x[:, at] for x in (input_gate, gate))
-            parts.append(_alone(u[:, at], kernel, reverse_kernel, skip, *gates, activation))
+        parts = [
+            long_conv(
+                u[:, at],
+                kernel,
+                reverse_kernel=reverse_kernel,
+                skip=skip,
+                input_gate=None if input_gate is None else input_gate[:, at],
+                gate=None if gate is None else gate[:, at],
+                activation=activation,
+            )
+            for at in bounds(cu_seqlens, u.shape[1])
+        ]
         return torch.cat(parts, dim=1)
-    return _alone(u, kernel, reverse_kernel, skip, input_gate, gate, activation)
-
-
-def _alone(
-    u: torch.Tensor,
-    kernel: torch.Tensor,
-    reverse_kernel: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    input_gate: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    activation: str | None,
-) -> torch.Tensor:
     wide = torch.promote_types(u.dtype, torch.float32)
     x, length = u.to(wide), u.shape[1]
     if input_gate is not None:

@@ -18,15 +18,18 @@ class Sequences(NamedTuple):
 
     Attributes:
         bounds: Tokens of each in the one row of a packed batch; None where each is a row of the batch.
-        table: First token and number of tokens of each, `(N, 2)` of int32 beside the inputs; None likewise.
-        count: How many there are.
+        table: First token and number of tokens of each, and of others, `(N, 2)` of int32 beside the inputs; None
+            likewise.
+        first: The table's row of the first of them.
+        number: How many there are.
         length: Tokens of the longest.
         n_fft: Length of the transforms.
     """
 
     bounds: list[slice] | None
     table: Tensor | None
-    count: int
+    first: int
+    number: int
     length: int
     n_fft: int
 
@@ -160,9 +163,7 @@ def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Ten
     _scatter(y, block, out)
 
 
-def upstream(
-    y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None
-) -> Tensor:
+def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None) -> Tensor:
     """Gradient of a block of the convolution, before activation and gate, and of the gate if it is wanted.
 
     Args:

@@ -4,8 +4,8 @@ Two decisions shape this file. Channels are transformed a few at a time, so that
 cache instead of travelling to memory three times (2.5 times faster than one transform over the whole `(B, T, D)`
 tensor). And nothing but the inputs is kept for the backward, which makes the spectra that it needs anew: the gradient
 of u is the same convolution with the conjugate spectrum of the taps, and the input's spectrum is only made where the
-taps are trained, or where an activation or a gate behind the convolution needs its output again. A spectrum that serves
-many calls is an input itself, of `spectral_conv`.
+taps are trained, or where an activation or a gate behind the convolution needs its output again. A spectrum that
+serves many calls is an input itself, of `spectral_conv`.
 
 The loops over blocks are the same on torch and on Triton, whose FFT is torch's too: what differs are the steps around
 the transforms, `steps` or `triton_kernels`.
@@ -89,18 +89,20 @@ def ranges(size: int, step: int) -> Iterator[slice]:
 def transformed_together(u: Tensor, cu_seqlens: Tensor | None, n_fft: Callable[[int], int]) -> list[Sequences]:
     """The batch's sequences, those of one transform length together; the host reads `cu_seqlens`."""
     if cu_seqlens is None:
-        return [Sequences(None, None, u.shape[0], u.shape[1], n_fft(u.shape[1]))]
+        return [Sequences(None, None, 0, u.shape[0], u.shape[1], n_fft(u.shape[1]))]
     together: dict[int, list[slice]] = {}
     for tokens in bounds(cu_seqlens, u.shape[1]):
         if tokens.stop > tokens.start:
             together.setdefault(n_fft(tokens.stop - tokens.start), []).append(tokens)
-    found = []
-    for size, sequences in together.items():
-        lengths = [tokens.stop - tokens.start for tokens in sequences]
-        pairs = [(tokens.start, length) for tokens, length in zip(sequences, lengths, strict=True)]
-        table = torch.tensor(pairs, dtype=torch.int32, device=u.device)
-        found.append(Sequences(sequences, table, len(sequences), max(lengths), size))
-    return found
+    pairs = [(tokens.start, tokens.stop - tokens.start) for found in together.values() for tokens in found]
+    table = torch.tensor(pairs, dtype=torch.int32, device=u.device)
+    groups: list[Sequences] = []
+    first = 0
+    for size, found in together.items():
+        longest = max(tokens.stop - tokens.start for tokens in found)
+        groups.append(Sequences(found, table, first, len(found), longest, size))
+        first += len(found)
+    return groups
 
 
 def convolve(
@@ -121,7 +123,7 @@ def convolve(
     row_step, channel_step = block_steps(u, n_fft)
     for channels in ranges(u.shape[2], channel_step):
         factor = steps.factor(_narrow(spectra(channels), dtype), channels.stop - channels.start, adjoint)
-        for rows in ranges(sequences.count, row_step):
+        for rows in ranges(sequences.number, row_step):
             block = Block(sequences, rows, channels)
             x = steps.prologue(u, around.input_gate, block, dtype)
             product = torch.fft.rfft(x, n=n_fft)
@@ -185,9 +187,11 @@ def differentiate(
             spectrum, count = _narrow(spectra(channels), dtype), channels.stop - channels.start
             there = steps.factor(spectrum, count, adjoint) if again else None
             back = steps.factor(spectrum, count, not adjoint) if wants_input else None
-        for rows in ranges(sequences.count, row_step):
+        for rows in ranges(sequences.number, row_step):
             block = Block(sequences, rows, channels)
-            x = inputs = d_x = None
+            x: Any = None
+            inputs: Any = None
+            d_x = None
             if again or products is not None or into.skip is not None:
                 x = steps.prologue(u, around.input_gate, block, dtype)
             if again or products is not None:
@@ -213,7 +217,12 @@ def differentiate(
 
 
 def _arranged(
-    steps: ModuleType, u: Tensor | None, skip: Tensor | None, input_gate: Tensor | None, gate: Tensor | None, silu: bool
+    steps: ModuleType,
+    u: Tensor | None,
+    skip: Tensor | None,
+    input_gate: Tensor | None,
+    gate: Tensor | None,
+    silu: bool,
 ) -> tuple[Any, Around]:
     return steps.arranged(u), Around(skip, steps.arranged(input_gate), steps.arranged(gate), silu)
 
@@ -223,12 +232,12 @@ def _gradients(
 ) -> Gradients:
     """Memory for the gradients that are wanted of u, skip, input gate and gate."""
     like = (grad, input_gate, gate)
-    u, *gates = (
+    u, d_input_gate, d_gate = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if wanted and x is not None else None
         for x, wanted in zip(like, (wants[0], *wants[2:]), strict=True)
     )
     total = torch.zeros(grad.shape[2], dtype=compute_dtype(grad), device=grad.device) if wants[1] else None
-    return Gradients(u, *gates, total)
+    return Gradients(u, d_input_gate, d_gate, total)
 
 
 def _returned(into: Gradients, skip: Tensor | None, grad: Tensor) -> list[Tensor]:
@@ -237,9 +246,7 @@ def _returned(into: Gradients, skip: Tensor | None, grad: Tensor) -> list[Tensor
     return [grad.new_empty(0) if x is None else x for x in (into.u, d_skip, into.input_gate, into.gate)]
 
 
-def _returned_fakes(
-    grad: Tensor, like: Sequence[Tensor | None], wants: Sequence[bool]
-) -> list[Tensor]:
+def _returned_fakes(grad: Tensor, like: Sequence[Tensor | None], wants: Sequence[bool]) -> list[Tensor]:
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if wanted and x is not None else grad.new_empty(0)
         for x, wanted in zip(like, wants, strict=True)
@@ -314,9 +321,7 @@ def spectral_conv_backward(
     x, around = _arranged(steps, u, skip, input_gate, gate, silu)
     g = steps.arranged(grad)
     for sequences in transformed_together(grad, cu_seqlens, _size_for(n_fft)):
-        differentiate(
-            steps, g, x, lambda at: Spectrum(spectrum[at], 0), sequences, around, adjoint, into, products
-        )
+        differentiate(steps, g, x, lambda at: Spectrum(spectrum[at], 0), sequences, around, adjoint, into, products)
     if products is not None:
         weight = torch.full((n_fft // 2 + 1,), 2.0 / n_fft, dtype=real, device=grad.device)
         weight[0] = 1.0 / n_fft
@@ -396,9 +401,7 @@ def _spectra(kernel: Tensor, reverse_kernel: Tensor | None, width: int, n_fft: i
     groups = kernel.shape[0]
     if groups == width:
         return lambda channels: Spectrum(
-            spectrum_of_taps(
-                kernel[channels], n_fft, None if reverse_kernel is None else reverse_kernel[channels]
-            ),
+            spectrum_of_taps(kernel[channels], n_fft, None if reverse_kernel is None else reverse_kernel[channels]),
             0,
         )
     spectrum = spectrum_of_taps(kernel, n_fft, reverse_kernel)

@@ -94,7 +94,7 @@ def epilogue_kernel(
     T, FIRST, STEPS, N, D, START, WIDTH,
     SILU: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out = gate f(y + skip x) for the tokens of a sequence."""
+    """Out = gate f(y + skip x) for the tokens of a sequence."""
     row, begin, at, cols, inside, kept = _tile(table, T, FIRST, STEPS, N, WIDTH, PACKED, BT, BD)
     own = (row * WIDTH + cols).to(tl.int64) * N + at
     value = tl.load(y + own, mask=kept, other=0.0)
@@ -183,7 +183,7 @@ def multiply_kernel(
     FIRST, ROWS, N, WIDTH, G, scale,
     CONJUGATE: tl.constexpr, ADD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """out = scale x factor, or in addition to it, for BF frequencies; the sequences of a channel side by side."""
+    """Out = scale x factor, or in addition to it, for BF frequencies; the sequences of a channel side by side."""
     row = tl.program_id(0) % ROWS
     channel = tl.program_id(0) // ROWS % WIDTH
     start = tl.program_id(0) // ROWS // WIDTH * (2 * BF)
@@ -255,7 +255,7 @@ def _plan(name: str, tensor: Tensor, block: Block, times: int) -> tuple[int, Con
     return programs, configuration, {
         "table": sequences.table,
         "T": sequences.length,
-        "FIRST": rows.start,
+        "FIRST": sequences.first + rows.start,
         "STEPS": steps,
         "N": sequences.n_fft,
         "D": tensor.shape[2],
@@ -282,6 +282,12 @@ def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -
     return x
 
 
+def _pairs(x: Tensor) -> Tensor:
+    """A block's spectra as real and imaginary parts; torch's transforms of contiguous blocks are contiguous."""
+    assert x.is_contiguous()
+    return torch.view_as_real(x)
+
+
 def multiply(x: Tensor, factor: Factor, out: Tensor, add: bool = False) -> Tensor:
     """Multiply spectra `(b, d, F)` by those of a `factor`, into `out`, which may be x, or in addition to it."""
     rows, width, frequencies = x.shape
@@ -291,9 +297,9 @@ def multiply(x: Tensor, factor: Factor, out: Tensor, add: bool = False) -> Tenso
         multiply_kernel,
         rows * width * blocks(frequencies, configuration.tiles["BF"]),
         configuration,
-        x=torch.view_as_real(x),
+        x=_pairs(x),
         factor=factor.rows,
-        out=torch.view_as_real(out),
+        out=_pairs(out),
         FIRST=factor.first,
         ROWS=rows,
         N=n_fft,
@@ -308,7 +314,9 @@ def multiply(x: Tensor, factor: Factor, out: Tensor, add: bool = False) -> Tenso
 
 def inverse(x: Tensor, n_fft: int) -> Tensor:
     """Back from what `multiply` gives, divided already, to `(b, d, n_fft)`."""
-    return torch.fft.irfft(x, n=n_fft, norm="forward")
+    y = torch.fft.irfft(x, n=n_fft, norm="forward")
+    assert y.is_contiguous()
+    return y
 
 
 def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int) -> Tensor:
@@ -333,8 +341,8 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
         correlate_kernel,
         tiles * count * slices,
         configuration,
-        x=torch.view_as_real(inputs),
-        y=torch.view_as_real(gradients),
+        x=_pairs(inputs),
+        y=_pairs(gradients),
         sums=sums,
         FIRST=first,
         ROWS=rows,
@@ -356,9 +364,7 @@ def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Ten
     )  # fmt: skip
 
 
-def upstream(
-    y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None
-) -> Tensor:
+def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None) -> Tensor:
     """Gradient of a block of the convolution, before activation and gate, and of the gate if it is wanted.
 
     Args:

@@ -164,7 +164,7 @@ def _long_conv(dtype: torch.dtype, around: bool, packed: bool) -> None:
     triton_kernels.epilogue(x, x, things, block, u)
     if around:
         triton_kernels.upstream(x, x, things, u, block, gate)
-    triton_kernels.downstream(x, x, x, u, things, block, u, gate, trains_skip=around)
+    triton_kernels.downstream(x, x, x, gate, things, block, u, gate, trains_skip=around)
 
 
 def _local_attention(dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool) -> None:
@@ -219,7 +219,8 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in ("u", "k", "sums", "grad", "out"))
+    names = ("u", "k", "sums", "grad", "out", "d_u")
+    tokens = next(x for name, x in launch.arguments.items() if name in names and x is not None)
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 

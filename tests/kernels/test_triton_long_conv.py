@@ -97,7 +97,7 @@ def test_channels_that_share_taps(width, groups, block):
 @interpreted
 def test_the_shipped_tiles():
     """One sum over channels of taps that all share goes to several places."""
-    tensors = make(5, width=66, groups=1)
+    tensors = make(5, batch=1, width=66, groups=1)
     with guarded_allocations():
         actual = run(long_conv, tensors)
     for one, other in zip(actual, run(reference, tensors, wide=True), strict=True):
@@ -124,13 +124,13 @@ def test_a_spectrum(packed):
         spectrum = kernel_spectrum(kernel, 20, reverse_kernel)
         return spectral_conv(u, spectrum, 20, skip, activation=activation, **others)
 
-    for tensors in ([u, kernel, reverse, skip, input_gate, gate], [u, kernel, None, None, None, None]):
-        for activation in ("silu", None):
-            with guarded_allocations(), small(block=50):
-                actual = run(with_spectrum, tensors, activation=activation, **options)
-            expected = run(reference, tensors, wide=True, activation=activation, **options)
-            for one, other in zip(actual, expected, strict=True):
-                assert_close(one, other, "float32 gradient")
+    whole, plain = [u, kernel, reverse, skip, input_gate, gate], [u, kernel, None, None, None, None]
+    for tensors, activation in ((whole, "silu"), (plain, None)):
+        with guarded_allocations(), small(block=50):
+            actual = run(with_spectrum, tensors, activation=activation, **options)
+        expected = run(reference, tensors, wide=True, activation=activation, **options)
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other, "float32 gradient")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

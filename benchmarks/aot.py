@@ -90,6 +90,12 @@ LIMITS = {
     "linear_attention.norm": Limit(
         False, 16, "bound by memory: tiles of up to 16 rows and 128 columns, of up to four tensors"
     ),
+    "long_conv.prologue": Limit(False, 16, "bound by memory"),
+    "long_conv.epilogue": Limit(False, 16, "bound by memory"),
+    "long_conv.upstream": Limit(False, 16, "bound by memory"),
+    "long_conv.downstream": Limit(False, 16, "bound by memory"),
+    "long_conv.multiply": Limit(False, 32, "bound by memory"),
+    "long_conv.correlate": Limit(False, 32, "bound by memory"),
     "local_attention.forward": Limit(True, 8, "the output and a block of scores in registers"),
     "local_attention.d_query": Limit(True, 8, "a gradient and two blocks of scores in registers"),
     "local_attention.d_key_value": Limit(True, 8, "two gradients and two blocks of scores in registers"),
@@ -193,6 +199,28 @@ def _diagonal_scan(dtype: torch.dtype, packed: bool) -> None:
     triton_kernels.run(a, b, state, cu_seqlens, True, True, b, state)
 
 
+def _long_conv(dtype: torch.dtype, around: bool, packed: bool) -> None:
+    from hf_hybrid.kernels.long_conv import triton_kernels
+    from hf_hybrid.kernels.long_conv.steps import Around, Block, Sequences, Spectrum
+
+    batch, length, width, n_fft = 1 if packed else 8, 4096, 768, 8192
+    u = _meta(batch, length, width, dtype=dtype)
+    table = _meta(8, 2, dtype=torch.int32) if packed else None
+    block = Block(Sequences(None, table, 0, 8, length, n_fft), slice(0, 8), slice(0, width))
+    gate = u if around else None
+    things = Around(_meta(width) if around else None, gate, gate, around)
+    x = triton_kernels.prologue(u, gate, block, torch.float32)
+    spectrum = _meta(8, width, n_fft // 2 + 1, dtype=torch.complex64)
+    for adjoint in (False, True):
+        factor = triton_kernels.factor(Spectrum(spectrum[0], 0), width, adjoint)
+        triton_kernels.multiply(spectrum, factor, spectrum, add=adjoint and not around)
+    triton_kernels.correlate(spectrum, spectrum, None, 0)
+    triton_kernels.epilogue(x, x, things, block, u)
+    if around:
+        triton_kernels.upstream(x, x, things, u, block, gate)
+    triton_kernels.downstream(x, x, x, gate, things, block, u, gate, trains_skip=around)
+
+
 def _local_attention(
     dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool, masked: bool, biased: bool, dropout: float
 ) -> None:
@@ -269,6 +297,8 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for taps, packed in ((9, True), (9, False), (3, False)):
             calls.append(("short_conv", lambda a=(dtype, taps, packed): _short_conv(*a)))
+        for around, packed in ((False, False), (False, True), (True, False), (True, True)):
+            calls.append(("long_conv", lambda a=(dtype, around, packed): _long_conv(*a)))
         for heads, width, packed in ((4, 128, True), (4, 64, True), (4, 128, False), (4, 64, False), (1, 1024, False)):
             calls.append(("linear_attention", lambda a=(dtype, heads, width, packed): _linear_attention(*a)))
         for width in (64, 128, 256):
@@ -312,12 +342,12 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
     return list(last.values())
 
 
-_TOKENS = ("u", "k", "b", "y", "rates", "states", "grad", "ends", "sums")
+_TOKENS = ("u", "k", "b", "y", "rates", "states", "grad", "ends", "sums", "out", "d_u")
 
 
 def _dtype(launch: Launch) -> str:
     """Dtype of a launch's tokens, as Triton writes it."""
-    tokens = next(x for name, x in launch.arguments.items() if name in _TOKENS)
+    tokens = next(x for name, x in launch.arguments.items() if name in _TOKENS and x is not None)
     return _POINTERS[tokens.dtype].removeprefix("*")
 
 

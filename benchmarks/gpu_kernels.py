@@ -202,40 +202,56 @@ def _local_attention_dropout(batch: int, length: int, heads: int, width: int, ra
         own = torch.eye(length, device=q.device)[None, :, None].repeat(batch, 1, heads, 1)
         kept = attend(zeros, zeros, own, None, "auto").transpose(1, 2) > 0
         offset = torch.arange(length, device=q.device) - torch.arange(length, device=q.device)[:, None]
-        column = F.one_hot((offset + radius).clamp(0, 2 * radius), 2 * radius + 1).to(
-            wide
-        )  # its gradient is a product
-        scores = torch.einsum("bthk,bshk->bhts", q, k) * width**-0.5 + (column @ x["bias"].to(wide).mT).permute(
-            2, 0, 1
-        )
+        # a product, since the gradient of a lookup adds up in no fixed order
+        column = F.one_hot((offset + radius).clamp(0, 2 * radius), 2 * radius + 1).to(wide)
+        bias = (column @ x["bias"].to(wide).mT).permute(2, 0, 1)
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * width**-0.5 + bias
         weights = scores.masked_fill(offset.abs() > radius, -math.inf).softmax(-1) * kept / (1 - rate)
         return torch.einsum("bhts,bshv->bthv", weights, v).to(x["q"].dtype)
 
     return plain._replace(shape=f"{plain.shape}, dropout {rate}", run=run, peers={})
 
 
-def _long_conv(batch: int, length: int, width: int) -> Case:
+def _long_conv(batch: int, length: int, width: int, groups: int | None = None) -> Case:
+    """A convolution with a skip connection, and with gates and activation around it where channels share taps."""
+    rows = width if groups is None else groups
+
     def make(device: torch.device) -> Tensors:
         decay = torch.exp(-torch.linspace(0, 8, length, device=device))
-        return {
+        inputs = {
             "u": _normal(device, batch, length, width),
-            "kernel": _normal(device, width, length) * decay,
+            "kernel": _normal(device, rows, length) * decay,
             "skip": _normal(device, width),
         }
+        if groups is None:
+            return inputs
+        return inputs | {name: _normal(device, batch, length, width) for name in ("input_gate", "gate")}
+
+    def run(x: Tensors, backend: str) -> Tensor:
+        around = {name: x.get(name) for name in ("input_gate", "gate")}
+        silu = None if groups is None else "silu"
+        return long_conv(x["u"], x["kernel"], skip=x["skip"], activation=silu, backend=backend, **around)
 
     def plain(x: Tensors) -> Tensor:
-        u = x["u"].mT.float()
-        y = torch.fft.irfft(torch.fft.rfft(u, 2 * length) * torch.fft.rfft(x["kernel"], 2 * length), 2 * length)
-        return (y[..., :length] + x["skip"][:, None] * u).mT.to(x["u"].dtype)
+        u = (x["u"] if groups is None else x["u"] * x["input_gate"]).mT
+        u = u.to(torch.promote_types(u.dtype, torch.float32))
+        kernel = x["kernel"].repeat(width // rows, 1)
+        y = torch.fft.irfft(torch.fft.rfft(u, 2 * length) * torch.fft.rfft(kernel, 2 * length), 2 * length)
+        y = (y[..., :length] + x["skip"][:, None] * u).mT
+        return (y if groups is None else F.silu(y) * x["gate"]).to(x["u"].dtype)
 
     numbers = batch * length * width
     return Case(
-        "long_conv",
-        f"B{batch} T{length} D{width}",
+        "long_conv" if groups is None else "long_conv, gated",
+        f"B{batch} T{length} D{width}{'' if groups is None else f' G{groups}'}",
         make,
-        lambda x, backend: long_conv(x["u"], x["kernel"], skip=x["skip"], backend=backend),
-        {"torch.fft": lambda: plain, "FlashFFTConv": _flash_fft_conv(length)},
-        (2 * numbers, 3 * numbers, 3 * 3 * 2.5 * 2 * numbers * math.log2(2 * length)),
+        run,
+        {"torch.fft": lambda: plain} | ({"FlashFFTConv": _flash_fft_conv(length)} if groups is None else {}),
+        (
+            (2 if groups is None else 4) * numbers,
+            (3 if groups is None else 7) * numbers,
+            3 * 3 * 2.5 * 2 * numbers * math.log2(2 * length),
+        ),
         ("kernel", "skip"),
     )
 
@@ -487,6 +503,7 @@ def cases(small: bool) -> list[Case]:
             _normed_linear_attention(2, 40, 2, 16),
             _local_attention(2, 40, 2, 16, 7),
             _long_conv(2, 40, 8),
+            _long_conv(2, 40, 8, groups=2),
             _segment_recurrence(2, 2, 4, 8, 8),
             _segment_step(2, 2, 4, 8, 8),
             _diagonal_scan(2, 40, 8),
@@ -500,7 +517,7 @@ def cases(small: bool) -> list[Case]:
     found += [_linear_attention(8, 4096, 4, 64), _linear_attention(8, 4096, 1, 1024)]
     found += [_normed_linear_attention(8, 4096, heads, width) for heads, width in ((4, 64), (8, 128))]
     found += [_local_attention(8, length, 12, 64, 128) for length in (4096, 16384)]
-    found += [_long_conv(8, length, 768) for length in (4096, 16384)]
+    found += [_long_conv(8, length, 768) for length in (4096, 16384)] + [_long_conv(8, 4096, 768, groups=4)]
     found += [_segment_recurrence(8, 12, 64, 64, 64), _segment_step(32, 12, 256, 64, 64)]
     found += [_diagonal_scan(8, 4096, 384), _real_diagonal_scan(8, 4096, 768)]
     found += [_s4_kernel(768, size, 16384) for size in (16, 64)]
@@ -524,7 +541,7 @@ def checked_cases(small: bool) -> list[Case]:
     found += [_ssm_step(3, 101, size, 3, low_rank=size != 30, whole=True) for size in (2, 10, 30, 64, 200)]
     found += [_local_attention_step(3, 997, 3, width, 100, padding=7) for width in (32, 64, 96, 256)]
     found += [_local_attention_step(3, 997, 3, 64, 100, chunks=True, padding=350)]
-    found += [_long_conv(2, 3001, 200)]
+    found += [_long_conv(2, 3001, 200), _long_conv(2, 3001, 200, groups=4)]
     found += [
         _segment_recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)
     ]

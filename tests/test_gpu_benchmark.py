@@ -92,7 +92,15 @@ def test_what_is_wrong_shows():
 
 def test_steps_are_raced_in_graphs_too():
     ceilings = {"copy_gbs": "1", "fp32_tflops": "1"}
-    rows = list(gpu_kernels.race(next(case for case in SMALL.values() if case.op == "local_attention_step"), "fp32", gpu_kernels.Clock(CPU), ceilings, 1))
+    rows = list(
+        gpu_kernels.race(
+            next(case for case in SMALL.values() if case.op == "local_attention_step"),
+            "fp32",
+            gpu_kernels.Clock(CPU),
+            ceilings,
+            1,
+        )
+    )
     refused = "ValueError: CUDA graphs want a GPU"
     assert {row["contender"]: row["outcome"] for row in rows if row["contender"] != "hf_hybrid, triton"} == {
         "hf_hybrid, torch": "ok",

@@ -123,11 +123,17 @@ class Hyena(ImplicitFilter):
         *gates, v = convolved.chunk(self.order + 1, dim=-1)
 
         taps = self._taps(u.shape[1] if state is None else self.max_length)
+        # a product that nothing else reads is made inside of the convolution and never stored
+        stored = return_state or v.shape[1] == 1 or (self.training and self.dropout.p > 0)
         for index, past in enumerate(long_pasts):
-            v = self.dropout(v * gates[-1 - index])
+            gate, filters = gates[-1 - index], (taps[:, index], self.D[index], v.shape[1])
+            if past is None and not stored:
+                v = self._convolve(v, *filters, gate).to(v.dtype)
+                continue
+            v = self.dropout(v * gate)
             inputs = _join(past, v)
             last_inputs.append(_last(inputs, self.max_length - 1))
-            v = self._convolve(inputs, taps[:, index], self.D[index], v.shape[1]).to(v.dtype)
+            v = self._convolve(inputs, *filters).to(v.dtype)
         y = self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
         if not return_state:
             return y, None
@@ -142,12 +148,20 @@ class Hyena(ImplicitFilter):
         pasts = state.split([short * (self.order + 1), *[long] * (self.order - 1)], dim=1)
         return pasts[0].reshape(state.shape[0], short, (self.order + 1) * self.hidden_size), list(pasts[1:])
 
-    def _convolve(self, inputs: torch.Tensor, taps: torch.Tensor, skip: torch.Tensor, length: int) -> torch.Tensor:
+    def _convolve(
+        self,
+        inputs: torch.Tensor,
+        taps: torch.Tensor,
+        skip: torch.Tensor,
+        length: int,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Outputs of one long convolution, by taps `(Z, ·, H)`, at the last `length` of its inputs `(B, ·, H)`."""
         if length == 1:  # as many inputs as taps
             return (inputs * taps[0].flip(0)).sum(1, keepdim=True) + skip * inputs[:, -1:]
         reverse_kernel = taps[1].mT if self.bidirectional else None
-        return long_conv(inputs, taps[0].mT, reverse_kernel=reverse_kernel, skip=skip)[:, -length:]
+        y = long_conv(inputs, taps[0].mT, reverse_kernel=reverse_kernel, skip=skip, input_gate=gate)
+        return y[:, -length:]
 
 
 def _zero_masked(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from benchmarks import aot
-from hf_hybrid.kernels.diagonal_scan import triton_kernels as diagonal_scan
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
+
 
 @pytest.mark.parametrize("op", aot.MODULES)
 @pytest.mark.parametrize("arch", aot.ARCHITECTURES)

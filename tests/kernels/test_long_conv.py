@@ -62,6 +62,67 @@ def test_outputs_and_gradients_match_the_reference(length, dtype, bidirectional,
         assert_close(actual, wanted, row)
 
 
+def gated(length, batch=2, **options):
+    """All six tensors that a convolution takes, for `call`."""
+    u, *filters = make(length, batch=batch, **options)
+    return [u, *filters, *(make(length, batch=batch, seed=seed, **options)[0] for seed in (3, 4))]
+
+
+def call(function, u, kernel, reverse, skip, input_gate, gate, **options):
+    return function(u, kernel, reverse_kernel=reverse, skip=skip, input_gate=input_gate, gate=gate, **options)
+
+
+def compare(tensors, row="float64", function=long_conv, **options):
+    """Outputs and the gradients of all tensors that are not None, with the reference's."""
+    results = []
+    for one in (function, reference):
+        leaves = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
+        y = call(one, *leaves, **options)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+        given = [x for x in leaves if x is not None]
+        results.append([y, *torch.autograd.grad(y, given, weight, materialize_grads=True)])
+    for index, (actual, expected) in enumerate(zip(*results, strict=True)):
+        assert_close(actual, expected, f"{row} gradient" if index and row in ("float64", "float32") else row)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("length", "dtype"), [(1, torch.float64), (64, torch.float32), (65, torch.bfloat16)])
+def test_gates_and_activation_match_the_reference(length, dtype, activation, poisoned):
+    tensors = gated(length, dtype=dtype)
+    for missing in ((), (2, 4), (3, 5), (2, 3, 5)):
+        chosen = [None if i in missing else x for i, x in enumerate(tensors)]
+        compare(chosen, str(dtype).removeprefix("torch."), activation=activation)
+
+
+PACKED = ([0, 7], [0, 3, 3, 23, 24, 27], [0, 0, 5, 5], [0, 6, 11, 17])
+
+
+@pytest.mark.parametrize("block", [30, 1 << 19])
+@pytest.mark.parametrize("bounds", PACKED)
+def test_packed_sequences_are_each_alone(bounds, block, monkeypatch, poisoned):
+    """Also filters that are longer than some sequences, and sequences that share a transform's length."""
+    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", block)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    tensors = gated(bounds[-1], batch=1, taps=9)
+    compare(tensors, activation="silu", cu_seqlens=cu_seqlens)
+    compare([tensors[0], tensors[1][:1], *(None,) * 4], cu_seqlens=cu_seqlens.long())
+
+    def with_spectrum(u, kernel, *, reverse_kernel, skip, **options):
+        return spectral_conv(u, kernel_spectrum(kernel, 54, reverse_kernel), 54, skip, **options)
+
+    compare(tensors, function=with_spectrum, activation="silu", cu_seqlens=cu_seqlens)
+
+
+def test_packed_sequences_never_see_their_neighbours():
+    u, kernel, reverse, skip = make(12, batch=1)
+    cu_seqlens = torch.tensor([0, 5, 12])
+    changed = u.clone()
+    changed[:, 5:] = torch.nan
+    y, other = (long_conv(x, kernel, reverse_kernel=reverse, skip=skip, cu_seqlens=cu_seqlens) for x in (u, changed))
+    assert_close(other[:, :5], y[:, :5], "exact")
+    assert other[:, 5:].isnan().all()
+
+
 @pytest.mark.parametrize(("length", "taps"), [(20, 1), (20, 5), (20, 33), (65, 64), (1, 9), (40, 13)])
 def test_any_number_of_taps(length, taps):
     u, kernel, reverse, skip = make(length, taps)
@@ -145,11 +206,13 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(
         lambda *x: long_conv(x[0], x[1], reverse_kernel=x[2], skip=x[3]), (u, kernel, reverse, skip)
     )
+    tensors = [x.requires_grad_() for x in gated(5, taps=4, width=2)]
+    assert torch.autograd.gradcheck(lambda *x: call(long_conv, *x, activation="silu"), tensors)
     spectrum = kernel_spectrum(kernel, 10, reverse).detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda u, s, d: spectral_conv(u, s, 10, d), (u, spectrum, skip))
 
     def adjoint(u, s):
-        return torch_impl.spectral_conv(u, s, 10, None, True, "auto")
+        return torch_impl.spectral_conv(u, s, 10, None, None, u.cos(), None, True, True, "auto")
 
     assert torch.autograd.gradcheck(adjoint, (u, spectrum))
 
@@ -159,8 +222,8 @@ def test_adjoint_is_the_transpose():
     v = make(21, seed=9)[0]
     n_fft = fft_length(21)
     spectrum = kernel_spectrum(kernel, n_fft, reverse)
-    forward = torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, "auto")
-    backward = torch_impl.spectral_conv(v, spectrum, n_fft, skip, True, "auto")
+    forward = torch_impl.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, False, "auto")
+    backward = torch_impl.spectral_conv(v, spectrum, n_fft, skip, None, None, None, False, True, "auto")
     assert_close((forward * v).sum(), (u * backward).sum(), "float64")
 
 
@@ -194,6 +257,11 @@ def test_backward_of_a_convolution_with_taps_keeps_its_arguments_alone(groups):
     u.requires_grad_(False)
     kept = saved_for_backward(lambda: long_conv(arguments[0].detach().requires_grad_(), kernel.detach()))
     assert sum(x.numel() for x in kept) == kernel.numel()  # frozen taps: not even the input
+    gate = make(40, seed=4)[0]
+    kept = saved_for_backward(
+        lambda: long_conv(u.detach().requires_grad_(), kernel.detach(), input_gate=gate, gate=gate, activation="silu")
+    )
+    assert sum(x.numel() for x in kept) == kernel.numel() + 3 * u.numel()
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -251,26 +319,33 @@ def test_strided_inputs_and_gradients():
 
 def test_opcheck():
     u, kernel, reverse, skip = make(9)
+    gate = make(9, seed=4)[0]
+    cu_seqlens = torch.tensor([0, 2, 9])
     spectrum = kernel_spectrum(kernel, 18, reverse)
-    leaves = [x.clone().requires_grad_() for x in (u, spectrum, skip)]
-    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], leaves[1], 18, leaves[2], False, "auto"))
-    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, True, "auto"))
-    torch.library.opcheck(torch_impl.spectrum_grad, (u, u, 18, False, torch.complex128))
-    leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip)]
-    torch.library.opcheck(torch_impl.long_conv, (leaves[0], leaves[1], leaves[2], 18, leaves[3], "auto"))
-    torch.library.opcheck(torch_impl.long_conv, (leaves[0], leaves[1][:1], None, 18, None, "auto"))
-    torch.library.opcheck(torch_impl.long_conv_adjoint, (u, kernel, reverse, 18, skip))
-    torch.library.opcheck(torch_impl.taps_grad, (u, u, 18, 1))
+    nothing = (None,) * 3
+    leaves = [x.clone().requires_grad_() for x in (u, spectrum, skip, gate, gate)]
+    torch.library.opcheck(torch_impl.spectral_conv, (*leaves[:2], 18, *leaves[2:], None, True, False, "auto"))
+    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, *nothing, False, True, "auto"))
+    leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip, gate, gate)]
+    torch.library.opcheck(torch_impl.long_conv, (*leaves, None, True, "auto"))
+    torch.library.opcheck(torch_impl.long_conv, (u, leaves[1][:1], None, None, *nothing, False, "auto"))
+    packed = [x[:1].detach().requires_grad_() if x.dim() == 3 else x for x in leaves]
+    torch.library.opcheck(torch_impl.long_conv, (*packed, cu_seqlens, False, "auto"))
 
 
-def test_compiles_without_graph_breaks():
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_graph_breaks(packed):
     torch._dynamo.reset()
     compiled = torch.compile(long_conv, fullgraph=True, backend="aot_eager")
     for length in (16, 23):
-        leaves = [x.requires_grad_() for x in make(length)]
-        u, kernel, reverse, skip = leaves
-        expected = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)
-        actual = compiled(u, kernel, reverse_kernel=reverse, skip=skip)
+        leaves = [x.requires_grad_() for x in gated(length, batch=1 if packed else 2)]
+        options = {"cu_seqlens": torch.tensor([0, 7, length])} if packed else {}
+        if packed:
+            expected = call(long_conv, *leaves, activation="silu", **options)
+            actual = call(compiled, *leaves, activation="silu", **options)
+        else:
+            leaves = leaves[:4]
+            expected, actual = (call(function, *leaves, None, None) for function in (long_conv, compiled))
         assert_close(actual, expected, "float64")
         pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (actual, expected)), strict=True)
         for one, other in pairs:
@@ -304,6 +379,16 @@ def test_errors_name_the_argument():
         long_conv(u, kernel, reverse_kernel=kernel[0])
     with pytest.raises(ValueError, match="skip must be"):
         long_conv(u, kernel, skip=skip[:2])
+    with pytest.raises(ValueError, match=r"gate must be floating-point \(2, 8, 3\) like u; got \(2, 8\)"):
+        long_conv(u, kernel, gate=u[..., 0])
+    with pytest.raises(ValueError, match="input_gate must be floating-point"):
+        long_conv(u, kernel, input_gate=u.long())
+    with pytest.raises(ValueError, match="activation must be one of None, silu; got 'gelu'"):
+        long_conv(u, kernel, activation="gelu")
+    with pytest.raises(ValueError, match="u must have a batch of 1 where cu_seqlens is given; got 2"):
+        long_conv(u, kernel, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 8"):
+        long_conv(u[:1], kernel, cu_seqlens=torch.tensor([0, 9, 8]))
     with pytest.raises(ValueError, match="n_fft must be even and hold all 16 taps; got 14"):
         kernel_spectrum(kernel, 14, kernel)
     with pytest.raises(ValueError, match="n_fft must be even"):
@@ -313,3 +398,5 @@ def test_errors_name_the_argument():
         spectral_conv(u, spectrum, 18)
     with pytest.raises(ValueError, match="n_fft must be at least the length 20; got 16"):
         spectral_conv(make(20)[0], spectrum, 16)
+    with pytest.raises(ValueError, match="n_fft must be at least the length 17; got 16"):
+        spectral_conv(make(20, batch=1)[0], spectrum, 16, cu_seqlens=torch.tensor([0, 3, 20]))

@@ -5,11 +5,12 @@ split it in two: a spectrum of ``n_fft / 2`` taps in each direction serves every
 `start_online_conv` and `online_conv` decode: they carry a causal convolution on, token by token. `filter_bank_conv`
 runs several filters over the same sequence.
 
-B batch · T length · T_k taps · D width · C filters · F = n_fft / 2 + 1 frequencies
+B batch · T length · T_k taps · D width · C filters · N packed sequences · F = n_fft / 2 + 1 frequencies
 """
 
 import torch
 
+from ..packed import check_cu_seqlens
 from . import filter_bank, torch_impl
 from .online import ConvState, online_conv, start_online_conv
 
@@ -23,6 +24,8 @@ __all__ = [
     "spectral_conv",
     "start_online_conv",
 ]
+
+ACTIVATIONS = (None, "silu")
 
 
 def fft_length(length: int) -> int:
@@ -54,6 +57,24 @@ def _check_input(u: torch.Tensor, skip: torch.Tensor | None) -> None:
         raise ValueError(f"skip must be (D,) with D = {u.shape[2]}; got {tuple(skip.shape)}")
 
 
+def _check_around(
+    u: torch.Tensor,
+    input_gate: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    activation: str | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    for name, x in (("input_gate", input_gate), ("gate", gate)):
+        if x is not None and (x.shape != u.shape or not x.is_floating_point()):
+            raise ValueError(
+                f"{name} must be floating-point {tuple(u.shape)} like u; got {tuple(x.shape)} of {x.dtype}"
+            )
+    if activation not in ACTIVATIONS:
+        names = ", ".join(str(name) for name in ACTIVATIONS)
+        raise ValueError(f"activation must be one of {names}; got {activation!r}")
+    check_cu_seqlens(cu_seqlens, u, "u")
+
+
 def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tensor | None = None) -> torch.Tensor:
     """Transform the taps of a filter once, for any number of `spectral_conv`.
 
@@ -81,35 +102,53 @@ def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tens
 
 
 def spectral_conv(
-    u: torch.Tensor, spectrum: torch.Tensor, n_fft: int, skip: torch.Tensor | None = None, *, backend: str = "auto"
+    u: torch.Tensor,
+    spectrum: torch.Tensor,
+    n_fft: int,
+    skip: torch.Tensor | None = None,
+    *,
+    input_gate: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Convolve a sequence with a filter given by its spectrum.
 
-    y = irfft(rfft(u, n_fft) * spectrum)[:T] + skip u, in O(T log T) per channel. Exact as long as no lag between two
-    positions wraps onto another tap: with ``n_fft / 2`` taps in each direction, for every T <= n_fft / 2.
+    y = gate f(irfft(rfft(x, n_fft) * spectrum)[:T] + skip x),  x = input_gate u, in O(T log T) per channel. Exact as
+    long as no lag between two positions wraps onto another tap: with ``n_fft / 2`` taps in each direction, for every
+    T <= n_fft / 2.
 
     Args:
         u: Input, `(B, T, D)`, any floating dtype.
         spectrum: From `kernel_spectrum`, `(D, F)`.
         n_fft: The length it was made for.
         skip: Weight of the input itself, `(D,)`; none when None.
+        input_gate: See `long_conv`.
+        gate: See `long_conv`.
+        activation: See `long_conv`.
+        cu_seqlens: See `long_conv`; each sequence costs transforms of n_fft, however short it is.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input.
+        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once; nothing but
+        the arguments is kept for that, and of a frozen spectrum's plain convolution not even the input.
 
     Raises:
         ValueError: A shape or dtype does not fit.
     """
     _check_input(u, skip)
+    _check_around(u, input_gate, gate, activation, cu_seqlens)
     if spectrum.shape != (u.shape[2], n_fft // 2 + 1) or not spectrum.is_complex():
         raise ValueError(
             f"spectrum must be complex ({u.shape[2]}, {n_fft // 2 + 1}) for n_fft {n_fft}; "
             f"got {tuple(spectrum.shape)} of {spectrum.dtype}"
         )
-    if u.shape[1] > n_fft:
+    if cu_seqlens is None and u.shape[1] > n_fft:
         raise ValueError(f"n_fft must be at least the length {u.shape[1]}; got {n_fft}")
-    return torch_impl.spectral_conv(u, spectrum, n_fft, skip, False, backend)
+    return torch_impl.spectral_conv(
+        u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, activation == "silu", False, backend
+    )
 
 
 def long_conv(
@@ -118,12 +157,17 @@ def long_conv(
     *,
     reverse_kernel: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    input_gate: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Convolve a sequence with a filter as long as the sequence, by FFT in O(T log T).
 
-    y[t] = sum_{j>=0} kernel[:, j] u[t-j]  +  sum_{j>=0} reverse_kernel[:, j] u[t+1+j]  +  skip u[t]
-    (CHELA, section 2.2, eq. 7; with the reverse filter, SPADE's bidirectional S4)
+    z[t] = sum_{j>=0} kernel[:, j] x[t-j]  +  sum_{j>=0} reverse_kernel[:, j] x[t+1+j]  +  skip x[t],
+    x = input_gate u,  y = gate f(z)
+    (CHELA, section 2.2, eq. 7; with the reverse filter, SPADE's bidirectional S4; with gates, Hyena)
 
     Args:
         u: Input, `(B, T, D)`, any floating dtype.
@@ -131,11 +175,17 @@ def long_conv(
             channel c has the taps of row ``c % G``.
         reverse_kernel: Taps at lag -1, -2, ..., with as many rows; the convolution is causal when None.
         skip: Weight of the input itself, `(D,)`; none when None.
+        input_gate: Multiplies the input, `(B, T, D)`; none when None.
+        gate: Multiplies the output, `(B, T, D)`; none when None.
+        activation: f, None or ``"silu"``.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
+            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone. The host
+            reads them, since they size the transforms; sequences of nearly the same length share one.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
         `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once; nothing but
-        the arguments is kept for that.
+        the arguments is kept for that. With a gate or an activation behind it, the backward convolves once more.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -145,10 +195,10 @@ def long_conv(
         changes.
     """
     _check_input(u, skip)
+    _check_around(u, input_gate, gate, activation, cu_seqlens)
     length, width = u.shape[1:]
     _check_taps("kernel", kernel, width)
     kernel = kernel[:, :length]
-    longest = kernel.shape[1] - 1
     if reverse_kernel is not None:
         _check_taps("reverse_kernel", reverse_kernel, width)
         if reverse_kernel.shape[0] != kernel.shape[0]:
@@ -156,13 +206,13 @@ def long_conv(
                 f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
             )
         reverse_kernel = reverse_kernel[:, : length - 1]
-        longest = max(longest, reverse_kernel.shape[1])
-    n_fft = torch_impl.fast_size(length + longest)
     # float64 in means float64 throughout, whatever the taps are stored in
     dtype = torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u))
     kernel = kernel.to(dtype)
     reverse_kernel = None if reverse_kernel is None else reverse_kernel.to(dtype)
-    return torch_impl.long_conv(u, kernel, reverse_kernel, n_fft, skip, backend)
+    return torch_impl.long_conv(
+        u, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens, activation == "silu", backend
+    )
 
 
 def filter_bank_conv(

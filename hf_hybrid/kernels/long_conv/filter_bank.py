@@ -6,84 +6,98 @@ the spectra anew. Channels are transformed a few at a time, as in `torch_impl`.
 B batch · T length · T_k taps · D width · C filters
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..dispatch import choose_backend
-from .torch_impl import _blocks, _ranges, _rows, _why_not_triton, compute_dtype, fast_size
+from ..dispatch import wished_backend
+from .steps import Around, Block, Spectrum
+from .torch_impl import block_steps, choose_steps, compute_dtype, fast_size, ranges, transformed_together
+
+_PLAIN = Around(None, None, None, silu=False)
 
 
-def _spectra(kernel: torch.Tensor, channels: slice, n_fft: int, dtype: torch.dtype) -> torch.Tensor:
-    """Spectra of all filters of a few channels, `(C, d, F)`."""
-    return torch.fft.rfft(kernel[:, channels].to(dtype), n=n_fft)
+def _factors(steps: ModuleType, kernel: Tensor, channels: slice, n_fft: int, dtype: torch.dtype, adjoint: bool) -> Any:
+    """What multiplies by each filter of a few channels."""
+    spectra = torch.fft.rfft(kernel[:, channels].to(dtype), n=n_fft)
+    return [steps.factor(Spectrum(spectrum, 0), spectrum.shape[0], adjoint) for spectrum in spectra]
 
 
 @torch.library.custom_op("hf_hybrid::filter_bank_conv", mutates_args=())
-def _forward(u: torch.Tensor, kernel: torch.Tensor, backend: str) -> torch.Tensor:
-    # chosen in here, where no tracer looks, because the choice reads the environment and logs
-    choose_backend("filter_bank_conv", backend, [u, kernel], _why_not_triton)
-    dtype, length = compute_dtype(u), u.shape[1]
-    out = torch.empty(kernel.shape[0], *u.shape, dtype=u.dtype, device=u.device)
-    n_fft = fast_size(length + kernel.shape[2] - 1)
-    row_step, channel_step = _blocks(u, n_fft)
-    for channels in _ranges(u.shape[2], channel_step):
-        spectra = _spectra(kernel, channels, n_fft, dtype)
-        for rows in _ranges(u.shape[0], row_step):
-            signal = torch.fft.rfft(_rows(u, rows, channels, dtype), n=n_fft)
-            for filtered, spectrum in zip(out, spectra, strict=True):
-                y = torch.fft.irfft(signal * spectrum, n=n_fft)[..., :length]
-                filtered[rows, :, channels] = y.transpose(1, 2)
+def _forward(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
+    steps = choose_steps("filter_bank_conv", backend, u, kernel)
+    dtype = compute_dtype(u)
+    out = torch.empty((kernel.shape[0], *u.shape), dtype=u.dtype, device=u.device)
+    (sequences,) = transformed_together(u, None, lambda length: fast_size(length + kernel.shape[2] - 1))
+    n_fft, x = sequences.n_fft, steps.arranged(u)
+    row_step, channel_step = block_steps(u, n_fft)
+    for channels in ranges(u.shape[2], channel_step):
+        factors = _factors(steps, kernel, channels, n_fft, dtype, adjoint=False)
+        for rows in ranges(u.shape[0], row_step):
+            block = Block(sequences, rows, channels)
+            signal = torch.fft.rfft(steps.prologue(x, None, block, dtype), n=n_fft)
+            product = torch.empty_like(signal)
+            for filtered, factor in zip(out, factors, strict=True):
+                y = steps.inverse(steps.multiply(signal, factor, product), n_fft)
+                steps.epilogue(y, None, _PLAIN, block, filtered)
     return out
 
 
 @_forward.register_fake
-def _(u: torch.Tensor, kernel: torch.Tensor, backend: str) -> torch.Tensor:
+def _(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
     return u.new_empty(kernel.shape[0], *u.shape)
 
 
 @torch.library.custom_op("hf_hybrid::filter_bank_conv_backward", mutates_args=())
-def _adjoint(grad: torch.Tensor, u: torch.Tensor, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _adjoint(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Correlations, du[s] = sum_c sum_t k_c[t-s] dy_c[t] and dk_c[j] = sum_b sum_t u[t-j] dy_c[t]."""
-    dtype, length, taps = compute_dtype(u), u.shape[1], kernel.shape[2]
+    steps = choose_steps("filter_bank_conv", backend, u, kernel)
+    dtype, taps = compute_dtype(u), kernel.shape[2]
     grad_u = torch.empty_like(u, memory_format=torch.contiguous_format)
     grad_kernel = torch.empty_like(kernel, memory_format=torch.contiguous_format)
-    n_fft = fast_size(length + taps - 1)
-    row_step, channel_step = _blocks(u, n_fft)
-    for channels in _ranges(u.shape[2], channel_step):
-        spectra = _spectra(kernel, channels, n_fft, dtype).conj_physical_()
-        products = torch.zeros_like(spectra)
-        for rows in _ranges(u.shape[0], row_step):
-            signal = torch.fft.rfft(_rows(u, rows, channels, dtype), n=n_fft).conj_physical_()
-            total = torch.zeros_like(signal)
-            for part, spectrum, product in zip(grad, spectra, products, strict=True):
-                transformed = torch.fft.rfft(_rows(part, rows, channels, dtype), n=n_fft)
-                total.addcmul_(transformed, spectrum)
-                product += transformed.mul_(signal).sum(0)
-            grad_u[rows, :, channels] = torch.fft.irfft(total, n=n_fft)[..., :length].transpose(1, 2)
-        grad_kernel[:, channels] = torch.fft.irfft(products, n=n_fft)[..., :taps]
+    (sequences,) = transformed_together(u, None, lambda length: fast_size(length + taps - 1))
+    n_fft, x, grads = sequences.n_fft, steps.arranged(u), [steps.arranged(part) for part in grad]
+    row_step, channel_step = block_steps(u, n_fft)
+    for channels in ranges(u.shape[2], channel_step):
+        factors = _factors(steps, kernel, channels, n_fft, dtype, adjoint=True)
+        products: list[Tensor | None] = [None] * len(factors)
+        for rows in ranges(u.shape[0], row_step):
+            block = Block(sequences, rows, channels)
+            signal = torch.fft.rfft(steps.prologue(x, None, block, dtype), n=n_fft)
+            total = torch.empty_like(signal)
+            for c, (part, factor) in enumerate(zip(grads, factors, strict=True)):
+                gradients = torch.fft.rfft(steps.prologue(part, None, block, dtype), n=n_fft)
+                steps.multiply(gradients, factor, total, add=c > 0)
+                product = steps.correlate(signal, gradients, None, 0)
+                before = products[c]
+                products[c] = product if before is None else before + product
+            steps.epilogue(steps.inverse(total, n_fft), None, _PLAIN, block, grad_u)
+        for own, product in zip(grad_kernel, products, strict=True):
+            own[channels] = torch.fft.irfft(product, n=n_fft)[..., :taps]
     return grad_u, grad_kernel
 
 
 @_adjoint.register_fake
-def _(grad: torch.Tensor, u: torch.Tensor, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), kernel.new_empty(kernel.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    u, kernel, backend = inputs
+    ctx.save_for_backward(u, kernel)
+    ctx.backend = wished_backend(backend)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_adjoint(grad, *ctx.saved_tensors), None
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_adjoint(grad, *ctx.saved_tensors, ctx.backend), None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def filter_bank_conv(
-    u: torch.Tensor, kernel: torch.Tensor, skip: torch.Tensor | None = None, backend: str = "auto"
-) -> torch.Tensor:
+def filter_bank_conv(u: Tensor, kernel: Tensor, skip: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Compute `hf_hybrid.kernels.long_conv.filter_bank_conv`; arguments as there, not checked again."""
     kernel = kernel[..., : u.shape[1]]
     if skip is not None:  # the tap at lag 0, for the price of no product

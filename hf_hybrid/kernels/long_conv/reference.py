@@ -6,6 +6,8 @@ B batch · T length · T_k taps · D width · C filters
 import torch
 from torch.nn import functional as F
 
+from ..packed import bounds
+
 
 def long_conv(
     u: torch.Tensor,
@@ -13,22 +15,47 @@ def long_conv(
     *,
     reverse_kernel: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    input_gate: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the input's shifted copies, one lag at a time.
 
-    y[t] = sum_{j>=0} kernel[:, j] u[t-j]  +  sum_{j>=0} reverse_kernel[:, j] u[t+1+j]  +  skip u[t]
+    z[t] = sum_{j>=0} kernel[:, j] x[t-j]  +  sum_{j>=0} reverse_kernel[:, j] x[t+1+j]  +  skip x[t],
+    x = input_gate u,  y = gate f(z)
 
     Args:
         u: Input, `(B, T, D)`.
         kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)`: channel c has the taps of row ``c % G``.
         reverse_kernel: Taps at lag -1, -2, ..., with as many rows; none when None.
         skip: Weight of the input itself, `(D,)`; none when None.
+        input_gate: `(B, T, D)`; none when None.
+        gate: `(B, T, D)`; none when None.
+        activation: f, None or ``"silu"``.
+        cu_seqlens: Bounds of N sequences in a batch of 1, each of which is run alone, `(N + 1,)`; none when None.
 
     Returns:
         `(B, T, D)` in u's dtype; float64 and float32 inputs accumulate in their own precision, others in float32.
     """
+    if cu_seqlens is not None:
+        parts = [
+            long_conv(
+                u[:, at],
+                kernel,
+                reverse_kernel=reverse_kernel,
+                skip=skip,
+                input_gate=None if input_gate is None else input_gate[:, at],
+                gate=None if gate is None else gate[:, at],
+                activation=activation,
+            )
+            for at in bounds(cu_seqlens, u.shape[1])
+        ]
+        return torch.cat(parts, dim=1)
     wide = torch.promote_types(u.dtype, torch.float32)
     x, length = u.to(wide), u.shape[1]
+    if input_gate is not None:
+        x = x * input_gate.to(wide)
     kernel = kernel.repeat(u.shape[2] // kernel.shape[0], 1)
     if reverse_kernel is not None:
         reverse_kernel = reverse_kernel.repeat(u.shape[2] // reverse_kernel.shape[0], 1)
@@ -38,6 +65,10 @@ def long_conv(
     if reverse_kernel is not None:
         for lag in range(1, min(reverse_kernel.shape[1] + 1, length)):
             y = y + F.pad(reverse_kernel[:, lag - 1].to(wide) * x[:, lag:], (0, 0, 0, lag))
+    if activation == "silu":
+        y = y * torch.sigmoid(y)
+    if gate is not None:
+        y = y * gate.to(wide)
     return y.to(u.dtype)
 
 

@@ -166,7 +166,7 @@ class _System:
             kernel = self.kernel(taps, self.dtype(u))
             return long_conv(u, kernel[0], reverse_kernel=kernel[1] if kernel.shape[0] == 2 else None, skip=skip)
         spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
-        return conv_impl.spectral_conv(u, spectrum, n_fft, skip, adjoint, "auto")
+        return conv_impl.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, adjoint, "auto")
 
     def advance(
         self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, max_length: int | None

@@ -1,0 +1,225 @@
+"""What stands around the transforms of a long convolution, in torch; `triton_kernels` has functions of the same names.
+
+A block, some sequences and channels, has time innermost, so that transforms run along memory: `(b, d, ·)`, in the
+precision computed in. Between blocks and tensors `(B, T, D)` lie a prologue and an epilogue, forward and backward.
+
+b sequences and d channels of a block · B batch · T length · D width · G groups · F = n_fft / 2 + 1 frequencies
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Sequences(NamedTuple):
+    """Sequences that are transformed at one length.
+
+    Attributes:
+        bounds: Tokens of each in the one row of a packed batch; None where each is a row of the batch.
+        table: First token and number of tokens of each, and of others, `(N, 2)` of int32 beside the inputs; None
+            likewise.
+        first: The table's row of the first of them.
+        number: How many there are.
+        length: Tokens of the longest.
+        n_fft: Length of the transforms.
+    """
+
+    bounds: list[slice] | None
+    table: Tensor | None
+    first: int
+    number: int
+    length: int
+    n_fft: int
+
+
+class Block(NamedTuple):
+    """Some sequences and channels, transformed together."""
+
+    sequences: Sequences
+    rows: slice
+    channels: slice
+
+    @property
+    def width(self) -> int:
+        """How many channels."""
+        return int(self.channels.stop - self.channels.start)
+
+
+class Around(NamedTuple):
+    """What a convolution does to its input and output, y = gate f(conv(input_gate u) + skip input_gate u).
+
+    Attributes:
+        skip: `(D,)` or None.
+        input_gate: `(B, T, D)` or None.
+        gate: `(B, T, D)` or None.
+        silu: Whether f is SiLU.
+    """
+
+    skip: Tensor | None
+    input_gate: Tensor | None
+    gate: Tensor | None
+    silu: bool
+
+
+class Spectrum(NamedTuple):
+    """Spectra `(G, F)` of which channel c of a block has that of row ``(first + c) % G``."""
+
+    rows: Tensor
+    first: int
+
+
+def arranged(x: Tensor | None) -> Tensor | None:
+    """A tensor `(B, T, D)` as the steps want it in memory: here, anyhow."""
+    return x
+
+
+def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Tensor:
+    """What `multiply` takes: one spectrum for each channel of a block, or its conjugate."""
+    rows = spectrum.rows
+    if spectrum.first or rows.shape[0] != width:
+        rows = rows[(spectrum.first + torch.arange(width, device=rows.device)) % rows.shape[0]]
+    return rows.conj_physical() if adjoint else rows
+
+
+def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """A block of `(B, T, D)`, zeros behind its shorter sequences; it may be the tensor's own memory."""
+    sequences, rows, channels = block
+    if sequences.bounds is None:
+        return x[rows, :, channels].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+    found = sequences.bounds[rows]
+    gathered = torch.zeros(len(found), block.width, sequences.length, dtype=dtype, device=x.device)
+    for row, tokens in zip(gathered, found, strict=True):
+        row[:, : tokens.stop - tokens.start] = x[0, tokens, channels].mT
+    return gathered
+
+
+def _scatter(y: Tensor, block: Block, out: Tensor) -> None:
+    """Write a block to its place in `(B, T, D)`."""
+    sequences, rows, channels = block
+    if sequences.bounds is None:
+        out[rows, :, channels] = y.transpose(1, 2)
+        return
+    for row, tokens in zip(y, sequences.bounds[rows], strict=True):
+        out[0, tokens, channels] = row[:, : tokens.stop - tokens.start].mT
+
+
+def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -> Tensor:
+    """A block of the inputs times their gate, to be read alone; zeros behind each sequence."""
+    x = _gather(u, block, dtype)
+    return x if gate is None else x * _gather(gate, block, dtype)
+
+
+def multiply(x: Tensor, factor: Tensor, out: Tensor, add: bool = False) -> Tensor:
+    """Multiply spectra `(b, d, F)` by those of a `factor`, into `out`, which may be x, or in addition to it."""
+    if add:
+        return out.addcmul_(x, factor)
+    return x.mul_(factor) if out is x else torch.mul(x, factor, out=out)
+
+
+def inverse(x: Tensor, n_fft: int) -> Tensor:
+    """Back from what `multiply` gives to `(b, d, n_fft)`."""
+    return torch.fft.irfft(x, n=n_fft)
+
+
+def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int) -> Tensor:
+    """Sum conj(inputs) gradients over sequences and over the channels of each group.
+
+    Args:
+        inputs: `(b, d, F)`.
+        gradients: `(b, d, F)`.
+        groups: G; None where each channel is its own.
+        first: The block's first channel.
+
+    Returns:
+        `(G, F)`, or `(d, F)`.
+    """
+    product = inputs.conj_physical().mul_(gradients).sum(0)
+    if groups is None:
+        return product
+    # a product, since indexed sums on a GPU have no fixed order
+    group = (first + torch.arange(product.shape[0], device=product.device)) % groups
+    member = torch.arange(groups, device=product.device)[:, None] == group
+    return member.to(product.dtype) @ product
+
+
+def _with_skip(y: Tensor, x: Tensor | None, skip: Tensor | None, block: Block) -> Tensor:
+    """A convolution's tokens, and the skip connection's part, in place."""
+    y = y[..., : block.sequences.length]
+    if skip is None:
+        return y
+    assert x is not None
+    return y.addcmul_(x, skip[block.channels, None].to(y.dtype))
+
+
+def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Tensor) -> None:
+    """From a block of the convolution, which is used up, and one of its input to the op's output."""
+    y = _with_skip(y, x, around.skip, block)
+    if around.silu:
+        F.silu(y, inplace=True)
+    if around.gate is not None:
+        y.mul_(_gather(around.gate, block, y.dtype))
+    _scatter(y, block, out)
+
+
+def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None) -> Tensor:
+    """Gradient of a block of the convolution, before activation and gate, and of the gate if it is wanted.
+
+    Args:
+        y: The convolution, used up.
+        x: Its input.
+        around: What is differentiated.
+        grad: Gradient of the output, `(B, T, D)`.
+        block: The block.
+        d_gate: Where the gate's gradient goes, `(B, T, D)`.
+    """
+    y = _with_skip(y, x, around.skip, block)
+    g = _gather(grad, block, y.dtype)
+    sigmoid = torch.sigmoid(y) if around.silu else None
+    if d_gate is not None:
+        _scatter(g * y if sigmoid is None else g * y * sigmoid, block, d_gate)
+    if around.gate is not None:
+        g = g * _gather(around.gate, block, y.dtype)
+    if sigmoid is not None:
+        # (y s)' = s (1 + y (1 - s))
+        g = g * sigmoid * (1 + y * (1 - sigmoid))
+    return g
+
+
+def downstream(
+    d_x: Tensor | None,
+    d_y: Tensor,
+    x: Tensor | None,
+    u: Tensor | None,
+    around: Around,
+    block: Block,
+    d_u: Tensor | None,
+    d_gate: Tensor | None,
+    trains_skip: bool,
+) -> Tensor | None:
+    """Gradients of the op's input and of its gate, and, returned, a block's part of the skip weights', `(d,)`.
+
+    Args:
+        d_x: The transposed convolution of `d_y`, used up; None where neither input nor gate wants a gradient.
+        d_y: Gradient of the convolution.
+        x: Input of the convolution.
+        u: Input of the op, `(B, T, D)`.
+        around: What is differentiated.
+        block: The block.
+        d_u: Where the input's gradient goes, `(B, T, D)`.
+        d_gate: Where the input gate's gradient goes, `(B, T, D)`.
+        trains_skip: Whether the skip weights' is wanted.
+    """
+    if d_x is not None:
+        d_x = _with_skip(d_x, d_y, around.skip, block)
+        if d_gate is not None:
+            assert u is not None
+            _scatter(d_x * _gather(u, block, d_x.dtype), block, d_gate)
+        if d_u is not None:
+            gate = around.input_gate
+            _scatter(d_x if gate is None else d_x.mul_(_gather(gate, block, d_x.dtype)), block, d_u)
+    if not trains_skip:
+        return None
+    assert x is not None
+    return (x * d_y).sum((0, 2))

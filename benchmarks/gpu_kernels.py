@@ -242,8 +242,8 @@ def _long_conv(batch: int, length: int, width: int, groups: int | None = None) -
 
     numbers = batch * length * width
     return Case(
-        "long_conv" if groups is None else "long_conv, gated",
-        f"B{batch} T{length} D{width}{'' if groups is None else f' G{groups}'}",
+        "long_conv",
+        f"B{batch} T{length} D{width}{'' if groups is None else f' G{groups}, gated'}",
         make,
         run,
         {"torch.fft": lambda: plain} | ({"FlashFFTConv": _flash_fft_conv(length)} if groups is None else {}),

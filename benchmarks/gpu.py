@@ -31,7 +31,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import gpu_kernels, gpu_models
-from benchmarks.gpu_kernels import DTYPES, Case, Clock, cases, check, checked_cases, measure_ceilings
+from benchmarks.gpu_cases import Case, cases, checked_cases
+from benchmarks.gpu_kernels import DTYPES, Clock, check, measure_ceilings
 from benchmarks.record import Row, markdown_table, read_csv, stamp, version_of, write_csv
 
 SECONDS = {"checks": 150, "kernels": 180, "models": 190}
@@ -71,7 +72,9 @@ def _checks(device: torch.device, small: bool, ops: Sequence[str] | None) -> Ite
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     backends = ("torch", "triton") if device.type == "cuda" or interpreted else ("torch",)
     for case in _wanted(checked_cases(small), ops):
-        for dtype in DTYPES:
+        everything_wide = set(case.make(torch.device("cpu"))) <= set(case.wide)
+        for dtype in ("fp32",) if everything_wide else DTYPES:
+            print("checks", case.op, case.shape, dtype, "...", flush=True)  # should the device hang on it
             yield from check(case, dtype, device, backends)
 
 
@@ -80,8 +83,12 @@ def _kernels(device: torch.device, small: bool, ops: Sequence[str] | None) -> It
     ceilings = measure_ceilings(clock, small)
     for dtype in ("bf16",) if device.type == "cuda" else ("fp32",):
         for case in _wanted(cases(small), ops):
-            for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
-                yield row | ceilings
+            try:
+                for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
+                    yield row | ceilings
+            except Exception as error:
+                said = f"raised: {type(error).__name__}: {error}".splitlines()[0][:160]
+                yield {"op": case.op, "shape": case.shape, "dtype": dtype, "outcome": said} | ceilings
 
 
 def _models(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
@@ -110,7 +117,7 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
         if time.monotonic() - started > arguments.seconds:
             print(f"{part}: out of time", flush=True)
             return 3
-    return 0
+    return 4 if any(row["outcome"].startswith(FAILURES) for row in rows) else 0
 
 
 def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments: argparse.Namespace) -> str:
@@ -124,7 +131,8 @@ def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments:
         code = subprocess.run(command, timeout=max(0, seconds)).returncode
     except subprocess.TimeoutExpired:
         return "hung and was ended; what it had measured is below"
-    return {0: "ok", 3: "out of time; what it had measured is below"}.get(code, f"failed, exit {code}")
+    ends = {0: "ok", 3: "out of time; what it had measured is below", 4: "failed, see below"}
+    return ends.get(code, f"failed, exit {code}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -163,9 +171,11 @@ def report(folder: Path, said: dict[str, str] | None = None) -> str:
         first = next(iter(rows.values()))[0]
         lines += ["; ".join(f"{name} {first[name]}" for name in STAMP) + ".", ""]
     lines += [f"- {part}: {outcome}" for part, outcome in (said or {}).items()]
-    wrong = [row for row in rows.get("checks", []) if row["outcome"].startswith(FAILURES)]
-    lines.append(f"- {len(rows.get('checks', []))} checks, {len(wrong)} of them failed")
-    lines += [f"- {row['op']} {row['shape']} {row['dtype']} {row['backend']}: {row['outcome']}" for row in wrong]
+    for part, found in rows.items():
+        wrong = [row for row in found if row["outcome"].startswith(FAILURES)]
+        lines.append(f"- {part}: {len(found)} rows, {len(wrong)} of them failed")
+        names = [name for name in ("op", "shape", "model", "length", "dtype", "backend") if name in COLUMNS[part]]
+        lines += [f"- {' '.join(row[name] for name in names if row[name])}: {row['outcome']}" for row in wrong]
     for part, found in rows.items():
         columns = [name for name in COLUMNS[part] if name not in STAMP and not name.endswith(("_gbs", "_tflops"))]
         lines += ["", f"## {part}", ""]

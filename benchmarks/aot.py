@@ -38,7 +38,14 @@ class Card(NamedTuple):
     registers: int
 
 
-CARDS = {80: Card(163 << 10, 65536), 90: Card(227 << 10, 65536), 100: Card(227 << 10, 65536)}
+CARDS = {
+    80: Card(163 << 10, 65536),
+    86: Card(99 << 10, 65536),
+    89: Card(99 << 10, 65536),
+    90: Card(227 << 10, 65536),
+    100: Card(227 << 10, 65536),
+    120: Card(99 << 10, 65536),
+}
 
 
 class Limit(NamedTuple):

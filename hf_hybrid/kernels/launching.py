@@ -90,6 +90,14 @@ def capability_of(tensor: torch.Tensor) -> int:
     return 10 * major + minor
 
 
+def like_hopper(capability: int) -> bool:
+    """Whether a device has products of whole warp groups and the shared memory that goes with them.
+
+    The GPUs for desks that came later, from sm_120 on, do not: configurations "before sm_90" are theirs too.
+    """
+    return 90 <= capability < 120
+
+
 def blocks(length: int, size: int) -> int:
     """How many blocks of a size cover a length."""
     return (length + size - 1) // size

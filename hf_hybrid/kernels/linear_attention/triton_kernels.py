@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, capability_of, launch
+from ..launching import Configuration, blocks, capability_of, launch, like_hopper
 from ..packed import spans
 from ..triton_kernels import spans_of_sequence, tokens_of_span
 
@@ -71,7 +71,7 @@ CONFIGURATIONS = {
 
 def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Configuration:
     """The widest tile that a key dim fills and that fits into registers without spilling one."""
-    recent, narrow = capability >= 90, dtype == torch.bfloat16
+    recent, narrow = like_hopper(capability), dtype == torch.bfloat16
     tile = 128 if width > 64 and narrow and recent else 64
     if kernel == "sums":
         return CONFIGURATIONS[f"sums k{tile}"]
@@ -311,7 +311,8 @@ class _Call:
         narrow = query.dtype == torch.bfloat16 and not _interpreted()
         precision = "tf32" if query.dtype != torch.float32 else "tf32x3"
         self.precision = {"FLOAT32": not narrow, "PRECISION": precision}
-        programs = batch * self.heads * blocks(min(query.shape[3], value.shape[3]), 64)
+        # each packed sequence is a span at least
+        programs = max(1, self.sequences * self.heads * blocks(min(query.shape[3], value.shape[3]), 64))
         most = max(1, length // _SHORTEST_SPAN)
         size = blocks(blocks(length, min(blocks(_PROGRAMS, programs), most)), _BLOCK) * _BLOCK
         self.one_span = size >= length

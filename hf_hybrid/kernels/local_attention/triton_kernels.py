@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, capability_of, launch
+from ..launching import Configuration, blocks, capability_of, launch, like_hopper
 from ..packed import spans
 from ..triton_kernels import tokens_of_span
 
@@ -78,7 +78,7 @@ are avoided: compilers have got products with several of them wrong on sm_90. So
 def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Configuration:
     kind = f"{kernel} float32" if dtype == torch.float32 else kernel
     size = f"{kind} k{64 if width <= 64 else 128 if width <= 128 else 256}"
-    names = (f"{size} before sm_90" if capability < 90 else size, size, kind)
+    names = (f"{size} before sm_90" if not like_hopper(capability) else size, size, kind)
     return next(CONFIGURATIONS[name] for name in names if name in CONFIGURATIONS)
 
 

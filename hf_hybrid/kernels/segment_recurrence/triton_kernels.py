@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, capability_of, launch
+from ..launching import Configuration, blocks, capability_of, launch, like_hopper
 from .reference import SURROGATE_SLOPE
 
 WIDEST = 256
@@ -459,7 +459,9 @@ class _Call:
 
     def _launch(self, name: str, kernel: Any, each: int, **arguments: Any) -> None:
         """One program per tile of `(K, V)` of each segment or slot."""
-        spills = capability_of(self.key) < 90 or (self.key.dtype == torch.float32 and self.value_width > 64)
+        spills = not like_hopper(capability_of(self.key)) or (
+            self.key.dtype == torch.float32 and self.value_width > 64
+        )
         configuration = CONFIGURATIONS[f"{name} narrow" if spills and name != "visits" else name]
         tiles = blocks(self.width, configuration.tiles["BK"]) * blocks(self.value_width, configuration.tiles["BV"])
         launch(

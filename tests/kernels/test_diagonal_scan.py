@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hybrid.kernels import diagonal_scan, use_backend
+from hf_hybrid.kernels import diagonal_scan, dispatch, use_backend
 from hf_hybrid.kernels.diagonal_scan import reference, torch_impl
 from tests.tolerances import assert_close
 
@@ -324,7 +324,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
     a, b, _ = make(5)
     with pytest.raises(ValueError, match="diagonal_scan cannot run on triton: not every tensor is on a CUDA device"):
         diagonal_scan(a, b, backend="triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     with pytest.raises(ValueError, match=r"got torch\.complex128"), use_backend("triton"):
         diagonal_scan(a, b)
     expected = diagonal_scan(a, b, backend="torch")

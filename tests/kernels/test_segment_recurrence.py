@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_hybrid.kernels import segment_recurrence, segment_step, use_backend
+from hf_hybrid.kernels import dispatch, segment_recurrence, segment_step, use_backend
 from hf_hybrid.kernels.segment_recurrence import reference, step, torch_impl
 from tests.tolerances import assert_close
 
@@ -277,7 +277,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
     refusal = "segment_recurrence cannot run on triton: not every tensor is on a CUDA device"
     with pytest.raises(ValueError, match=refusal):
         segment_recurrence(**arguments, backend="triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     with pytest.raises(ValueError, match=r"key must be float32, .*; got torch\.float64"), use_backend("triton"):
         segment_recurrence(**arguments)
     expected = segment_recurrence(**arguments, backend="torch")

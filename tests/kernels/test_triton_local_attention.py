@@ -83,6 +83,14 @@ def test_16_bits(dtype):
     compare(make(11, {"chunk_size": 9}, dtype, heads=1)[:3], chunk_size=9)
 
 
+@interpreted
+def test_a_bias_that_hides():
+    """Its own key from every token, of which the first sees no other."""
+    tensors = make(11, {"radius": 3, "causal": True}, heads=1)
+    tensors[3][:, -1] = -1e30
+    compare(tensors, radius=3, causal=True)
+
+
 @pytest.mark.parametrize(("width", "value_width"), [(1, 20), (35, 8)])
 @interpreted
 def test_any_width(width, value_width):

@@ -42,8 +42,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_NOTHING = tl.constexpr(-1e30)
-"""The largest score so far where there was none: finite, so that differences are numbers."""
+_NOTHING = tl.constexpr(-3e38)
+"""The largest score so far where there was none: finite, so that differences are numbers, and below all that a bias
+may hide a key with."""
 
 CONFIGURATIONS = {
     configuration.name: configuration

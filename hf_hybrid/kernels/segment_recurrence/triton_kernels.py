@@ -48,7 +48,7 @@ _SHORTEST_SPAN = 256
 
 _SLOPE = tl.constexpr(SURROGATE_SLOPE)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_NOTHING = tl.constexpr(-1e30)
+_NOTHING = tl.constexpr(-3e38)
 """The largest score so far where there was none: finite, so that differences are numbers."""
 
 _WIDE, _NARROW = {"BT": 64, "BK": 64, "BV": 64}, {"BT": 64, "BK": 16, "BV": 64}

@@ -58,18 +58,23 @@ class RelativePositionBias(nn.Embedding):
         self.bidirectional = bidirectional
         self._past_buckets: torch.Tensor | None = None
 
-    def forward(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the bias of every head for every offset, ``(H, *offsets.shape)``, in the table's dtype."""
-        return functional.embedding(self._buckets(offsets), self.weight).movedim(-1, 0)
+    def forward(self, offsets: torch.Tensor | None = None, *, reach: int | None = None) -> torch.Tensor:
+        """Return the bias of every head for every offset, in the table's dtype.
 
-    def of_past(self, reach: int) -> torch.Tensor:
-        """Return the bias of every head for offsets -reach to 0, `(H, reach + 1)`: what decoding asks at every token.
+        Args:
+            offsets: Any shape.
+            reach: In place of offsets, those from -reach to 0: what decoding asks at every token. Their buckets, which
+                no training changes, are kept, so that it is one lookup.
 
-        The buckets, which no training changes, are kept, so that it is one lookup.
+        Returns:
+            ``(H, *offsets.shape)``, or `(H, reach + 1)`.
         """
+        if offsets is not None:
+            return functional.embedding(self._buckets(offsets), self.weight).movedim(-1, 0)
+        assert reach is not None
         device, kept = self.weight.device, self._past_buckets
         if torch.compiler.is_compiling():
-            return self(torch.arange(-reach, 1, device=device))
+            return self.forward(torch.arange(-reach, 1, device=device))
         if kept is None or kept.device != device or len(kept) <= reach:
             with torch.inference_mode(False):  # they must serve a training step later
                 kept = self._buckets(torch.arange(1 - (1 << reach.bit_length()), 1, device=device))

@@ -315,7 +315,7 @@ class LocalAttention(nn.Module):
             value,
             query_start=query_start,
             key_start=key_start,
-            bias=None if bias_table is None else self._scaled(bias_table.of_past(reach)),
+            bias=None if bias_table is None else self._scaled(bias_table(reach=reach)),
             radius=radius,
             chunk_size=chunk_size,
             include_self=self.include_self,

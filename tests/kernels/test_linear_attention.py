@@ -183,6 +183,13 @@ def test_saved_by_the_norm_is_what_it_gives():
     assert n.numel() == scale.numel() == 0
 
 
+def test_an_empty_batch():
+    query = torch.zeros(0, 9, 2, 4, requires_grad=True)
+    output, state = linear_attention(query, query, torch.zeros(0, 9, 2, 3))
+    output.sum().backward()
+    assert (output.shape, state.shape, query.grad.shape) == ((0, 9, 2, 3), (0, 2, 4, 3), query.shape)
+
+
 def test_causality_is_exact():
     query, key, value, _ = make(150)
     before = linear_attention(query, key, value)[0]

@@ -396,6 +396,8 @@ def test_errors_name_the_argument():
     spectrum = kernel_spectrum(kernel, 16)
     with pytest.raises(ValueError, match="spectrum must be complex"):
         spectral_conv(u, spectrum, 18)
+    with pytest.raises(ValueError, match="n_fft must be even; got 11"):
+        spectral_conv(u[:, :5], torch.zeros(u.shape[2], 6, dtype=torch.complex64), 11)
     with pytest.raises(ValueError, match="n_fft must be at least the length 20; got 16"):
         spectral_conv(make(20)[0], spectrum, 16)
     with pytest.raises(ValueError, match="n_fft must be at least the length 17; got 16"):

@@ -125,3 +125,22 @@ def test_what_the_kernel_cannot_take_is_refused():
         s4_kernel(*wide, 20)
     with pytest.raises(ValueError, match="cannot run on triton: two_level is an algorithm of torch alone"):
         s4_kernel(*tensors, 20, algorithm="two_level")
+
+
+@interpreted
+def test_a_frozen_system_has_its_taps_from_float64():
+    from hf_hybrid.layers.s4 import S4
+
+    u = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"num_filters": 2}):
+        for freeze, calls in (("all", 0), ("none", 1)):
+            layer = S4(4, state_size=4, freeze=freeze, **options)
+            with patch.object(triton_kernels(), "forward", wraps=triton_kernels().forward) as on_triton:
+                layer(u)
+            assert on_triton.call_count == calls
+
+
+def triton_kernels():
+    from hf_hybrid.kernels.ssm_kernel import triton_kernels
+
+    return triton_kernels

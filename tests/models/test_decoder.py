@@ -4,12 +4,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import DynamicCache, StaticCache
 
 from hf_hybrid.kernels import local_attention_step
 from hf_hybrid.models.decoder import LocalSelfAttention
 from tests.kernels.interpreter import interpreted
-from tests.models.tiny import tiny_config
+from tests.models.tiny import tiny_config, tiny_inputs, tiny_model
 from tests.tolerances import assert_close
 
 STEP = "hf_hybrid.models.decoder.local_attention_step"
@@ -84,3 +85,14 @@ def test_what_wants_more_than_a_step_takes_the_dense_way():
     kept = mask[..., None].bool()
     assert_close(actual.where(kept, 0), expected.where(kept, 0), "float32 decode")
     assert (dropped - expected)[0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("model_type", ["bst", "spade"])
+def test_offloaded_models_decode(model_type):
+    """Weights come to the device of the computation in a module's own forward, and in nothing else of it."""
+    model = tiny_model(model_type, "AutoModelForCausalLM")
+    ids = tiny_inputs(model)["input_ids"]
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **settings)
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(offloaded.generate(ids, **settings), expected)

@@ -18,7 +18,7 @@ from ..dispatch import choose_backend, wished_backend
 from ..packed import run_each
 
 
-def _runs_on_triton(backend: str, a: Tensor, b: Tensor) -> bool:
+def _runs_on_triton(backend: str, b: Tensor, *others: Tensor | None) -> bool:
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
@@ -26,7 +26,7 @@ def _runs_on_triton(backend: str, a: Tensor, b: Tensor) -> bool:
 
         return why_not(b)
 
-    return choose_backend("diagonal_scan", backend, [a, b], why_not) == "triton"
+    return choose_backend("diagonal_scan", backend, [b, *others], why_not) == "triton"
 
 
 def _rows(length: int, first: int, stride: int, reverse: bool) -> tuple[slice, slice]:
@@ -82,7 +82,7 @@ def _scan(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """States and the final one: x = a c + b, c <- x; or, `transposed`, x = c + b, c <- a x, from c = initial_state."""
-    if _runs_on_triton(backend, a, b):
+    if _runs_on_triton(backend, b, a, initial_state, cu_seqlens):
         from . import triton_kernels
 
         x, final, _ = triton_kernels.run(a, b, initial_state, cu_seqlens, reverse, transposed)
@@ -111,11 +111,8 @@ def _(
     return torch.empty_like(b, memory_format=torch.contiguous_format), a.new_empty(sequences, b.shape[2])
 
 
-def _before(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
-    """The state before each token, `(B, T, P)`."""
-    if cu_seqlens is None:
-        edge = torch.zeros_like(x[:, :1]) if initial_state is None else initial_state[:, None].to(x.dtype)
-        return torch.cat([x[:, 1:], edge] if reverse else [edge, x[:, :-1]], dim=1)
+def _before(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor, reverse: bool) -> Tensor:
+    """The state before each token of packed sequences, `(1, T, P)`."""
     token = torch.arange(x.shape[1], device=x.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     first = token == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[sequence])
@@ -123,8 +120,18 @@ def _before(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, 
     return torch.where(first[:, None], edge, x.roll(-1 if reverse else 1, dims=1))
 
 
-def _pair(x: Tensor, d: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over tokens of conj(x) d, `(P,)`."""
+def _pair(
+    x: Tensor, d: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, dtype: torch.dtype
+) -> Tensor:
+    """The sum over tokens of conj(x[t-1]) d[t], `(P,)`, where the initial state is before the first."""
+    if cu_seqlens is not None:
+        return _product(_before(x, initial_state, cu_seqlens, reverse), d, dtype)
+    before, after, first = (x[:, 1:], d[:, :-1], -1) if reverse else (x[:, :-1], d[:, 1:], 0)
+    total = _product(before, after, dtype)
+    return total if initial_state is None else total + _product(initial_state[:, None], d[:, first, None], dtype)
+
+
+def _product(x: Tensor, d: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.to(dtype).conj_physical() * d.to(dtype)).sum((0, 1))
 
 
@@ -141,7 +148,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of b, the initial state and a, in one pass where Triton runs."""
     adjoint = a.conj_physical()
-    if _runs_on_triton(backend, a, grad):
+    if _runs_on_triton(backend, grad, a, initial_state, cu_seqlens):
         from . import triton_kernels
 
         d, d_initial, d_a = triton_kernels.run(
@@ -150,7 +157,7 @@ def _differentiate(
         assert d_a is not None
         return d, d_initial, d_a
     d, d_initial = _scan(adjoint, grad, grad_final, cu_seqlens, not reverse, True, "torch")
-    return d, d_initial, _pair(_before(states, initial_state, cu_seqlens, reverse), d, a.dtype)
+    return d, d_initial, _pair(states, d, initial_state, cu_seqlens, reverse, a.dtype)
 
 
 @_differentiate.register_fake
@@ -191,9 +198,9 @@ def _backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None
         settings = (cu_seqlens, not ctx.reverse, not ctx.transposed, ctx.backend)
         d, d_initial = _scan(a.conj_physical(), grad, grad_final, *settings)
         if ctx.needs_input_grad[0] and ctx.transposed:
-            d_a = _pair(states, _before(d, grad_final, cu_seqlens, not ctx.reverse), a.dtype)
+            d_a = _pair(d, states, grad_final, cu_seqlens, not ctx.reverse, a.dtype).conj_physical()
         elif ctx.needs_input_grad[0]:
-            d_a = _pair(_before(states, initial_state, cu_seqlens, ctx.reverse), d, a.dtype)
+            d_a = _pair(states, d, initial_state, cu_seqlens, ctx.reverse, a.dtype)
     return d_a, d, d_initial if ctx.needs_input_grad[2] else None, *(None,) * 4
 
 

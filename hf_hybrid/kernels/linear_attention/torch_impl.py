@@ -26,7 +26,7 @@ _BLOCK = 64
 256 numbers on a CPU, nothing is faster."""
 
 
-def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _runs_on_triton(backend: str, query: Tensor, *others: Tensor | None) -> bool:
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
@@ -34,7 +34,7 @@ def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> 
 
         return why_not(query)
 
-    return choose_backend("linear_attention", backend, [query, key, value], why_not) == "triton"
+    return choose_backend("linear_attention", backend, [query, *others], why_not) == "triton"
 
 
 def _blocks(length: int) -> list[slice]:
@@ -48,9 +48,9 @@ def _rows(*tensors: Tensor) -> Iterator[Tensor]:
         yield x.transpose(1, 2).to(compute_dtype(x)).reshape(batch * heads, length, width)
 
 
-def _unrows(x: Tensor, batch: int) -> Tensor:
+def _unrows(x: Tensor, like: Tensor) -> Tensor:
     """Back to `(B, T, H, ·)`, contiguous."""
-    return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
+    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2).contiguous()
 
 
 def _start(state: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
@@ -70,14 +70,14 @@ def _forward_alone(query: Tensor, key: Tensor, value: Tensor, state: Tensor | No
             scores = torch.bmm(q[:, at], k[:, at].mT).tril_()
             torch.baddbmm(torch.bmm(q[:, at], S), scores, v[:, at], out=output[:, at])
             S.baddbmm_(k[:, at].mT, v[:, at])
-    return _unrows(output, batch), S.unflatten(0, (batch, -1))
+    return _unrows(output, query), S.unflatten(0, (batch, query.shape[2]))
 
 
 @torch.library.custom_op("hf_hybrid::linear_attention", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    if _runs_on_triton(backend, query, key, value):
+    if _runs_on_triton(backend, query, key, value, state, cu_seqlens):
         from . import triton_kernels
 
         return triton_kernels.forward(query, key, value, state, cu_seqlens)
@@ -123,8 +123,8 @@ def _differentiate_alone(
             torch.baddbmm(torch.bmm(v[:, at], dS.mT), D.mT, q[:, at], out=d_k[:, at])
             torch.baddbmm(torch.bmm(k[:, at], dS), A.mT, g[:, at], out=d_v[:, at])
             dS.baddbmm_(q[:, at].mT, g[:, at])
-    d_q, d_k, d_v = (_unrows(x, batch).to(query.dtype) for x in (d_q, d_k, d_v))
-    return d_q, d_k, d_v, dS.unflatten(0, (batch, -1))
+    d_q, d_k, d_v = (_unrows(x, query).to(query.dtype) for x in (d_q, d_k, d_v))
+    return d_q, d_k, d_v, dS.unflatten(0, (batch, query.shape[2]))
 
 
 @torch.library.custom_op("hf_hybrid::linear_attention_backward", mutates_args=())
@@ -138,7 +138,7 @@ def _differentiate(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _runs_on_triton(backend, query, key, value):
+    if _runs_on_triton(backend, query, key, value, state, cu_seqlens):
         from . import triton_kernels
 
         return triton_kernels.backward(grad, grad_state, query, key, value, state, cu_seqlens)
@@ -200,7 +200,7 @@ def _forward_normed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs and the last state; for the backward, n if there is a gate behind it, and 1 / rms(o), else empty."""
     none = query.new_empty(0), query.new_empty(0, dtype=compute_dtype(query))
-    if _runs_on_triton(backend, query, key, value):
+    if _runs_on_triton(backend, query, key, value, gate, state, cu_seqlens):
         from . import triton_kernels
 
         y, last, n, scale = triton_kernels.forward_normed(query, key, value, gate, state, cu_seqlens, eps, trained)
@@ -240,7 +240,7 @@ def _differentiate_norm(
 
     dn = grad silu(g),  do = (dn - n mean(n dn)) / rms(o),  dg = grad n silu'(g)
     """
-    if _runs_on_triton(backend, n, scale, grad):
+    if _runs_on_triton(backend, n, scale, grad, gate):
         from . import triton_kernels
 
         d_o, d_gate = triton_kernels.backward_norm(grad, n, scale, gate)

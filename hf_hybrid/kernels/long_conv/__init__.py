@@ -144,6 +144,8 @@ def spectral_conv(
             f"spectrum must be complex ({u.shape[2]}, {n_fft // 2 + 1}) for n_fft {n_fft}; "
             f"got {tuple(spectrum.shape)} of {spectrum.dtype}"
         )
+    if n_fft % 2:
+        raise ValueError(f"n_fft must be even; got {n_fft}")
     if cu_seqlens is None and u.shape[1] > n_fft:
         raise ValueError(f"n_fft must be at least the length {u.shape[1]}; got {n_fft}")
     return torch_impl.spectral_conv(

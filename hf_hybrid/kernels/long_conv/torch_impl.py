@@ -39,7 +39,7 @@ Spectra = Callable[[slice], Spectrum]
 """Gives the spectra of some channels."""
 
 
-def choose_steps(op: str, backend: str, u: Tensor, *others: Tensor) -> ModuleType:
+def choose_steps(op: str, backend: str, u: Tensor, *others: Tensor | None) -> ModuleType:
     """Choose the backend, in an op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
@@ -130,6 +130,7 @@ def convolve(
             if around.skip is None:
                 x = None
             y = steps.inverse(steps.multiply(product, factor, product), n_fft)
+            del product  # a block is large on a GPU
             steps.epilogue(y, x, around, block, out)
 
 
@@ -199,6 +200,7 @@ def differentiate(
             if again:
                 product = inputs if products is None else torch.empty_like(inputs)
                 y = steps.inverse(steps.multiply(inputs, there, product), n_fft)
+                del product
                 d_y = steps.upstream(y, x, around, grad, block, into.gate)
             else:
                 d_y = steps.prologue(grad, None, block, dtype)
@@ -207,8 +209,10 @@ def differentiate(
                 if products is not None:
                     at = channels if groups is None else slice(None)
                     products[at] += steps.correlate(inputs, gradients, groups, channels.start)
+                inputs = None  # a block is large on a GPU
                 if wants_input:
                     d_x = steps.inverse(steps.multiply(gradients, back, gradients), n_fft)
+                del gradients
             d_skip = steps.downstream(
                 d_x, d_y, x, u, around, block, into.u, into.input_gate, trains_skip=into.skip is not None
             )
@@ -281,7 +285,7 @@ def spectral_conv(
     backend: str,
 ) -> Tensor:
     """`convolve` as an op that autograd and torch.compile know."""
-    steps = choose_steps("long_conv", backend, u, spectrum)
+    steps = choose_steps("long_conv", backend, u, spectrum, skip, input_gate, gate)
     out = torch.empty_like(u, memory_format=torch.contiguous_format)
     x, around = _arranged(steps, u, skip, input_gate, gate, silu)
     for sequences in transformed_together(u, cu_seqlens, _size_for(n_fft)):
@@ -314,7 +318,7 @@ def spectral_conv_backward(
     Of the spectrum, dS = conj(X) dY c / n,  c = 1 at frequencies 0 and n/2 and 2 between (each stands for its mirror
     image too). The batch is summed in frequency space.
     """
-    steps = choose_steps("long_conv", backend, grad, spectrum)
+    steps = choose_steps("long_conv", backend, grad, u, spectrum, skip, input_gate, gate)
     real = compute_dtype(grad)
     into = _gradients(grad, skip, input_gate, gate, (wants[0], *wants[2:]))
     products = torch.zeros(spectrum.shape, dtype=complex_dtype(real), device=grad.device) if wants[1] else None
@@ -421,7 +425,7 @@ def long_conv(
     backend: str,
 ) -> Tensor:
     """The convolution with taps `(G, ·)`, of which channel c has those of row ``c % G``; as `spectral_conv`."""
-    steps = choose_steps("long_conv", backend, u, kernel)
+    steps = choose_steps("long_conv", backend, u, kernel, reverse_kernel, skip, input_gate, gate)
     out = torch.empty_like(u, memory_format=torch.contiguous_format)
     x, around = _arranged(steps, u, skip, input_gate, gate, silu)
     for sequences in transformed_together(u, cu_seqlens, _size_of_taps(kernel, reverse_kernel)):
@@ -454,7 +458,7 @@ def long_conv_backward(
     Of a ring of taps, dk[j] = sum_b sum_t x[t-j] dy[t], and the sum of that over each group's channels: one inverse
     transform per group.
     """
-    steps = choose_steps("long_conv", backend, grad, kernel)
+    steps = choose_steps("long_conv", backend, grad, u, kernel, reverse_kernel, skip, input_gate, gate)
     real, groups = compute_dtype(grad), kernel.shape[0]
     into = _gradients(grad, skip, input_gate, gate, (wants[0], *wants[3:]))
     d_kernel = torch.zeros_like(kernel, memory_format=torch.contiguous_format) if wants[1] or wants[2] else None

@@ -23,7 +23,7 @@ _BLOCK = 1 << 18
 """Numbers multiplied at once in the taps' gradient."""
 
 
-def _runs_on_triton(backend: str, u: Tensor, kernel: Tensor) -> bool:
+def _runs_on_triton(backend: str, u: Tensor, kernel: Tensor, *others: Tensor | None) -> bool:
     """Choose the backend, in here, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
@@ -31,7 +31,7 @@ def _runs_on_triton(backend: str, u: Tensor, kernel: Tensor) -> bool:
 
         return why_not(u, kernel)
 
-    return choose_backend("short_conv", backend, [u, kernel], why_not) == "triton"
+    return choose_backend("short_conv", backend, [u, kernel, *others], why_not) == "triton"
 
 
 def _shifts(length: int, taps: int, ahead: int) -> Iterator[tuple[int, slice, slice]]:
@@ -89,7 +89,7 @@ def short_conv(
     backend: str,
 ) -> Tensor:
     """The convolution with its activation; `ahead` is the number of taps on later tokens."""
-    if _runs_on_triton(backend, u, kernel):
+    if _runs_on_triton(backend, u, kernel, bias, state, cu_seqlens):
         from . import triton_kernels
 
         return triton_kernels.forward(u, kernel, bias, state, cu_seqlens, ahead, silu)
@@ -159,7 +159,7 @@ def short_conv_backward(
 
     Those of taps and bias are computed only if `trained`, and zeros otherwise, where leaving them out is cheaper.
     """
-    if _runs_on_triton(backend, u, kernel):
+    if _runs_on_triton(backend, u, kernel, bias, state, cu_seqlens):
         from . import triton_kernels
 
         d_u, d_kernel, d_bias, d_state = triton_kernels.backward(grad, u, kernel, bias, state, cu_seqlens, ahead, silu)

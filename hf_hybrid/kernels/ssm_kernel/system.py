@@ -274,8 +274,9 @@ class _S4System(_System):
 
     def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
         system = C, self.B, self.P, self.w, self.dt, taps
-        # what serves many calls is made in float64, whatever the device
-        return make_taps(*system, "two_level") if self.reuse else s4_kernel(*system, None, "auto")
+        trained = any(x is not None and x.requires_grad for x in self.tensors)
+        # what is not trained may be made once for many calls, and so in float64, whatever the device
+        return s4_kernel(*system, None, "auto") if trained else make_taps(*system, "two_level")
 
     def _make_step(self) -> S4Step:
         return s4_step_constants(self.B, self.P, self.w, self.dt)
@@ -362,7 +363,9 @@ class S4Cache:
 
 def _system(handle: int, tensors: S4Tensors, discretization: str) -> _System:
     cache = _caches.get(handle)
-    return s4_system(tensors, discretization) if cache is None else cache.system(tensors, discretization)
+    if cache is None:
+        return s4_system(S4Tensors._make(None if x is None else x.detach() for x in tensors), discretization)
+    return cache.system(tensors, discretization)
 
 
 @torch.library.custom_op("hf_hybrid::frozen_s4_conv", mutates_args=())

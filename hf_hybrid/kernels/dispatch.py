@@ -81,6 +81,23 @@ def may_run_triton(backend: str, x: torch.Tensor) -> bool:
     return x.is_cuda or INTERPRETED or forces_triton(backend)
 
 
+def needs_gradient(op: str, backend: str, *tensors: torch.Tensor | None) -> bool:
+    """Whether plain torch must run, because a gradient is needed that the op's kernel does not have.
+
+    Raises:
+        ValueError: Triton is asked for by name.
+    """
+    given = [x for x in tensors if x is not None]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
+        return False
+    reason = "a gradient is needed, and the kernel has none"
+    if forces_triton(backend):
+        raise ValueError(f"{op} cannot run on triton: {reason}")
+    if not torch.compiler.is_compiling():
+        choose_backend(op, backend, given, lambda: reason)  # which says so once
+    return True
+
+
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
     interpreted = INTERPRETED or records_launches()
     # asked before triton is looked for, which takes longer than a small op on a CPU

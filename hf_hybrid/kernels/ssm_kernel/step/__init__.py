@@ -8,7 +8,7 @@ B batch · H channels · M = N/2 modes · C output filters
 import torch
 from torch import Tensor
 
-from ...dispatch import choose_backend, forces_triton, may_run_triton
+from ...dispatch import choose_backend, may_run_triton, needs_gradient
 from ..discrete import S4Step, s4_step
 from ..s4d import S4DStep, s4d_step
 
@@ -51,11 +51,7 @@ def ssm_step(
         raise ValueError(f"state must be (B, H, M, 2) = {shape}; got {tuple(state.shape)}")
     if skip is not None and skip.shape != C.shape[:2]:
         raise ValueError(f"skip must be (C, H) = {tuple(C.shape[:2])}; got {tuple(skip.shape)}")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, u, C, *step, skip)):
-        if forces_triton(backend):
-            raise ValueError("ssm_step cannot run on triton: a gradient is needed, and the kernel has none")
-        return _advance(state, u, C, step, skip)
-    if may_run_triton(backend, u):
+    if not needs_gradient("ssm_step", backend, state, u, C, *step, skip) and may_run_triton(backend, u):
         column, row = (step.column, step.row) if isinstance(step, S4Step) else (None, None)
         return _ssm_step(state, u, C, step.decay, column, row, step.input, skip, backend)
     return _advance(state, u, C, step, skip)  # on a CPU the door of an op costs as much as the step

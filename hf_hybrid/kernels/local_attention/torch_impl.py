@@ -278,9 +278,9 @@ def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> 
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
-        from .triton_kernels import why_not
+        from ..triton_kernels import why_not_heads
 
-        return why_not(query, value)
+        return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
     return choose_backend("local_attention", backend, [query, key, value], why_not) == "triton"
 

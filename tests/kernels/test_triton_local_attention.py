@@ -89,6 +89,11 @@ def test_a_bias_that_hides():
     tensors = make(11, {"radius": 3, "causal": True}, heads=1)
     tensors[3][:, -1] = -1e30
     compare(tensors, radius=3, causal=True)
+    for hiding in (-1e30, torch.finfo(torch.float32).min):  # torch's path has a number of its own for what is hidden
+        tensors[3][:, -1] = hiding
+        actual = run(local_attention, tensors, radius=3, causal=True, backend="torch")
+        for one, other in zip(actual, run(reference, tensors, wide=True, radius=3, causal=True), strict=True):
+            assert_close(one, other, "float32 gradient")
 
 
 @pytest.mark.parametrize("hiding", [torch.finfo(torch.float32).min, -torch.inf])

@@ -146,7 +146,8 @@ class _Walk:
         else:
             centre = (bias.shape[1] - 1) // (1 if causal else 2)
             self.bias_columns = slice(centre - self.reach, centre + ahead + 1)
-            self.offsets[:, self.seen].copy_(bias[:, self.bias_columns]).mul_(_LOG2E)
+            # A bias may hide a token's every key, but never more than those that the token must not see are hidden.
+            self.offsets[:, self.seen].copy_(bias[:, self.bias_columns]).mul_(_LOG2E).clamp_min_(_HIDDEN / 2)
 
         largest = max(blocks.number * blocks.rows * blocks.span for blocks in self.blocks)
         self.strips_at_once = max(1, self.budget // largest)

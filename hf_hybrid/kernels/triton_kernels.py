@@ -1,7 +1,31 @@
 """What the Triton kernels of several ops share."""
 
+import torch
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-3e38)
+"""A softmax's largest score so far where there was none: finite, so that differences are numbers, and below all that a
+bias may hide a key with."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256
+"""Numbers of a head that kernels hold in registers at most."""
+
+
+def why_not_heads(name: str, dtype: torch.dtype, width: int, value_width: int) -> str | None:
+    """The objection of an op on heads of keys and values to running here, or None; `name` is the tensor it asks."""
+    if dtype not in DTYPES:
+        return f"{name} must be float32, bfloat16 or float16; got {dtype}"
+    if max(width, value_width) > WIDEST:
+        return f"K and V must be at most {WIDEST}; got {width} and {value_width}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, where bfloat16 has no arithmetic."""
+    return not isinstance(tokens_of_span, triton.runtime.JITFunction)
 
 
 @triton.jit

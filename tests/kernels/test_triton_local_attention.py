@@ -89,6 +89,46 @@ def test_a_bias_that_hides():
     tensors = make(11, {"radius": 3, "causal": True}, heads=1)
     tensors[3][:, -1] = -1e30
     compare(tensors, radius=3, causal=True)
+    for hiding in (-1e30, torch.finfo(torch.float32).min):  # torch's path has a number of its own for what is hidden
+        tensors[3][:, -1] = hiding
+        actual = run(local_attention, tensors, radius=3, causal=True, backend="torch")
+        for one, other in zip(actual, run(reference, tensors, wide=True, radius=3, causal=True), strict=True):
+            assert_close(one, other, "float32 gradient")
+
+
+@pytest.mark.parametrize("hiding", [torch.finfo(torch.float32).min, -torch.inf])
+@interpreted
+def test_a_row_whose_weights_are_all_zero(hiding):
+    """In units of log2 such a bias is minus infinity: the first token, which sees no other, has no weight at all."""
+    tensors = make(11, {"radius": 3, "causal": True}, heads=1)
+    tensors[3][:, -1] = hiding
+    with small_blocks():
+        output, *gradients = run(local_attention, tensors, radius=3, causal=True)
+    tensors[3][:, -1] = -1e30
+    expected = run(reference, tensors, wide=True, radius=3, causal=True)
+    assert not output[:, 0].any()
+    assert not gradients[0][:, 0].any()
+    assert_close(output[:, 1:], expected[0][:, 1:], "float32")
+    assert_close(gradients[0][:, 1:], expected[1][:, 1:], "float32 gradient")
+    assert_close(gradients[1], expected[2], "float32 gradient")
+    assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("shape", [{"radius": 4}, {"chunk_size": 7}], ids=str)
+@interpreted
+def test_no_gradient_comes_from_what_is_not_kept(shape):
+    tensors, mask = make(20, shape, heads=1), torch.arange(20)[None] != 9
+    results = []
+    for there in (0.0, torch.inf, torch.nan):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        with small_blocks():
+            output = local_attention(*leaves[:3], bias=leaves[3], attention_mask=mask, **shape)
+            grad = torch.ones_like(output)
+            grad[:, 9] = there
+            results.append(torch.autograd.grad(output, leaves, grad))
+    for gradients in results[1:]:
+        for one, other in zip(gradients, results[0], strict=True):
+            assert_close(one, other, "exact")
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(1, 20), (35, 8)])
@@ -114,6 +154,17 @@ def test_packed_sequences_are_each_alone(bounds, shape):
     mask[:, 3:10] = 0
     tensors, cu_seqlens = make(bounds[-1], shape, heads=1), guarded(torch.tensor(bounds))
     compare(tensors, attention_mask=mask if bounds[-1] > 5 else None, cu_seqlens=cu_seqlens, **shape)
+
+
+@interpreted
+def test_packed_sequences_are_cut_once_per_pass():
+    from hf_hybrid.kernels.local_attention import triton_kernels
+
+    shape = {"chunk_size": 5}
+    options = {"attention_mask": torch.arange(20)[None] != 9, "cu_seqlens": torch.tensor([0, 7, 20])}
+    with small_blocks(), patch.object(triton_kernels, "spans", wraps=triton_kernels.spans) as spans:
+        run(local_attention, make(20, shape, heads=1), **options, **shape)
+    assert spans.call_count == 2
 
 
 @interpreted

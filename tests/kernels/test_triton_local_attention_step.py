@@ -129,6 +129,22 @@ def test_a_cuda_graph_could_hold_it():
     assert only.arguments["k"] is key, "a cache is read in place"
 
 
+def test_a_mask_that_grows_compiles_nothing_anew():
+    from benchmarks import aot
+    from hf_hybrid.kernels.local_attention.step import triton_kernels
+
+    query, cache = torch.empty(2, 1, 3, 8, device="meta"), torch.empty(2, 32, 3, 8, device="meta")
+    kinds = []
+    for kept in (1, 15, 16, 17):
+        mask, options = torch.empty(2, kept, dtype=torch.bool, device="meta"), (None, 6, True, 0.5)
+        with record_launches(90) as launches:
+            triton_kernels.forward(query, cache, cache, None, mask, None, None, kept - 1, 0, *options)
+        (only,) = launches
+        kinds.append({name: aot._type(only.kernel, name, value) for name, value in only.arguments.items()})
+    assert kinds[0]["K_B"] == ("i32", None, True)  # loads of keys are aligned
+    assert all(kind == kinds[0] for kind in kinds)
+
+
 @interpreted
 def test_what_the_kernel_cannot_take_is_refused():
     (query, key, value, _), _ = make({"radius": 1}, 4, 3, torch.float32)

@@ -236,6 +236,16 @@ def test_a_row_that_sees_no_key_reads_the_state_alone():
 
 
 @interpreted
+def test_a_document_that_is_not_there_is_the_nearest():
+    arguments = make_step()
+    near, far = torch.tensor([0, 1, 1]), torch.tensor([-(2**40), 2**40, 2])
+    near, far = (
+        segment_step(**{**arguments, "norm": guarded(arguments["norm"]), "documents": x}) for x in (near, far)
+    )
+    assert_close(far, near, "exact")
+
+
+@interpreted
 def test_opcheck_of_the_step():
     arguments = list(make_step(size=2).values())
     torch.library.opcheck(step._step, (*arguments, "triton"))
@@ -249,4 +259,7 @@ def test_a_step_that_the_kernel_cannot_take_is_refused():
     ):
         segment_step(**{**arguments, "query": arguments["query"].requires_grad_()})
     with pytest.raises(ValueError, match="K and V must be at most 256; got 3 and 300"):
-        segment_step(**{**make_step(value_width=300), "state": None, "norm": None, "sigma": None})
+        segment_step(**make_step(value_width=300))
+    wide = {name: x.double() if name in ("query", "state") else None for name, x in arguments.items()}
+    with pytest.raises(ValueError, match=r"query must be float32, bfloat16 or float16; got torch\.float64"):
+        segment_step(**{**wide, "index": arguments["index"], "query": wide["query"].detach(), "scale": 1.0})

@@ -146,7 +146,8 @@ class _Walk:
         else:
             centre = (bias.shape[1] - 1) // (1 if causal else 2)
             self.bias_columns = slice(centre - self.reach, centre + ahead + 1)
-            self.offsets[:, self.seen].copy_(bias[:, self.bias_columns]).mul_(_LOG2E)
+            # A bias may hide a token's every key, but never more than those that the token must not see are hidden.
+            self.offsets[:, self.seen].copy_(bias[:, self.bias_columns]).mul_(_LOG2E).clamp_min_(_HIDDEN / 2)
 
         largest = max(blocks.number * blocks.rows * blocks.span for blocks in self.blocks)
         self.strips_at_once = max(1, self.budget // largest)
@@ -278,9 +279,9 @@ def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> 
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
-        from .triton_kernels import why_not
+        from ..triton_kernels import why_not_heads
 
-        return why_not(query, value)
+        return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
     return choose_backend("local_attention", backend, [query, key, value], why_not) == "triton"
 

@@ -36,15 +36,7 @@ from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
 from ..packed import spans
-from ..triton_kernels import tokens_of_span
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDEST = 256
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_NOTHING = tl.constexpr(-3e38)
-"""The largest score so far where there was none: finite, so that differences are numbers, and below all that a bias
-may hide a key with."""
+from ..triton_kernels import LOG2E, NOTHING, interpreted, tokens_of_span
 
 CONFIGURATIONS = {
     configuration.name: configuration
@@ -81,15 +73,6 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
     size = f"{kind} k{64 if width <= 64 else 128 if width <= 128 else 256}"
     names = (f"{size} before sm_90" if not like_hopper(capability) else size, size, kind)
     return next(CONFIGURATIONS[name] for name in names if name in CONFIGURATIONS)
-
-
-def why_not(query: Tensor, value: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
-    if query.dtype not in _DTYPES:
-        return f"query must be float32, bfloat16 or float16; got {query.dtype}"
-    if max(query.shape[3], value.shape[3]) > _WIDEST:
-        return f"K and V must be at most {_WIDEST}; got {query.shape[3]} and {value.shape[3]}"
-    return None
 
 
 @triton.jit
@@ -162,13 +145,13 @@ def _scores(product, bias, head, start, TURNED: tl.constexpr, seen, SCALE, CENTE
 
     The offset is start in the corner, and grows along the rows, or, of scores turned round, shrinks along them.
     """
-    scores = product * (SCALE * _LOG2E)
+    scores = product * (SCALE * LOG2E)
     if bias is not None:
         offset = tl.arange(0, product.shape[1])[None, :] - tl.arange(0, product.shape[0])[:, None]
         if TURNED:
             offset = -offset
         place = bias + (head.to(tl.int64) * COLUMNS + start + CENTER) + offset
-        scores += tl.load(place, mask=seen, other=0.0) * _LOG2E
+        scores += tl.load(place, mask=seen, other=0.0) * LOG2E
     return tl.where(seen, scores, -float("inf"))
 
 
@@ -244,7 +227,7 @@ def forward_kernel(
     row = at.to(tl.int64) * H + head
     cols = column + tl.arange(0, D)[None, :]
     queries = _tile(q, first, first, stop, head, H, K, 0, BT, S, FLOAT32)
-    largest = tl.full((BT,), _NOTHING, tl.float32)
+    largest = tl.full((BT,), NOTHING, tl.float32)
     total = tl.zeros((BT,), tl.float32)
     result = tl.zeros((BT, D), tl.float32)
     if seed is not None:
@@ -274,6 +257,7 @@ def forward_kernel(
         result = result * shrink[:, None]
         result = tl.dot(weights.to(values.dtype), values, result, input_precision=PRECISION)
         largest = larger
+    here &= total != 0  # a bias may hide every key
     result = tl.where(here[:, None], result / (tl.where(here, total, 1.0) * KEEP_RATE)[:, None], 0.0)
     written = (at < stop)[:, None] & (cols < V)
     tl.store(output + row[:, None] * V + cols, result.to(output.dtype.element_ty), mask=written)
@@ -439,14 +423,14 @@ def d_key_value_kernel(
     tl.store(d_value + place * V + cols, value_sum.to(d_value.dtype.element_ty), mask=written & (cols < V))
 
 
-def _origins(mask: Tensor, ends: Tensor | None) -> Tensor:
+def _origins(mask: Tensor, bounds: Tensor | None) -> Tensor:
     """The first kept token of each sequence, counted from the first row's first token, or one that is not kept."""
     batch, length = mask.shape
     token = torch.arange(length, device=mask.device)
-    if ends is None:
+    if bounds is None:
         return (mask.int().argmax(1) + torch.arange(batch, device=mask.device) * length).int()
     next_kept = torch.where(mask[0], token, length).flip(0).cummin(0).values.flip(0)
-    return torch.nn.functional.pad(next_kept, (0, 1), value=length)[ends[:-1].long()].int()
+    return torch.nn.functional.pad(next_kept, (0, 1), value=length)[bounds[0, :-1].long()].int()
 
 
 class _Call:
@@ -464,19 +448,17 @@ class _Call:
         self.reach = min(whole, self.length - 1)
         self.ahead = 0 if causal else self.reach
         self.first_column = whole - self.reach
-        origins = None
-        if mask is not None and chunk_size is not None:
-            origins = _origins(mask, None if cu_seqlens is None else spans(cu_seqlens, self.length, 64)[1][0])
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.mask = mask
         dropped = min(round(dropout * 2**16), 2**16 - 1)
-        # interpreted, bfloat16 has no arithmetic
-        narrow = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and not _interpreted())
+        narrow = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and not interpreted())
         self.arguments: dict[str, Any] = {
             "q": query.contiguous(),
             "k": key.contiguous(),
             "v": value.contiguous(),
             "bias": None if bias is None else bias.float().contiguous(),
             "kept": None if mask is None else mask.contiguous().view(torch.uint8),
-            "origins": origins,
+            "origins": None,
             # read by the kernels, so that the host does not wait
             "seed": None if seed is None else seed.to(query.device, non_blocking=True),
             "T": self.length,
@@ -509,12 +491,16 @@ class _Call:
         if self.cu_seqlens is None:
             each = blocks(self.length, size)
             return each * self.batch, {"table": None, "bounds": None, "SPANS": each, "SEQUENCES": self.batch}
-        table, ends = spans(self.cu_seqlens, self.length, size)
-        return len(table), {"table": table, "bounds": ends, "SPANS": 0, "SEQUENCES": len(self.cu_seqlens) - 1}
+        if size not in self.tables:
+            self.tables[size] = spans(self.cu_seqlens, self.length, size)
+        table, bounds = self.tables[size]
+        return len(table), {"table": table, "bounds": bounds, "SPANS": 0, "SEQUENCES": len(self.cu_seqlens) - 1}
 
     def launch(self, kernel: Any, configuration: Configuration, width: int, **arguments: Any) -> None:
         """Run a kernel whose results have so many columns per head."""
         number, place = self.spans(configuration)
+        if self.mask is not None and self.arguments["CHUNK"] is not None and self.arguments["origins"] is None:
+            self.arguments["origins"] = _origins(self.mask, place["bounds"])
         programs = number * self.heads * blocks(width, configuration.tiles["D"])
         launch(kernel, programs, configuration, **self.arguments, **place, **arguments)
 
@@ -532,10 +518,6 @@ class _Call:
         summed = sums[..., first : first + number].sum(0) / self.arguments["KEEP_RATE"]
         d_bias[:, self.first_column : self.first_column + number] = summed
         return d_bias
-
-
-def _interpreted() -> bool:
-    return not isinstance(forward_kernel, triton.runtime.JITFunction)
 
 
 def forward(
@@ -566,6 +548,8 @@ def backward(
     """Gradients of query, key, value and bias, the last one empty where there is none."""
     call = _Call(query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout)
     d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    if mask is not None:  # infinite there, it would make NaN of weights of 0
+        grad = grad.masked_fill(~mask[:, :, None, None], 0.0)
     shared = {"grad": grad.contiguous(), "log_sum": log_sum, "delta": torch.empty_like(log_sum)}
     configuration = call.configuration("d_query")
     sums = None if bias is None else call.sums_of_bias(configuration)

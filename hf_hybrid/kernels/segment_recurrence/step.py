@@ -183,9 +183,10 @@ def _step(
     backend: str,
 ) -> Tensor:
     def why_not() -> str | None:
-        from .triton_kernels import why_not
+        from ..triton_kernels import why_not_heads
 
-        return why_not(query.dtype, *(x.shape[-1] for x in (query, value, state) if x is not None))
+        value_width = next(x.shape[4] for x in (value, state) if x is not None)
+        return why_not_heads("query", query.dtype, query.shape[2], value_width)
 
     # chosen in here, where no tracer looks, because the choice reads the environment and logs
     tensors = [x for x in (query, key, value, state, index, visible, norm, documents, sigma) if x is not None]

@@ -34,11 +34,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
+from ..triton_kernels import LOG2E, NOTHING, interpreted, why_not_heads
 from .reference import SURROGATE_SLOPE
-
-WIDEST = 256
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _PROGRAMS = 528
 """Programs that fill a GPU: four for each of the 132 multiprocessors of the one in mind."""
@@ -47,9 +44,6 @@ _SHORTEST_SPAN = 256
 """Tokens; a sum over fewer would be written more often than it saves time."""
 
 _SLOPE = tl.constexpr(SURROGATE_SLOPE)
-_LOG2E = tl.constexpr(1.4426950408889634)
-_NOTHING = tl.constexpr(-3e38)
-"""The largest score so far where there was none: finite, so that differences are numbers."""
 
 _WIDE, _NARROW = {"BT": 64, "BK": 64, "BV": 64}, {"BT": 64, "BK": 16, "BV": 64}
 
@@ -72,13 +66,9 @@ CONFIGURATIONS = {
 got several of them wrong on sm_90."""
 
 
-def why_not(dtype: torch.dtype, *widths: int) -> str | None:
-    """The objection of both ops to running here, or None."""
-    if dtype not in _DTYPES:
-        return f"key must be float32, bfloat16 or float16; got {dtype}"
-    if max(widths) > WIDEST:
-        return f"K and V must be at most {WIDEST}; got {' and '.join(str(width) for width in widths)}"
-    return None
+def why_not(dtype: torch.dtype, width: int, value_width: int) -> str | None:
+    """The objection of segment_recurrence to running here, or None."""
+    return why_not_heads("key", dtype, width, value_width)
 
 
 @triton.jit
@@ -334,10 +324,10 @@ def collect_kernel(
     tl.store(target, result.to(d_own.dtype.element_ty), mask=(rows[:, None] < K) & (cols < V))
 
 
-@triton.jit(do_not_specialize=["SLOTS", "S"])
+@triton.jit(do_not_specialize=["SLOTS", "DOCUMENTS", "S"])
 def step_kernel(
     q, k, v, states, index, visible, norm, documents, sigma, output,
-    SLOTS, S, H, VISIBLE, SCALE,
+    SLOTS, DOCUMENTS, S, H, VISIBLE, SCALE,
     K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """What one token of one row and head reads of its segment, `(V,)`."""
@@ -357,7 +347,8 @@ def step_kernel(
         if norm is not None:
             document = strip // H
             if documents is not None:
-                document = tl.load(documents + document).to(tl.int32)
+                document = tl.load(documents + document)
+                document = tl.minimum(tl.maximum(document, 0), DOCUMENTS - 1).to(tl.int32)
             place = norm + (document * H + strip % H) * NORM
             if NORM == 1:
                 recurrent = recurrent / tl.load(place).to(tl.float32)
@@ -365,8 +356,8 @@ def step_kernel(
                 recurrent = recurrent / tl.load(place + cols, mask=inside, other=1.0).to(tl.float32)
         result = recurrent
     if k is not None:
-        query = tl.load(source + cols, mask=cols < K, other=0.0).to(tl.float32) * (SCALE * _LOG2E)
-        most = tl.full((1,), _NOTHING, tl.float32)
+        query = tl.load(source + cols, mask=cols < K, other=0.0).to(tl.float32) * (SCALE * LOG2E)
+        most = tl.full((1,), NOTHING, tl.float32)
         weights = tl.zeros((1,), tl.float32)
         segmented = tl.zeros((D,), tl.float32)
         for start in range(0, S, BS):
@@ -392,14 +383,10 @@ def step_kernel(
     tl.store(output + strip.to(tl.int64) * V + cols, result.to(output.dtype.element_ty), mask=inside)
 
 
-def _interpreted() -> bool:
-    return not isinstance(sums_kernel, triton.runtime.JITFunction)
-
-
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
-    """How products of a dtype are made; interpreted, bfloat16 has no arithmetic."""
+    """How products of a dtype are made."""
     wide = dtype == torch.float32
-    widened = wide or (dtype == torch.bfloat16 and _interpreted())
+    widened = wide or (dtype == torch.bfloat16 and interpreted())
     return {"FLOAT32": widened, "PRECISION": "tf32x3" if wide else "tf32"}
 
 
@@ -644,6 +631,7 @@ def step(
         sigma=sigma,
         output=output,
         SLOTS=next(math.prod(x.shape[:3]) for x in (key, state) if x is not None),
+        DOCUMENTS=0 if norm is None else norm.shape[0],
         S=0 if key is None else key.shape[3],
         H=heads,
         VISIBLE=0 if visible is None or visible.shape[0] == 1 else visible.shape[1],

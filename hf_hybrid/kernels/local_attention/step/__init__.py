@@ -33,8 +33,8 @@ def local_attention_step(
 
     o = sum_{j in N(t)} softmax_j(scale * q.k[j] + b[j - t]) v[j],  t = query_start
 
-    with the N(t) of `hf_hybrid.kernels.local_attention`, restricted to kept keys j <= t, or j < t. O(reach) time,
-    whatever S is; nothing is copied, whatever the strides are.
+    with the N(t) of `hf_hybrid.kernels.local_attention`, restricted to kept keys j <= t, or j < t. On Triton it
+    reads what is seen, whatever S is, and copies nothing, whatever the strides are; torch goes over all S keys.
 
     Args:
         query: `(B, 1, H, K)`, float64, float32, bfloat16 or float16.
@@ -92,9 +92,9 @@ def _step(
     """The step, not differentiable; a position is the sum of the number and of what its tensor holds, if any."""
 
     def why_not() -> str | None:
-        from .triton_kernels import why_not
+        from ...triton_kernels import why_not_heads
 
-        return why_not(query, value)
+        return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
     tensors = query, key, value, bias, mask, query_place, key_place
     if choose_backend("local_attention_step", backend, tensors, why_not) == "triton":

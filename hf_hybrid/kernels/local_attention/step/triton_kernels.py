@@ -17,13 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launching import Configuration, launch
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_NOTHING = tl.constexpr(-3e38)
-"""The largest score so far where there was none: finite, so that differences are numbers."""
+from ...triton_kernels import LOG2E, NOTHING
 
 CONFIGURATIONS = {
     configuration.name: configuration
@@ -35,15 +29,6 @@ CONFIGURATIONS = {
     )
 }
 """BS keys at a time, D columns that registers hold of each."""
-
-
-def why_not(query: Tensor, value: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
-    if query.dtype not in _DTYPES:
-        return f"query must be float32, bfloat16 or float16; got {query.dtype}"
-    if max(query.shape[3], value.shape[3]) > WIDEST:
-        return f"K and V must be at most {WIDEST}; got {query.shape[3]} and {value.shape[3]}"
-    return None
 
 
 @triton.jit
@@ -59,7 +44,8 @@ def _first_kept(kept, P, STRIDE, BLOCK: tl.constexpr):
     return first
 
 
-@triton.jit(do_not_specialize=["query_start", "key_start", "S", "P", "BACK", "CHUNK"])
+# a mask grows by one position per token, and its rows' stride with it
+@triton.jit(do_not_specialize=["query_start", "key_start", "S", "P", "BACK", "CHUNK", "KEPT_B", "KEPT_P"])
 def step_kernel(
     q, k, v, bias, kept, query_place, key_place, output,
     query_start, key_start, S, H, P, BACK, CHUNK, SCALE,
@@ -87,10 +73,10 @@ def step_kernel(
     high = tl.minimum(place + 1 if SELF else place, S)
     cols = tl.arange(0, D)
     query = tl.load(q + row * Q_B + head * Q_H + cols * Q_K, mask=cols < K, other=0.0).to(tl.float32)
-    query = query * (SCALE * _LOG2E)
+    query = query * (SCALE * LOG2E)
     k += row * K_B + head * K_H
     v += row * V_B + head * V_H
-    largest = tl.full((BS,), _NOTHING, tl.float32)
+    largest = tl.full((BS,), NOTHING, tl.float32)
     total = tl.zeros((BS,), tl.float32)
     result = tl.zeros((BS, D), tl.float32)
     for start in range(low, high, BS):
@@ -106,7 +92,7 @@ def step_kernel(
         scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
         if bias is not None:
             column = (at - place + BACK).to(tl.int64)
-            scores += tl.load(bias + head * BIAS_H + column * BIAS_R, mask=there, other=0.0).to(tl.float32) * _LOG2E
+            scores += tl.load(bias + head * BIAS_H + column * BIAS_R, mask=there, other=0.0).to(tl.float32) * LOG2E
         scores = tl.where(seen, scores, -float("inf"))
         larger = tl.maximum(largest, scores)
         shrink = tl.exp2(largest - larger)

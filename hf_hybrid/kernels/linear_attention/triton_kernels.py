@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
 from ..packed import spans
-from ..triton_kernels import spans_of_sequence, tokens_of_span
+from ..triton_kernels import interpreted, spans_of_sequence, tokens_of_span
 
 _PROGRAMS = 264
 """Programs that fill a GPU: two for each of the 132 multiprocessors of the one in mind."""
@@ -308,7 +308,7 @@ class _Call:
         self.sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         self.place: dict[str, Any]
         # interpreted, bfloat16 has no arithmetic
-        narrow = query.dtype == torch.bfloat16 and not _interpreted()
+        narrow = query.dtype == torch.bfloat16 and not interpreted()
         precision = "tf32" if query.dtype != torch.float32 else "tf32x3"
         self.precision = {"FLOAT32": not narrow, "PRECISION": precision}
         # each packed sequence is a span at least
@@ -406,10 +406,6 @@ class _Call:
                 **self.precision,
             )
         return output.to(dtype)
-
-
-def _interpreted() -> bool:
-    return not isinstance(walk_kernel, triton.runtime.JITFunction)
 
 
 def _wide(state: Tensor | None) -> Tensor | None:

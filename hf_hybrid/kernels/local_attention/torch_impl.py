@@ -275,7 +275,7 @@ class _Walk:
         return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
 
 
-def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _runs_on_triton(backend: str, query: Tensor, value: Tensor, *others: Tensor | None) -> bool:
     """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
 
     def why_not() -> str | None:
@@ -283,7 +283,7 @@ def _runs_on_triton(backend: str, query: Tensor, key: Tensor, value: Tensor) -> 
 
         return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
-    return choose_backend("local_attention", backend, [query, key, value], why_not) == "triton"
+    return choose_backend("local_attention", backend, [query, value, *others], why_not) == "triton"
 
 
 def _each_alone(
@@ -337,7 +337,7 @@ def _forward(
     cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if _runs_on_triton(backend, query, key, value):
+    if _runs_on_triton(backend, query, value, key, bias, mask, cu_seqlens):
         from . import triton_kernels
 
         return triton_kernels.forward(
@@ -429,7 +429,7 @@ def _backward(
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
     causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if _runs_on_triton(backend, query, key, value):
+    if _runs_on_triton(backend, query, value, key, bias, mask, cu_seqlens):
         from . import triton_kernels
 
         return triton_kernels.backward(

@@ -7,7 +7,7 @@ a slot · `K` key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, full_precision, may_run_triton
+from ..dispatch import choose_backend, full_precision, may_run_triton, needs_gradient
 
 
 def segment_step(
@@ -55,11 +55,8 @@ def segment_step(
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, state, index, visible, norm, documents, sigma)
-    tensors = [x for x in (query, key, value, state, norm, sigma) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        if not torch.compiler.is_compiling():
-            choose_backend("segment_step", backend, tensors, _why_not_differentiated)
-    elif may_run_triton(backend, query):
+    differentiated = needs_gradient("segment_step", backend, query, key, value, state, norm, sigma)
+    if not differentiated and may_run_triton(backend, query):
         return _step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
     return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
 
@@ -119,10 +116,6 @@ def _check(
             )
     if sigma is not None and (sigma.numel() != 1 or key is None or state is None):
         raise ValueError(f"sigma must hold one number, beside key and state; got {tuple(sigma.shape)}")
-
-
-def _why_not_differentiated() -> str:
-    return "a step of decoding has no backward there"
 
 
 def _in_torch(

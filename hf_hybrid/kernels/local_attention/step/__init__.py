@@ -8,7 +8,7 @@ B batch · S cached keys · P positions of a mask · H heads · K key dim · V v
 import torch
 from torch import Tensor
 
-from ...dispatch import choose_backend, forces_triton, may_run_triton
+from ...dispatch import choose_backend, may_run_triton, needs_gradient
 from . import torch_impl
 
 __all__ = ["local_attention_step"]
@@ -61,12 +61,8 @@ def local_attention_step(
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     query_place, query_number = _place(query_start)
     key_place, key_number = _place(key_start)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)):
-        if forces_triton(backend):
-            raise ValueError(
-                "local_attention_step cannot run on triton: a gradient is needed, and the kernel has none"
-            )
-    elif may_run_triton(backend, query):
+    differentiated = needs_gradient("local_attention_step", backend, query, key, value, bias)
+    if not differentiated and may_run_triton(backend, query):
         return _step(
             query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius,
             chunk_size, include_self, scale, backend,

@@ -477,7 +477,8 @@ def main() -> int:
 
     reports, problems = [], []
     for arch in arguments.archs:
-        for op, launch in (representative_launches if arguments.few else distinct_launches)(arch):
+        few = arguments.few or arch not in ARCHITECTURES
+        for op, launch in (representative_launches if few else distinct_launches)(arch):
             if arguments.only not in f"{op}.{launch.configuration.name}":
                 continue
             try:

@@ -13,5 +13,6 @@ def test_the_tables_are_those_of_the_committed_files(monkeypatch):
     monkeypatch.chdir(ROOT)
     page = results_page.PAGE.read_text(encoding="utf-8")
     shown = re.findall(r"<!-- table: (\S+) -->", page)
-    assert sorted(shown) == sorted(os.listdir(results_page.RESULTS))
+    # aot/ has pages of its own
+    assert sorted(shown) == sorted(entry.name for entry in os.scandir(results_page.RESULTS) if entry.is_file())
     assert results_page.renewed(page) == page

@@ -491,7 +491,10 @@ def main() -> int:
             problems += [f"{name}: {problem}" for problem in report.problems()]
             print(f"{report.seconds:5.1f} s  {name}: {report.registers} registers, {report.spills} spills", flush=True)
     reports.sort(key=lambda r: (r.arch, r.kernel, r.configuration))
-    text = f"# Kernels compiled ahead of time by Triton {triton.__version__}\n\n{table(reports)}\n"
+    text = f"# Kernels compiled ahead of time by Triton {triton.__version__}\n\n"
+    rest = "for sm_80 and sm_90 every distinct one, for others those that the tests compile for these"
+    which = "those that the tests compile" if arguments.few else rest
+    text += f"{len(reports)} launches: {which}.\n\n{table(reports)}\n"
     text += "\n".join(f"- {problem}" for problem in problems) if problems else "Every one keeps within the limits."
     print(text)
     if arguments.output:

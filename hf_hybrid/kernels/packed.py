@@ -9,9 +9,12 @@ B batch · T length of the row · N sequences
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .launching import blocks
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, x: Tensor, name: str) -> int:
@@ -101,3 +104,22 @@ def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
     first = torch.where(sequence < sequences, ends[own] + (slot - starts[own]) * size, 0)
     stop = torch.where(sequence < sequences, torch.minimum(first + size, ends[own + 1]), 0)
     return torch.stack([sequence, first, stop], dim=1).int(), torch.stack([ends, starts]).int()
+
+
+def span_arguments(cu_seqlens: Tensor | None, batch: int, length: int, size: int) -> tuple[int, dict[str, Any]]:
+    """Cut packed sequences by `spans`, or the rows of a batch `(B, T, ...)`, for a kernel's `tokens_of_span`.
+
+    Args:
+        cu_seqlens: `(N + 1,)`; None for a batch.
+        batch: B.
+        length: T.
+        size: Tokens per span.
+
+    Returns:
+        How many spans there are, and the kernel's arguments that say where they lie.
+    """
+    if cu_seqlens is None:
+        each = blocks(length, size)
+        return each * batch, {"table": None, "bounds": None, "SPANS": each, "SEQUENCES": batch}
+    table, ends = spans(cu_seqlens, length, size)
+    return len(table), {"table": table, "bounds": ends, "SPANS": 0, "SEQUENCES": len(cu_seqlens) - 1}

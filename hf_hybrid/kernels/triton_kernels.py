@@ -14,13 +14,17 @@ WIDEST = 256
 """Numbers of a head that kernels hold in registers at most."""
 
 
+def why_not_dtype(name: str, dtype: torch.dtype) -> str | None:
+    """The objection of an op on tensors of a dtype to running here, or None; `name` is the tensor it asks."""
+    return None if dtype in DTYPES else f"{name} must be float32, bfloat16 or float16; got {dtype}"
+
+
 def why_not_heads(name: str, dtype: torch.dtype, width: int, value_width: int) -> str | None:
     """The objection of an op on heads of keys and values to running here, or None; `name` is the tensor it asks."""
-    if dtype not in DTYPES:
-        return f"{name} must be float32, bfloat16 or float16; got {dtype}"
-    if max(width, value_width) > WIDEST:
-        return f"K and V must be at most {WIDEST}; got {width} and {value_width}"
-    return None
+    objection = why_not_dtype(name, dtype)
+    if objection is None and max(width, value_width) > WIDEST:
+        objection = f"K and V must be at most {WIDEST}; got {width} and {value_width}"
+    return objection
 
 
 def interpreted() -> bool:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_hybrid.kernels import local_attention
+from hf_hybrid.kernels import local_attention, packed
 from hf_hybrid.kernels.local_attention import torch_impl
 from hf_hybrid.kernels.local_attention.reference import local_attention as reference
 from tests.kernels.guarded import guarded, guarded_allocations
@@ -158,11 +158,10 @@ def test_packed_sequences_are_each_alone(bounds, shape):
 
 @interpreted
 def test_packed_sequences_are_cut_once_per_pass():
-    from hf_hybrid.kernels.local_attention import triton_kernels
 
     shape = {"chunk_size": 5}
     options = {"attention_mask": torch.arange(20)[None] != 9, "cu_seqlens": torch.tensor([0, 7, 20])}
-    with small_blocks(), patch.object(triton_kernels, "spans", wraps=triton_kernels.spans) as spans:
+    with small_blocks(), patch.object(packed, "spans", wraps=packed.spans) as spans:
         run(local_attention, make(20, shape, heads=1), **options, **shape)
     assert spans.call_count == 2
 

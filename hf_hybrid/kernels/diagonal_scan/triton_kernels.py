@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, launch
-from ..packed import spans
+from ..packed import span_arguments
 from ..triton_kernels import spans_of_sequence, tokens_of_span
 
 CONFIGURATIONS = {
@@ -208,16 +208,8 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The states in b's dtype, the final one in a's; and where states are `saved`, the gradient of the a they had."""
     batch, length, states = b.shape
-    place: dict[str, Any]
-    if cu_seqlens is None:
-        sequences, each = batch, blocks(length, _SPAN)
-        number = each * batch
-        place = {"table": None, "bounds": None, "SPANS": each, "SEQUENCES": batch}
-    else:
-        sequences = len(cu_seqlens) - 1
-        table, edges = spans(cu_seqlens, length, _SPAN)
-        number = len(table)
-        place = {"table": table, "bounds": edges, "SPANS": 0, "SEQUENCES": sequences}
+    number, place = span_arguments(cu_seqlens, batch, length, _SPAN)
+    sequences = place["SEQUENCES"]
     place |= {"P": states, "COMPLEX": a.is_complex(), "REVERSE": reverse, "PACKED": cu_seqlens is not None}
     walked = place | {"b": _pairs(b), "a": _pairs(a), "initial": _pairs(initial), "T": length, "SIZE": _SPAN}
     walked |= {"TRANSPOSED": transposed, "saved": None, "saved_initial": None, "sums": None, "before": None}

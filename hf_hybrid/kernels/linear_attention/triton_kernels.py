@@ -38,8 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
-from ..packed import spans
-from ..triton_kernels import interpreted, spans_of_sequence, tokens_of_span
+from ..packed import span_arguments
+from ..triton_kernels import interpreted, spans_of_sequence, tokens_of_span, why_not_dtype
 
 _PROGRAMS = 264
 """Programs that fill a GPU: two for each of the 132 multiprocessors of the one in mind."""
@@ -81,9 +81,7 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
 
 def why_not(query: Tensor) -> str | None:
     """The op's objection to running here, or None."""
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"query must be float32, bfloat16 or float16; got {query.dtype}"
-    return None
+    return why_not_dtype("query", query.dtype)
 
 
 @triton.jit
@@ -306,7 +304,6 @@ class _Call:
         batch, length, self.heads = query.shape[:3]
         self.dtype, self.capability = query.dtype, capability_of(query)
         self.sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-        self.place: dict[str, Any]
         # interpreted, bfloat16 has no arithmetic
         narrow = query.dtype == torch.bfloat16 and not interpreted()
         precision = "tf32" if query.dtype != torch.float32 else "tf32x3"
@@ -316,14 +313,7 @@ class _Call:
         most = max(1, length // _SHORTEST_SPAN)
         size = blocks(blocks(length, min(blocks(_PROGRAMS, programs), most)), _BLOCK) * _BLOCK
         self.one_span = size >= length
-        if cu_seqlens is None:
-            each = blocks(length, size)
-            self.spans = each * batch
-            self.place = {"table": None, "bounds": None, "SPANS": each, "SEQUENCES": batch}
-        else:
-            table, ends = spans(cu_seqlens, length, size)
-            self.spans = len(table)
-            self.place = {"table": table, "bounds": ends, "SPANS": 0, "SEQUENCES": self.sequences}
+        self.spans, self.place = span_arguments(cu_seqlens, batch, length, size)
         self.place |= {"H": self.heads, "PACKED": cu_seqlens is not None}
         self.tokens = {"T": length, "SIZE": size}
 

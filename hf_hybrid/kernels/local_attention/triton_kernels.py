@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
-from ..packed import spans
+from ..packed import span_arguments
 from ..triton_kernels import LOG2E, NOTHING, interpreted, tokens_of_span
 
 CONFIGURATIONS = {
@@ -448,7 +448,7 @@ class _Call:
         self.reach = min(whole, self.length - 1)
         self.ahead = 0 if causal else self.reach
         self.first_column = whole - self.reach
-        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[int, tuple[int, dict[str, Any]]] = {}
         self.mask = mask
         dropped = min(round(dropout * 2**16), 2**16 - 1)
         narrow = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and not interpreted())
@@ -488,13 +488,9 @@ class _Call:
     def spans(self, configuration: Configuration) -> tuple[int, dict[str, Any]]:
         """How many blocks there are, and where."""
         size = configuration.tiles["BT"]
-        if self.cu_seqlens is None:
-            each = blocks(self.length, size)
-            return each * self.batch, {"table": None, "bounds": None, "SPANS": each, "SEQUENCES": self.batch}
         if size not in self.tables:
-            self.tables[size] = spans(self.cu_seqlens, self.length, size)
-        table, bounds = self.tables[size]
-        return len(table), {"table": table, "bounds": bounds, "SPANS": 0, "SEQUENCES": len(self.cu_seqlens) - 1}
+            self.tables[size] = span_arguments(self.cu_seqlens, self.batch, self.length, size)
+        return self.tables[size]
 
     def launch(self, kernel: Any, configuration: Configuration, width: int, **arguments: Any) -> None:
         """Run a kernel whose results have so many columns per head."""

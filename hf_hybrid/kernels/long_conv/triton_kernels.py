@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, launch
+from ..triton_kernels import why_not_dtype
 from .steps import Around, Block, Spectrum
 
 CONFIGURATIONS = {
@@ -45,9 +46,7 @@ _PROGRAMS = 528
 
 def why_not(u: Tensor) -> str | None:
     """The op's objection to running here, or None."""
-    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"u must be float32, bfloat16 or float16; got {u.dtype}"
-    return None
+    return why_not_dtype("u", u.dtype)
 
 
 @triton.jit

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, launch
-from ..packed import spans
-from ..triton_kernels import tokens_of_span
+from ..packed import span_arguments
+from ..triton_kernels import tokens_of_span, why_not_dtype
 
 MOST_TAPS = 9
 
@@ -35,9 +35,7 @@ def why_not(u: Tensor, kernel: Tensor) -> str | None:
     """The op's objection to running here, or None."""
     if kernel.shape[1] > MOST_TAPS:
         return f"the kernel holds at most {MOST_TAPS} taps in registers; got {kernel.shape[1]}"
-    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"u must be float32, bfloat16 or float16; got {u.dtype}"
-    return None
+    return why_not_dtype("u", u.dtype)
 
 
 @triton.jit
@@ -155,15 +153,6 @@ def backward_kernel(
     tl.store(place + J * D, d_bias, mask=kept)
 
 
-def _plan(u: Tensor, cu_seqlens: Tensor | None, size: int) -> tuple[int, dict[str, object]]:
-    """Number of spans, and the arguments that say where they lie."""
-    if cu_seqlens is None:
-        each = blocks(u.shape[1], size)
-        return each * u.shape[0], {"table": None, "bounds": None, "SPANS": each, "SEQUENCES": u.shape[0]}
-    table, ends = spans(cu_seqlens, u.shape[1], size)
-    return len(table), {"table": table, "bounds": ends, "SPANS": 0, "SEQUENCES": len(cu_seqlens) - 1}
-
-
 def _arguments(
     u: Tensor, kernel: Tensor, bias: Tensor | None, state: Tensor | None, ahead: int, silu: bool
 ) -> dict[str, object]:
@@ -192,7 +181,7 @@ def forward(
     """The convolution with its activation, `(B, T, D)` in u's dtype."""
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
     configuration = CONFIGURATIONS["forward"]
-    number, plan = _plan(u, cu_seqlens, _FORWARD_SPAN)
+    number, plan = span_arguments(cu_seqlens, u.shape[0], u.shape[1], _FORWARD_SPAN)
     launch(
         forward_kernel,
         number * blocks(u.shape[2], configuration.tiles["BD"]),
@@ -222,7 +211,7 @@ def backward(
     d_state = None if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)
     taps = kernel.shape[1]
     configuration = CONFIGURATIONS["backward"]
-    number, plan = _plan(u, cu_seqlens, _BACKWARD_SPAN)
+    number, plan = span_arguments(cu_seqlens, u.shape[0], u.shape[1], _BACKWARD_SPAN)
     sums = torch.empty(number, taps + 1, u.shape[2], dtype=torch.float32, device=u.device)
     launch(
         backward_kernel,

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launching import Configuration, blocks, launch
+from ...triton_kernels import why_not_dtype
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_MODES = 256
 
 CONFIGURATIONS = {
@@ -31,8 +31,9 @@ CONFIGURATIONS = {
 
 def why_not(u: Tensor, C: Tensor) -> str | None:
     """The op's objection to running here, or None."""
-    if u.dtype not in _DTYPES:
-        return f"u must be float32, bfloat16 or float16; got {u.dtype}"
+    objection = why_not_dtype("u", u.dtype)
+    if objection is not None:
+        return objection
     if C.dtype != torch.complex64:
         return f"C must be complex64; got {C.dtype}"
     if C.shape[2] > MOST_MODES:

@@ -16,6 +16,7 @@ from .models.chela import (
     ChelaModel,
     ChelaPreTrainedModel,
 )
+from .models.remote_code import export_remote_code
 from .models.spade import (
     SpadeConfig,
     SpadeEncoderModel,
@@ -74,6 +75,7 @@ __all__ = [
     "SpadeModel",
     "SpadePreTrainedModel",
     "__version__",
+    "export_remote_code",
     "patch_cross_attention",
     "register",
 ]

@@ -11,6 +11,7 @@ imports its Triton kernels, and with them triton, only when the answer is ``"tri
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -20,6 +21,12 @@ from .launching import records_launches
 
 BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE = "HF_HYBRID_BACKEND"
+
+NAMESPACE = re.sub(r"\W", lambda c: f"_{ord(c[0]):x}_", __package__.removesuffix(".kernels"), flags=re.ASCII)
+"""Of the custom ops: hf_hybrid here, and in every copy of this code that a model brings along, another."""
+
+HAS_KERNELS = importlib.util.find_spec(f"{__package__}.triton_kernels") is not None
+"""Whether the Triton kernels are there; a copy of this code that a model brings along has none."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets its kernels, which is settled when it is imported."""
@@ -99,6 +106,8 @@ def needs_gradient(op: str, backend: str, *tensors: torch.Tensor | None) -> bool
 
 
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
+    if not HAS_KERNELS:
+        return "this copy of the code has no Triton kernels"
     interpreted = INTERPRETED or records_launches()
     # asked before triton is looked for, which takes longer than a small op on a CPU
     if not interpreted and not all(tensor.is_cuda for tensor in tensors):

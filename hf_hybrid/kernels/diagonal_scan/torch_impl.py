@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import run_each
 
 
@@ -71,7 +71,7 @@ def _scan_alone(
     return x.to(b.dtype), a * x[:, last] if transposed else x[:, last].clone()
 
 
-@torch.library.custom_op("hf_hybrid::diagonal_scan", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::diagonal_scan", mutates_args=())
 def _scan(
     a: Tensor,
     b: Tensor,
@@ -135,7 +135,7 @@ def _product(x: Tensor, d: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.to(dtype).conj_physical() * d.to(dtype)).sum((0, 1))
 
 
-@torch.library.custom_op("hf_hybrid::diagonal_scan_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::diagonal_scan_backward", mutates_args=())
 def _differentiate(
     grad: Tensor,
     grad_final: Tensor,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch import choose_backend, full_precision, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, full_precision, wished_backend
 from ..long_conv.torch_impl import compute_dtype
 from ..packed import bounds, run_each
 
@@ -73,7 +73,7 @@ def _forward_alone(query: Tensor, key: Tensor, value: Tensor, state: Tensor | No
     return _unrows(output, query), S.unflatten(0, (batch, query.shape[2]))
 
 
-@torch.library.custom_op("hf_hybrid::linear_attention", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_attention", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _differentiate_alone(
     return d_q, d_k, d_v, dS.unflatten(0, (batch, query.shape[2]))
 
 
-@torch.library.custom_op("hf_hybrid::linear_attention_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_attention_backward", mutates_args=())
 def _differentiate(
     grad: Tensor,
     grad_state: Tensor,
@@ -186,7 +186,7 @@ def normed(output: Tensor, eps: float, gate: Tensor | None, dtype: torch.dtype) 
     return n if gate is None else n * F.silu(gate)
 
 
-@torch.library.custom_op("hf_hybrid::linear_attention_normed", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_attention_normed", mutates_args=())
 def _forward_normed(
     query: Tensor,
     key: Tensor,
@@ -232,7 +232,7 @@ def _(
     return y, last, n if trained and gate is not None else query.new_empty(0), scale
 
 
-@torch.library.custom_op("hf_hybrid::linear_attention_normed_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_attention_normed_backward", mutates_args=())
 def _differentiate_norm(
     grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:

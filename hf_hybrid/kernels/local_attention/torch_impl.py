@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, full_precision, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, full_precision, wished_backend
 from ..packed import run_each
 
 _LOG2E = 1.4426950408889634
@@ -331,7 +331,7 @@ def _forward_alone(
         return output, log_sum
 
 
-@torch.library.custom_op("hf_hybrid::local_attention", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::local_attention", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
     cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
@@ -423,7 +423,7 @@ def _differentiate_alone(
         return d_query, d_key, d_value, d_bias
 
 
-@torch.library.custom_op("hf_hybrid::local_attention_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::local_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,

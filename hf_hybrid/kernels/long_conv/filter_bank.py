@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import wished_backend
+from ..dispatch import NAMESPACE, wished_backend
 from .steps import Around, Block, Spectrum
 from .torch_impl import block_steps, choose_steps, compute_dtype, fast_size, ranges, transformed_together
 
@@ -25,7 +25,7 @@ def _factors(steps: ModuleType, kernel: Tensor, channels: slice, n_fft: int, dty
     return [steps.factor(Spectrum(spectrum, 0), spectrum.shape[0], adjoint) for spectrum in spectra]
 
 
-@torch.library.custom_op("hf_hybrid::filter_bank_conv", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::filter_bank_conv", mutates_args=())
 def _forward(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
     steps = choose_steps("filter_bank_conv", backend, u, kernel)
     dtype = compute_dtype(u)
@@ -50,7 +50,7 @@ def _(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
     return u.new_empty(kernel.shape[0], *u.shape)
 
 
-@torch.library.custom_op("hf_hybrid::filter_bank_conv_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::filter_bank_conv_backward", mutates_args=())
 def _adjoint(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Correlations, du[s] = sum_c sum_t k_c[t-s] dy_c[t] and dk_c[j] = sum_b sum_t u[t-j] dy_c[t]."""
     steps = choose_steps("filter_bank_conv", backend, u, kernel)

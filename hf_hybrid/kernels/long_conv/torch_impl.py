@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import bounds
 from . import steps as torch_steps
 from .steps import Around, Block, Sequences, Spectrum
@@ -271,7 +271,7 @@ def _size_for(n_fft: int) -> Callable[[int], int]:
     return size
 
 
-@torch.library.custom_op("hf_hybrid::spectral_conv", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::spectral_conv", mutates_args=())
 def spectral_conv(
     u: Tensor,
     spectrum: Tensor,
@@ -298,7 +298,7 @@ def _(u: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hf_hybrid::spectral_conv_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::spectral_conv_backward", mutates_args=())
 def spectral_conv_backward(
     grad: Tensor,
     u: Tensor | None,
@@ -412,7 +412,7 @@ def _spectra(kernel: Tensor, reverse_kernel: Tensor | None, width: int, n_fft: i
     return lambda channels: Spectrum(spectrum, channels.start % groups)
 
 
-@torch.library.custom_op("hf_hybrid::long_conv", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::long_conv", mutates_args=())
 def long_conv(
     u: Tensor,
     kernel: Tensor,
@@ -439,7 +439,7 @@ def _(u: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hf_hybrid::long_conv_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::long_conv_backward", mutates_args=())
 def long_conv_backward(
     grad: Tensor,
     u: Tensor | None,

@@ -7,7 +7,7 @@ a slot · `K` key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, full_precision, may_run_triton, needs_gradient
+from ..dispatch import NAMESPACE, choose_backend, full_precision, may_run_triton, needs_gradient
 
 
 def segment_step(
@@ -161,7 +161,7 @@ def _in_torch(
     return (segmented + recurrent)[:, :, 0]
 
 
-@torch.library.custom_op("hf_hybrid::segment_step", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::segment_step", mutates_args=())
 def _step(
     query: Tensor,
     key: Tensor | None,

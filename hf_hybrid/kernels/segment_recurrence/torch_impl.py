@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, full_precision, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, full_precision, wished_backend
 from .reference import SURROGATE_SLOPE
 
 
@@ -76,7 +76,7 @@ def _membranes(drive: Tensor, leak: Tensor, threshold: Tensor) -> None:
         torch.addcmul(membrane, fired, threshold, value=-1, out=after)
 
 
-@torch.library.custom_op("hf_hybrid::segment_recurrence", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::segment_recurrence", mutates_args=())
 def _forward(
     key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
@@ -105,7 +105,7 @@ def _(
     return key.new_empty(*key.shape[:2], number, key.shape[4], value.shape[4])
 
 
-@torch.library.custom_op("hf_hybrid::segment_recurrence_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::segment_recurrence_backward", mutates_args=())
 def _backward(
     grad: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,

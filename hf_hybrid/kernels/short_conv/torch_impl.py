@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch import choose_backend, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..long_conv.torch_impl import compute_dtype
 from ..packed import run_each
 
@@ -77,7 +77,7 @@ def _continued(u: Tensor, state: Tensor | None) -> Tensor:
     return u if state is None else torch.cat([state.to(u.dtype), u], dim=1)
 
 
-@torch.library.custom_op("hf_hybrid::short_conv", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::short_conv", mutates_args=())
 def short_conv(
     u: Tensor,
     kernel: Tensor,
@@ -142,7 +142,7 @@ def _differentiate(
     return grad_u.to(u.dtype), grad_taps.mT, grad_bias
 
 
-@torch.library.custom_op("hf_hybrid::short_conv_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::short_conv_backward", mutates_args=())
 def short_conv_backward(
     grad: Tensor,
     u: Tensor,

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose_backend, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from .discrete import dense_transition, s4_step_constants, to_complex, to_real_row
 
 
@@ -120,7 +120,7 @@ def _runs_on_triton(backend: str, C: Tensor, dtype: torch.dtype) -> bool:
     return choose_backend("s4_kernel", backend, [C], why_not) == "triton"
 
 
-@torch.library.custom_op("hf_hybrid::s4_cauchy", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_cauchy", mutates_args=())
 def s4_cauchy(
     C: Tensor,
     B: Tensor,
@@ -160,7 +160,7 @@ def _(
     return rate.new_empty(*C.shape[:2], length, dtype=dtype)
 
 
-@torch.library.custom_op("hf_hybrid::s4_cauchy_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_cauchy_backward", mutates_args=())
 def s4_cauchy_backward(
     grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, tile: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

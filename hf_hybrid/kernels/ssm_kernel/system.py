@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..dispatch import full_precision
+from ..dispatch import NAMESPACE, full_precision
 from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
 from ..long_conv import torch_impl as conv_impl
 from .discrete import (
@@ -368,7 +368,7 @@ def _system(handle: int, tensors: S4Tensors, discretization: str) -> _System:
     return cache.system(tensors, discretization)
 
 
-@torch.library.custom_op("hf_hybrid::frozen_s4_conv", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::frozen_s4_conv", mutates_args=())
 def frozen_s4_conv(
     u: torch.Tensor,
     C: torch.Tensor,
@@ -411,7 +411,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 frozen_s4_conv.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_hybrid::frozen_s4_advance", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::frozen_s4_advance", mutates_args=())
 def frozen_s4_advance(
     u: torch.Tensor,
     state: torch.Tensor | None,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import full_precision
+from ..dispatch import NAMESPACE, full_precision
 from .discrete import S4Step, dense_diagonal, to_complex, to_real, to_real_row, two_re
 
 
@@ -145,7 +145,7 @@ def _dense_diagonal_grad(grad: torch.Tensor) -> torch.Tensor:
 # a block as an op
 
 
-@torch.library.custom_op("hf_hybrid::s4_block", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_block", mutates_args=())
 def _block(
     decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ def _(
     return states, states.real.new_empty(channels, 2 * modes, 2 * modes)
 
 
-@torch.library.custom_op("hf_hybrid::s4_block_grad", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_block_grad", mutates_args=())
 def _block_grad(
     orbit_grad: torch.Tensor,
     power_grad: torch.Tensor,
@@ -219,7 +219,7 @@ def _by_channel(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("hf_hybrid::s4_block_scan", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_block_scan", mutates_args=())
 def s4_block_scan(
     added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int
 ) -> torch.Tensor:
@@ -270,7 +270,7 @@ s4_block_scan.register_autograd(_scan_backward, setup_context=_scan_context)
 # taps as an op
 
 
-@torch.library.custom_op("hf_hybrid::s4_two_level", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_two_level", mutates_args=())
 def _two_level(
     decay: torch.Tensor,
     column: torch.Tensor,
@@ -310,7 +310,7 @@ def _(
     )
 
 
-@torch.library.custom_op("hf_hybrid::s4_two_level_grad", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::s4_two_level_grad", mutates_args=())
 def _two_level_grad(
     grad: torch.Tensor,
     decay: torch.Tensor,

@@ -19,7 +19,6 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_srformer import SegmentedCrossAttentionFields
 from .cross_attention import RAF, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
@@ -28,7 +27,7 @@ class SegmentedPreTrainedModel:
     """Mixin for a parent's models: initialises what SRformer adds."""
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
-        if not isinstance(config, SegmentedCrossAttentionFields):
+        if not hasattr(config, "has_states"):  # not by its class: a checkpoint with its code may load that file twice
             raise ValueError(
                 f"config must be a {self.config_class.__name__}, as its from_parent makes one; "
                 f"got {type(config).__name__}"

@@ -8,7 +8,7 @@ B batch · S cached keys · P positions of a mask · H heads · K key dim · V v
 import torch
 from torch import Tensor
 
-from ...dispatch import choose_backend, may_run_triton, needs_gradient
+from ...dispatch import NAMESPACE, choose_backend, may_run_triton, needs_gradient
 from . import torch_impl
 
 __all__ = ["local_attention_step"]
@@ -79,7 +79,7 @@ def _place(start: int | Tensor) -> tuple[Tensor | None, int]:
     return (start, 0) if isinstance(start, Tensor) else (None, start)
 
 
-@torch.library.custom_op("hf_hybrid::local_attention_step", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::local_attention_step", mutates_args=())
 def _step(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
     key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,

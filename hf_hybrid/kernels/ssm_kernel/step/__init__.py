@@ -8,7 +8,7 @@ B batch · H channels · M = N/2 modes · C output filters
 import torch
 from torch import Tensor
 
-from ...dispatch import choose_backend, may_run_triton, needs_gradient
+from ...dispatch import NAMESPACE, choose_backend, may_run_triton, needs_gradient
 from ..discrete import S4Step, s4_step
 from ..s4d import S4DStep, s4d_step
 
@@ -74,7 +74,7 @@ def _advance(
     return y.to(u.dtype), torch.view_as_real(x)
 
 
-@torch.library.custom_op("hf_hybrid::ssm_step", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::ssm_step", mutates_args=())
 def _ssm_step(
     state: Tensor | None,
     u: Tensor,

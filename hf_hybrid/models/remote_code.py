@@ -1,0 +1,282 @@
+"""A checkpoint together with the code that runs it, for those who do not have this package.
+
+transformers loads such a folder with ``trust_remote_code=True``. Of what a file imports it finds only
+``from .sibling import name``, so the folder is flat: every module that a model's file needs, near or far, lies beside it.
+The files are this package's own with nothing changed but their imports, except that the Triton kernels are left out:
+where a function would import them it raises, and `dispatch`, which sees that they are missing, never lets it come to
+that.
+"""
+
+import ast
+import copy
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
+
+from hf_hybrid.version import __version__
+
+from .auto import ARCHITECTURES
+
+PACKAGE = "hf_hybrid"
+TRITON = "triton_kernels"
+MARK = f"# From {PACKAGE} "
+CARD_NAME = "README.md"
+# classes that no Auto class is registered for -> the one that loads them where their code comes along
+UNREGISTERED = {"ChelaForSequencePairClassification": "AutoModelForSequenceClassification"}
+
+NO_TRITON = 'raise ValueError("this copy of the code has no Triton kernels")'
+SHIFTED_LABELS = """
+# where Trainer's label smoothing looks whether labels are to be shifted
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["{model_type}"] = "{class_name}"
+"""
+CARD = """---
+library_name: transformers
+tags:
+- custom_code
+- {model_type}
+---
+
+# {class_name}
+
+A checkpoint of [transformers](https://github.com/huggingface/transformers) that brings its code along. With a recent
+torch and transformers >= {transformers}, and nothing else, it is loaded from this folder or repository by
+
+```python
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{name}", trust_remote_code=True)
+```
+
+`trust_remote_code=True` runs the Python files that lie here, with all that your user may do. Read them first, and load a
+repository with `revision=` and the hash of the commit that you have read, so that what runs is what you read.
+
+The files are those of {package} {version} (Apache-2.0) without its Triton kernels. Where {package} is installed and
+imported, it loads the checkpoint with its own code, and a GPU runs its kernels. Classes: {classes}.
+"""
+
+
+class _Import(NamedTuple):
+    """One import of a module of this package, as it is written: where, and what it names."""
+
+    start: int
+    stop: int
+    indent: int
+    module: str
+    names: list[ast.alias]
+
+
+def export_remote_code(
+    model: PreTrainedModel,
+    folder: str | os.PathLike,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = "50GB",
+):
+    """Save a model together with the code that runs it, so that it loads where this package is not installed.
+
+    The folder holds what `save_pretrained` writes, the Python files (torch alone, no Triton kernels) and a card that says
+    how to load it; every Auto class of the model's type can load it with `trust_remote_code=True`. It can be uploaded
+    as it is. Where this package is imported, its own classes load the folder.
+
+    `ChelaForSequencePairClassification`, which no Auto class is registered for, is loaded by
+    `AutoModelForSequenceClassification` where it brings its code along.
+
+    Args:
+        model: A model of one of this package's classes, on any device.
+        folder: Where to write; created if missing.
+        tokenizer: Saved beside the model, if given.
+        overwrite: Whether the folder may hold files. Those that an export writes are replaced, and all others stay; so
+            does a README.md, which may have been written by hand.
+        max_shard_size: Largest file of weights, as for `save_pretrained`.
+
+    Raises:
+        ValueError: The model is of another class, or not plain (it has adapters that are not merged, or is quantized),
+            or has no weights; the folder is a file, or holds files; this package was installed without its source.
+    """
+    folder = Path(folder)
+    auto_class, models = _check_model(model)
+    _check_folder(folder, overwrite)
+    config_class = type(model.config)
+    files = collect_sources({cls.__module__ for cls in (config_class, *models.values())})
+    causal = models.get("AutoModelForCausalLM")
+    if causal is not None:
+        suffix = SHIFTED_LABELS.format(model_type=model.config.model_type, class_name=causal.__name__)
+        files[f"{_flat_name(causal.__module__)}.py"] += suffix
+
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for stale in folder.glob("*.py"):
+        if stale.name not in files and stale.read_text(encoding="utf-8").startswith(MARK):
+            stale.unlink()
+    for name, source in files.items():
+        (folder / name).write_text(source, encoding="utf-8")
+    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    config["auto_map"] = {
+        name: f"{_flat_name(cls.__module__)}.{cls.__name__}"
+        for name, cls in {"AutoConfig": config_class, **models}.items()
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if not (folder / CARD_NAME).exists():
+        (folder / CARD_NAME).write_text(_card(model, folder, auto_class, models), encoding="utf-8")
+
+
+def collect_sources(modules: Iterable[str]) -> dict[str, str]:
+    """Return flat copies of modules and of all that they import of this package.
+
+    Args:
+        modules: Their full names.
+
+    Returns:
+        File name → source, in which files import one another as siblings.
+
+    Raises:
+        ValueError: A module's source is not there.
+    """
+    waiting, sources = sorted(modules), {}
+    while waiting:
+        module = waiting.pop()
+        name = f"{_flat_name(module)}.py"
+        if name not in sources:
+            sources[name], needed = _flatten(module)
+            waiting.extend(sorted(needed))
+    return dict(sorted(sources.items()))
+
+
+def _flat_name(module: str) -> str:
+    """`hf_hybrid.kernels.long_conv.steps` → `kernels_long_conv_steps`; a model's two files keep their names."""
+    _, *path = module.split(".")
+    return path[-1] if path[-1].startswith(("configuration_", "modeling_")) else "_".join(path)
+
+
+def _flatten(module: str) -> tuple[str, set[str]]:
+    """Return a module's source, importing from siblings, and the modules that it imports from."""
+    spec = importlib.util.find_spec(module)
+    source = spec.loader.get_source(module)
+    if source is None:
+        raise ValueError(f"{PACKAGE} must be installed with its source to be exported; got no source of {module}")
+    package = module if spec.submodule_search_locations is not None else spec.parent
+    text, needed = source.encode(), set()
+    for found in sorted(_imports(source, package), reverse=True):  # from the end, so that places stay right
+        statement, imported = _sibling_import(text[found.start : found.stop].decode(), found)
+        text = text[: found.start] + statement.encode() + text[found.stop :]
+        needed |= imported
+    path = "/".join(module.split(".")) + ("/__init__.py" if package == module else ".py")
+    return f"{MARK}{__version__} (Apache-2.0): {path}\n{text.decode()}", needed
+
+
+def _imports(source: str, package: str) -> Iterable[_Import]:
+    """Yield the imports of this package's modules in a source, those inside functions too."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            # such a statement binds the name of the package, which a copy has not
+            assert not any(alias.name.split(".")[0] == PACKAGE for alias in node.names), ast.unparse(node)
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        if module.split(".")[0] == PACKAGE:
+            start, stop = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+            yield _Import(start, stop, node.col_offset, module, node.names)
+
+
+def _sibling_import(statement: str, found: _Import) -> tuple[str, set[str]]:
+    """Rewrite one import as one of siblings; return it, and the modules it imports from."""
+    if found.module.endswith(f".{TRITON}") or any(alias.name == TRITON for alias in found.names):
+        return NO_TRITON, set()
+    lines, needed, plain = [], set(), []
+    for alias in found.names:
+        module = f"{found.module}.{alias.name}"
+        if inspect.ismodule(getattr(importlib.import_module(found.module), alias.name)):
+            # the first line is for transformers, which would not see the file in the second
+            lines.append(f"from .{_flat_name(module)} import __name__ as _")
+            lines.append(f"from . import {_flat_name(module)} as {alias.asname or alias.name}")
+            needed.add(module)
+        else:
+            plain.append(alias)
+    if plain:
+        needed.add(found.module)
+        head = f"from .{_flat_name(found.module)} import"
+        names = ", ".join(ast.unparse(alias) for alias in plain)
+        whole = len(plain) == len(found.names)
+        lines.insert(0, re.sub(r"^from\s+\S+\s+import", head, statement) if whole else f"{head} {names}")
+    return ("\n" + " " * found.indent).join(lines), needed
+
+
+def _check_model(model: PreTrainedModel) -> tuple[str, dict[str, type[PreTrainedModel]]]:
+    """Return the Auto class that will load a model, and the model class of every Auto class; raise ValueError."""
+    name = type(model).__name__
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    models = dict(ARCHITECTURES[model_type][1]) if model_type in ARCHITECTURES else {}
+    if type(model).__module__.split(".")[0] == PACKAGE and name in UNREGISTERED:
+        models[UNREGISTERED[name]] = type(model)
+    auto_class = next((auto_class for auto_class, cls in models.items() if cls is type(model)), None)
+    if auto_class is None:
+        hint = ""
+        if type(model).__module__.split(".")[0] == "peft":
+            hint = ", an adapter around a model: export what its merge_and_unload() returns"
+        elif type(model).__module__.split(".")[0] == "transformers_modules":
+            hint = ", which brought its code along: its save_pretrained writes that code too"
+        raise ValueError(f"model must be of a class that {PACKAGE} registers; got {name}{hint}")
+    with torch.device("meta"):
+        plain = _shapes(type(model)(copy.deepcopy(model.config)))
+    own = _shapes(model)
+    for tensor in sorted(plain.keys() ^ own.keys()) or [t for t in plain if plain[t] != own[t]]:
+        got = f"{own[tensor]} instead of {plain[tensor]}" if tensor in plain.keys() & own.keys() else "what is added"
+        got = "none" if tensor not in own else got
+        raise ValueError(
+            f"model must be a plain {name} that agrees with its config, adapters merged and nothing quantized; "
+            f"got for {tensor}: {got}"
+        )
+    if not hasattr(model, "hf_device_map"):  # with one, weights may lie on a disk, from where they are saved
+        for tensor, value in model.state_dict().items():
+            if value.is_meta:
+                raise ValueError(f"model must have its weights; got {tensor} on the meta device")
+    return auto_class, models
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _check_folder(folder: Path, overwrite: bool):
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder must be a folder; got {folder}, a file")
+    # hidden ones are git's and the Hub's
+    present = sorted(path.name for path in folder.glob("*") if not path.name.startswith("."))
+    if present and not overwrite:
+        raise ValueError(f"folder must be empty unless overwrite=True; got {folder}, which holds {present[0]}")
+    if "adapter_config.json" in present:
+        raise ValueError(f"folder must not hold an adapter, which would be loaded into the model; got {folder}")
+
+
+def _card(
+    model: PreTrainedModel, folder: Path, auto_class: str, models: dict[str, type[PreTrainedModel]]
+) -> str:
+    import transformers
+
+    return CARD.format(
+        auto_class=auto_class,
+        class_name=type(model).__name__,
+        classes=", ".join(f"`{name}` ({cls.__name__})" for name, cls in sorted(models.items())),
+        model_type=model.config.model_type,
+        name=folder.resolve().name,
+        package=PACKAGE,
+        transformers=transformers.__version__,
+        version=__version__,
+    )

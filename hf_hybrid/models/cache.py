@@ -149,7 +149,9 @@ def state_layer(past_key_values: Cache, layer_idx: int, kind: type[StateCacheLay
     """
     layers = getattr(past_key_values, "layers", [])
     layer = layers[layer_idx] if layer_idx < len(layers) else None
-    if not isinstance(layer, kind):
+    # not by its class: checkpoints that bring their code along bring this file too, and transformers knows one class
+    # by each name
+    if getattr(layer, "_layer_type", None) != kind._layer_type:
         raise ValueError(
             "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got a "
             f"{type(past_key_values).__name__} whose layer {layer_idx} is {type(layer).__name__}"

@@ -1,8 +1,8 @@
 """A checkpoint together with the code that runs it, for those who do not have this package.
 
 transformers loads such a folder with ``trust_remote_code=True``. Of what a file imports it finds only
-``from .sibling import name``, so the folder is flat: every module that a model's file needs, near or far, lies beside it.
-The files are this package's own with nothing changed but their imports, except that the Triton kernels are left out:
+``from .sibling import name``, so the folder is flat: every module that a model's file needs, near or far, lies beside
+it. The files are this package's own, and nothing in them is changed but their imports. The Triton kernels are left out:
 where a function would import them it raises, and `dispatch`, which sees that they are missing, never lets it come to
 that.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
@@ -59,11 +60,15 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-`trust_remote_code=True` runs the Python files that lie here, with all that your user may do. Read them first, and load a
-repository with `revision=` and the hash of the commit that you have read, so that what runs is what you read.
+`trust_remote_code=True` runs the Python files that lie here, with all the rights that you have. Read them first, and
+load a repository with `revision=` and the hash of the commit that you have read, so that what runs is what you read.
 
 The files are those of {package} {version} (Apache-2.0) without its Triton kernels. Where {package} is installed and
-imported, it loads the checkpoint with its own code, and a GPU runs its kernels. Classes: {classes}.
+imported, it loads the checkpoint with its own code, and a GPU runs its kernels.
+
+| loaded by | class |
+| --- | --- |
+{classes}
 """
 
 
@@ -87,9 +92,9 @@ def export_remote_code(
 ):
     """Save a model together with the code that runs it, so that it loads where this package is not installed.
 
-    The folder holds what `save_pretrained` writes, the Python files (torch alone, no Triton kernels) and a card that says
-    how to load it; every Auto class of the model's type can load it with `trust_remote_code=True`. It can be uploaded
-    as it is. Where this package is imported, its own classes load the folder.
+    The folder holds what `save_pretrained` writes, the Python files (torch alone, no Triton kernels) and a card that
+    says how to load it; every Auto class of the model's type can, with `trust_remote_code=True`. It can be uploaded as
+    it is. Where this package is imported, its own classes load the folder.
 
     `ChelaForSequencePairClassification`, which no Auto class is registered for, is loaded by
     `AutoModelForSequenceClassification` where it brings its code along.
@@ -146,13 +151,14 @@ def collect_sources(modules: Iterable[str]) -> dict[str, str]:
     Raises:
         ValueError: A module's source is not there.
     """
-    waiting, sources = sorted(modules), {}
+    waiting, done, sources = set(modules), set(), {}
     while waiting:
         module = waiting.pop()
         name = f"{_flat_name(module)}.py"
-        if name not in sources:
-            sources[name], needed = _flatten(module)
-            waiting.extend(sorted(needed))
+        assert name not in sources, f"{module} and another module would both be {name}"
+        sources[name], needed = _flatten(module)
+        done.add(module)
+        waiting = (waiting | needed) - done
     return dict(sorted(sources.items()))
 
 
@@ -265,15 +271,13 @@ def _check_folder(folder: Path, overwrite: bool):
         raise ValueError(f"folder must not hold an adapter, which would be loaded into the model; got {folder}")
 
 
-def _card(
-    model: PreTrainedModel, folder: Path, auto_class: str, models: dict[str, type[PreTrainedModel]]
-) -> str:
+def _card(model: PreTrainedModel, folder: Path, auto_class: str, models: dict[str, type[PreTrainedModel]]) -> str:
     import transformers
 
     return CARD.format(
         auto_class=auto_class,
         class_name=type(model).__name__,
-        classes=", ".join(f"`{name}` ({cls.__name__})" for name, cls in sorted(models.items())),
+        classes="\n".join(f"| `{name}` | `{cls.__name__}` |" for name, cls in sorted(models.items())),
         model_type=model.config.model_type,
         name=folder.resolve().name,
         package=PACKAGE,

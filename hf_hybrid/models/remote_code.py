@@ -2,9 +2,9 @@
 
 transformers loads such a folder with ``trust_remote_code=True``. Of what a file imports it finds only
 ``from .sibling import name``, so the folder is flat: every module that a model's file needs, near or far, lies beside
-it. The files are this package's own, and nothing in them is changed but their imports. The Triton kernels are left out:
-where a function would import them it raises, and `dispatch`, which sees that they are missing, never lets it come to
-that.
+it. The files are this package's own, and nothing in them is changed but their imports. The Triton kernels are left
+out: where a function would import them it raises, and `dispatch`, which sees that they are missing, never lets it come
+to that.
 """
 
 import ast
@@ -233,22 +233,21 @@ def _check_model(model: PreTrainedModel) -> tuple[str, dict[str, type[PreTrained
         models[UNREGISTERED[name]] = type(model)
     auto_class = next((auto_class for auto_class, cls in models.items() if cls is type(model)), None)
     if auto_class is None:
-        hint = ""
-        if type(model).__module__.split(".")[0] == "peft":
-            hint = ", an adapter around a model: export what its merge_and_unload() returns"
-        elif type(model).__module__.split(".")[0] == "transformers_modules":
-            hint = ", which brought its code along: its save_pretrained writes that code too"
+        home = type(model).__module__.split(".")[0]
+        hint = {
+            "peft": ", an adapter around a model: export what its merge_and_unload() returns",
+            "transformers_modules": ", which brought its code along: its save_pretrained writes that code too",
+        }.get(home, "")
         raise ValueError(f"model must be of a class that {PACKAGE} registers; got {name}{hint}")
     with torch.device("meta"):
         plain = _shapes(type(model)(copy.deepcopy(model.config)))
     own = _shapes(model)
-    for tensor in sorted(plain.keys() ^ own.keys()) or [t for t in plain if plain[t] != own[t]]:
-        got = f"{own[tensor]} instead of {plain[tensor]}" if tensor in plain.keys() & own.keys() else "what is added"
-        got = "none" if tensor not in own else got
-        raise ValueError(
-            f"model must be a plain {name} that agrees with its config, adapters merged and nothing quantized; "
-            f"got for {tensor}: {got}"
-        )
+    for tensor in sorted(plain.keys() | own.keys()):
+        if own.get(tensor) != plain.get(tensor):
+            raise ValueError(
+                f"model must be a plain {name} that agrees with its config, adapters merged and nothing quantized; "
+                f"got {tensor} of shape {own.get(tensor, 'none')} instead of {plain.get(tensor, 'none')}"
+            )
     if not hasattr(model, "hf_device_map"):  # with one, weights may lie on a disk, from where they are saved
         for tensor, value in model.state_dict().items():
             if value.is_meta:
@@ -272,7 +271,6 @@ def _check_folder(folder: Path, overwrite: bool):
 
 
 def _card(model: PreTrainedModel, folder: Path, auto_class: str, models: dict[str, type[PreTrainedModel]]) -> str:
-    import transformers
 
     return CARD.format(
         auto_class=auto_class,

@@ -22,7 +22,7 @@ from hf_hybrid.models.auto import ARCHITECTURES
 
 from ..tolerances import TOLERANCES, assert_close
 from . import without_package
-from .tiny import ROLES, tiny_config, tiny_inputs, tiny_model
+from .tiny import ADAPTED, ROLES, tiny_config, tiny_inputs, tiny_model
 
 # model type -> the head that is exported, from which all others are loaded too
 EXPORTED = {
@@ -98,3 +98,167 @@ def test_every_head_loads_without_the_package(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.splitlines()[-1] == "all equal"
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """Let transformers copy code to a place of this test, and forget it afterwards."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformers_modules"}
+    for name in before:
+        del sys.modules[name]
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.mark.parametrize("model_type", ["bst", "srformer_t5"])
+def test_copies_of_the_code_live_beside_the_package(model_type, tmp_path, own_modules):
+    """Custom ops and kinds of cache are known to torch and transformers by name, and each copy has its own."""
+    model = tiny_model(model_type, EXPORTED[model_type])
+    inputs = tiny_inputs(model)
+    expected = without_package.measure(model, inputs, 12)
+    copies = []
+    for name in ("first", "second"):
+        hf_hybrid.export_remote_code(model, tmp_path / name)
+        module = type(model).__module__.rpartition(".")[2]
+        copy_class = dynamic_module_utils.get_class_from_dynamic_module(
+            f"{module}.{type(model).__name__}", tmp_path / name
+        )
+        copies.append(copy_class.from_pretrained(tmp_path / name))
+    assert len({type(model), *map(type, copies)}) == 3
+    for one in (*copies, model):
+        without_package.check(without_package.measure(one, inputs, 12), expected, type(one))
+
+
+@pytest.mark.parametrize("trust", [None, True])
+def test_the_package_loads_a_folder_with_its_own_classes(trust, tmp_path, own_modules):
+    model = tiny_model("chela", "AutoModelForCausalLM")
+    hf_hybrid.export_remote_code(model, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=trust)
+    assert type(loaded) is hf_hybrid.ChelaForCausalLM
+    assert type(loaded.config) is hf_hybrid.ChelaConfig
+    assert not hasattr(model.config, "auto_map")  # the exported model stays as it was
+    with torch.no_grad():
+        inputs = tiny_inputs(model)
+        assert_close(loaded.eval()(**inputs).logits, model(**inputs).logits, "exact")
+    assert not (tmp_path / "modules").exists()  # no code was copied
+
+
+@pytest.mark.parametrize("model_type", EXPORTED)
+def test_a_folder_needs_nothing_but_torch_and_transformers(model_type, tmp_path):
+    """What transformers finds of the imports is what there is, and no import is of anything else."""
+    hf_hybrid.export_remote_code(tiny_model(model_type, EXPORTED[model_type]), tmp_path)
+    files = {path.name: path for path in tmp_path.glob("*.py")}
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map.keys() == ARCHITECTURES[model_type][1].keys() | {"AutoConfig"}
+    entries = {files[f"{reference.split('.')[0]}.py"] for reference in auto_map.values()}
+    found = {Path(name) for entry in entries for name in dynamic_module_utils.get_relative_import_files(entry)}
+    assert found | entries == set(files.values())
+    for path in files.values():
+        source = path.read_text(encoding="utf-8")
+        libraries = set(dynamic_module_utils.get_imports(path)) - sys.stdlib_module_names
+        assert libraries <= {"torch", "transformers", "huggingface_hub", "numpy"}, path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                siblings = [node.module] if node.module else [alias.name for alias in node.names]
+                assert node.level == 1
+                assert {f"{name}.py" for name in siblings} <= files.keys(), path
+        assert source.splitlines()[0].startswith(remote_code.MARK)
+
+
+def test_a_folder_is_a_whole_checkpoint(tmp_path, monkeypatch):
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    model.generation_config.max_new_tokens = 7
+    hf_hybrid.export_remote_code(model, tmp_path / "shared", tokenizer=byte_tokenizer(), max_shard_size="20KB")
+    assert (tmp_path / "shared" / "model.safetensors.index.json").exists()
+    card = ModelCard.load(tmp_path / "shared" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.tags == ["custom_code", "spade"]
+    code = card.text.partition("```python\n")[2].partition("```")[0]
+    names = {}
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), names)
+    assert type(names["model"]) is hf_hybrid.SpadeForConditionalGeneration
+    assert names["model"].generation_config.max_new_tokens == 7
+    assert transformers.AutoTokenizer.from_pretrained("shared")(TEXT) == byte_tokenizer()(TEXT)
+
+
+def test_overwriting_replaces_what_an_export_wrote(tmp_path):
+    hf_hybrid.export_remote_code(tiny_model("chela", "AutoModelForMaskedLM"), tmp_path)
+    (tmp_path / "README.md").write_text("Mine.")
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    (tmp_path / ".gitattributes").write_text("")
+    model = tiny_model("bst", "AutoModelForCausalLM")
+    with pytest.raises(ValueError, match=r"folder must be empty unless overwrite=True; got .*, which holds README.md"):
+        hf_hybrid.export_remote_code(model, tmp_path)
+    hf_hybrid.export_remote_code(model, tmp_path, overwrite=True)
+    assert (tmp_path / "README.md").read_text() == "Mine."
+    assert (tmp_path / "mine.py").exists()
+    assert (tmp_path / "modeling_bst.py").exists()
+    assert not (tmp_path / "modeling_chela.py").exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        inputs = tiny_inputs(model)
+        assert_close(loaded.eval()(**inputs).logits, model(**inputs).logits, "exact")
+
+
+def test_adapters_are_merged_first(tmp_path):
+    base = tiny_model("chela", "AutoModelForCausalLM")
+    config = peft.LoraConfig(target_modules=ADAPTED["chela"], init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(base, config)
+    inputs = tiny_inputs(base)
+    with torch.no_grad():
+        expected = adapted(**inputs).logits
+    with pytest.raises(ValueError, match="got PeftModel, an adapter around a model: export what its merge_and_unload"):
+        hf_hybrid.export_remote_code(adapted, tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=r"a plain ChelaForCausalLM .* adapters merged .*base_layer.* instead of none"
+    ):
+        hf_hybrid.export_remote_code(base, tmp_path / "out")  # the adapter lies inside of it
+    assert not (tmp_path / "out").exists()
+    hf_hybrid.export_remote_code(adapted.merge_and_unload(), tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert_close(loaded(**inputs).logits, expected, "float32 model")
+
+
+def test_other_models_are_refused(tmp_path):
+    t5 = transformers.T5Model(transformers.T5Config(vocab_size=8, d_model=8, num_layers=1, num_heads=1, d_ff=8))
+    with pytest.raises(ValueError, match="model must be of a class that hf_hybrid registers; got T5Model"):
+        hf_hybrid.export_remote_code(t5, tmp_path)
+
+    class Derived(hf_hybrid.BstModel):
+        pass
+
+    with pytest.raises(ValueError, match="registers; got Derived"):
+        hf_hybrid.export_remote_code(Derived(tiny_config("bst")), tmp_path)
+    with torch.device("meta"):
+        empty = hf_hybrid.BstModel(tiny_config("bst"))
+    with pytest.raises(ValueError, match=r"model must have its weights; got .* on the meta device"):
+        hf_hybrid.export_remote_code(empty, tmp_path)
+    resized = tiny_model("bst", "AutoModel")
+    resized.config.intermediate_size *= 2
+    with pytest.raises(ValueError, match=r"agrees with its config.* instead of "):
+        hf_hybrid.export_remote_code(resized, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_folders_are_refused(tmp_path):
+    model = tiny_model("bst", "AutoModel")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"folder must be a folder; got .*file, a file"):
+        hf_hybrid.export_remote_code(model, tmp_path / "file")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="folder must not hold an adapter"):
+        hf_hybrid.export_remote_code(model, tmp_path, overwrite=True)
+
+
+def test_an_installation_without_source_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.machinery.SourceFileLoader.get_source", lambda loader, name: None)
+    with pytest.raises(ValueError, match="must be installed with its source to be exported; got no source of hf_hyb"):
+        hf_hybrid.export_remote_code(tiny_model("bst", "AutoModel"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

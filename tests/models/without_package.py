@@ -10,6 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.modules["hf_hybrid"] = sys.modules["triton"] = None  # importing them fails
 
+import pytest
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import os
+import platform
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,8 +52,9 @@ tags:
 
 # {class_name}
 
-A checkpoint of [transformers](https://github.com/huggingface/transformers) that brings its code along. With a recent
-torch and transformers >= {transformers}, and nothing else, it is loaded from this folder or repository by
+A checkpoint of [transformers](https://github.com/huggingface/transformers) that brings its code along. It was saved
+under Python {python}, torch {torch} and transformers {transformers}, needs nothing else, and is loaded from this folder
+or repository by
 
 ```python
 from transformers import {auto_class}
@@ -236,6 +238,7 @@ def _check_model(model: PreTrainedModel) -> tuple[str, dict[str, type[PreTrained
         home = type(model).__module__.split(".")[0]
         hint = {
             "peft": ", an adapter around a model: export what its merge_and_unload() returns",
+            "torch": ", a wrapper: export the model inside",
             "transformers_modules": ", which brought its code along: its save_pretrained writes that code too",
         }.get(home, "")
         raise ValueError(f"model must be of a class that {PACKAGE} registers; got {name}{hint}")
@@ -279,6 +282,8 @@ def _card(model: PreTrainedModel, folder: Path, auto_class: str, models: dict[st
         model_type=model.config.model_type,
         name=folder.resolve().name,
         package=PACKAGE,
+        python=platform.python_version(),
+        torch=torch.__version__,
         transformers=transformers.__version__,
         version=__version__,
     )

@@ -236,6 +236,8 @@ def test_other_models_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match="registers; got Derived"):
         hf_hybrid.export_remote_code(Derived(tiny_config("bst")), tmp_path)
+    with pytest.raises(ValueError, match="registers; got OptimizedModule, a wrapper: export the model inside"):
+        hf_hybrid.export_remote_code(torch.compile(tiny_model("bst", "AutoModel")), tmp_path)
     with torch.device("meta"):
         empty = hf_hybrid.BstModel(tiny_config("bst"))
     with pytest.raises(ValueError, match=r"model must have its weights; got .* on the meta device"):

@@ -53,8 +53,8 @@ tags:
 # {class_name}
 
 A checkpoint of [transformers](https://github.com/huggingface/transformers) that brings its code along. It was saved
-under Python {python}, torch {torch} and transformers {transformers}, needs nothing else, and is loaded from this folder
-or repository by
+under Python {python}, torch {torch} and transformers {transformers}, needs nothing else, and is loaded from this
+folder or repository by
 
 ```python
 from transformers import {auto_class}

@@ -6,6 +6,7 @@ What it computes must be what the package computed, to the bit. A difference end
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 if __name__ == "__main__":
     sys.modules["hf_hybrid"] = sys.modules["triton"] = None  # importing them fails
@@ -82,13 +83,15 @@ def check_compiled(model, case):
 
 
 def check_backend(model):
-    """Triton by name is refused, with the reason."""
+    """Triton by name is refused, with the reason; a GPU's tensors are left to torch."""
     dispatch = sys.modules[f"{type(model).__module__.rpartition('.')[0]}.kernels_dispatch"]
     with (
         dispatch.use_backend("triton"),
         pytest.raises(ValueError, match="this copy of the code has no Triton kernels"),
     ):
         model(torch.tensor([[1, 2, 3]]))
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert dispatch.choose_backend("op", "auto", [on_gpu], lambda: None) == "torch"
 
 
 def main(folder):

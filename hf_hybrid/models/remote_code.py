@@ -116,7 +116,7 @@ def export_remote_code(
     folder = Path(folder)
     auto_class, models = _check_model(model)
     _check_folder(folder, overwrite)
-    config_class = type(model.config)
+    config_class = ARCHITECTURES[model.config.model_type][0]
     files = collect_sources({cls.__module__ for cls in (config_class, *models.values())})
     causal = models.get("AutoModelForCausalLM")
     if causal is not None:

@@ -51,9 +51,9 @@ from hf_hybrid.training.model_loading import (
     load_tokenizer,
     train_new_tokenizer,
 )
-from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder
+from hf_hybrid.training.output_folder import REPORT_FILE, check_resumed_model, clear_output_folder
 from hf_hybrid.training.report import Cell, Sample, Section, Table, excerpt
-from hf_hybrid.training.run_report import choose_rows, write_report
+from hf_hybrid.training.run_report import choose_rows, guarded, write_report
 from hf_hybrid.training.trainer import CausalTrainer
 
 __all__ = ["load_splits", "main"]
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = _evaluate(trainer, examples[split], texts[split], prefix)
             save_and_log(trainer, prefix, results)
             metrics |= results
-    _report(trainer, model_args, data_args, argv, examples, texts, metrics)
+    guarded(REPORT_FILE, lambda: _report(trainer, model_args, data_args, argv, examples, texts, metrics))
     publish(
         trainer,
         model_args,
@@ -377,7 +377,7 @@ def _report(
     texts: dict[str, Any],
     metrics: dict[str, float],
 ) -> None:
-    last = _PREFIXES[(asked_splits(trainer.args) or ["validation"])[-1]] if len(examples) else ""
+    last = "predict" if trainer.args.do_predict else "eval"
     write_report(
         trainer,
         model_args,

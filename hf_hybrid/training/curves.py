@@ -87,8 +87,8 @@ def describe(panel: Panel) -> str:
     parts = []
     for name, points in panel.series.items():
         (first, begin), (last, end) = points[0], points[-1]
-        change = f"{begin:.4g} at step {first}"
-        parts.append(f"{name} {change}" + (f", {end:.4g} at step {last}" if last != first else ""))
+        words = f"{begin:.4g} at step {first}" + (f", {end:.4g} at step {last}" if last != first else "")
+        parts.append(words if len(panel.series) == 1 else f"{name} {words}")
     return f"{panel.title}: {'; '.join(parts)}."
 
 
@@ -139,6 +139,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.plot(steps, values, color=color, marker="." if len(points) < _FEW else None, label=name, linewidth=1.4)
     axes.set_title(panel.title, fontsize="medium", loc="left", parse_math=False)
     axes.set_xlabel("step")
+    axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -62,9 +62,9 @@ from hf_hybrid.training.model_loading import (
     load_tokenizer,
     train_new_tokenizer,
 )
-from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder
+from hf_hybrid.training.output_folder import REPORT_FILE, check_resumed_model, clear_output_folder
 from hf_hybrid.training.report import Cell, Sample, Section, Table, excerpt, format_value
-from hf_hybrid.training.run_report import choose_rows, write_report
+from hf_hybrid.training.run_report import choose_rows, guarded, write_report
 from hf_hybrid.training.trainer import ScriptTrainer
 
 __all__ = ["load_splits", "main"]
@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if training_args.do_predict:
         tests = {name: datasets[name] for name in _both(datasets, "test")}
         metrics |= _predict(trainer, tests, labels, data_args, evaluated)
-    _report(trainer, model_args, data_args, argv, splits, columns, datasets, labels, evaluated, metrics)
+    guarded(
+        REPORT_FILE,
+        lambda: _report(trainer, model_args, data_args, argv, splits, columns, datasets, labels, evaluated, metrics),
+    )
     publish(
         trainer,
         model_args,

@@ -93,7 +93,7 @@ class Page:
         summary: What was done, in a sentence.
         tiles: A few numbers to begin with, by name.
         facts: What was run.
-        command: The command line; None where there is none.
+        command: The words of the command line.
         sections: Scores and samples.
         curves: Diagrams over the steps.
         measured: Time and memory.
@@ -107,7 +107,7 @@ class Page:
     summary: str
     tiles: Mapping[str, Cell] = field(default_factory=dict)
     facts: Mapping[str, Cell] = field(default_factory=dict)
-    command: str | None = None
+    command: Sequence[str] = ()
     sections: Sequence[Section] = ()
     curves: Sequence[Panel] = ()
     measured: Mapping[str, Cell] = field(default_factory=dict)
@@ -156,6 +156,8 @@ def format_value(value: Cell) -> str:
         return "–"
     if isinstance(value, str):
         return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not math.isfinite(value):
         return "undefined" if math.isnan(value) else f"{value}"
     if isinstance(value, int) or value == 0:
@@ -164,8 +166,8 @@ def format_value(value: Cell) -> str:
     return f"{value:.3g}" if not -4 < magnitude < 15 else f"{value:,.{max(0, min(4, 3 - magnitude))}f}"
 
 
-def show_command(script: str, argv: Sequence[str]) -> str:
-    """The command line that was given, without its secrets, as a shell takes it."""
+def show_command(script: str, argv: Sequence[str]) -> list[str]:
+    """The words of the command line that was given, without its secrets, as a shell takes them."""
     shown: list[str] = []
     hides_next = False
     for argument in argv:
@@ -176,4 +178,4 @@ def show_command(script: str, argv: Sequence[str]) -> str:
         else:
             shown.append(_HIDDEN if hides_next and not argument.startswith("--") else _SECRET.sub(_HIDDEN, argument))
         hides_next = is_secret and not equals
-    return shlex.join(["python", script, *shown])
+    return ["python", *map(shlex.quote, [script, *shown])]

@@ -53,9 +53,9 @@ from hf_hybrid.training.model_loading import (
     load_tokenizer,
     train_new_tokenizer,
 )
-from hf_hybrid.training.output_folder import PREDICTIONS_FILE, check_resumed_model, clear_output_folder
+from hf_hybrid.training.output_folder import PREDICTIONS_FILE, REPORT_FILE, check_resumed_model, clear_output_folder
 from hf_hybrid.training.report import Sample, Section, Table, excerpt
-from hf_hybrid.training.run_report import choose_rows, write_report
+from hf_hybrid.training.run_report import choose_rows, guarded, write_report
 from hf_hybrid.training.trainer import SummarizationTrainer
 
 __all__ = ["CURVES", "load_splits", "main", "rouge_scores"]
@@ -159,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if training_args.do_predict:
         metrics |= _predict(trainer, datasets["test"], tokenizer)
         evaluated["test"] = trainer.take_outputs()
-    _report(trainer, model_args, data_args, argv, splits, columns, datasets, evaluated, metrics)
+    guarded(
+        REPORT_FILE,
+        lambda: _report(trainer, model_args, data_args, argv, splits, columns, datasets, evaluated, metrics),
+    )
     publish(
         trainer,
         model_args,
@@ -420,7 +423,7 @@ def _report(
             if outputs is not None
         }
 
-    last = _PREFIXES[(asked_splits(trainer.args) or ["validation"])[-1]]
+    last = "predict" if trainer.args.do_predict else "eval"
     write_report(
         trainer,
         model_args,

@@ -77,7 +77,7 @@ _CURVES = {
     "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
     "Accuracy on the validation split": {"eval_accuracy": "share of tokens guessed"},
 }
-_READ, _WRITTEN = 64, 48
+_READ, _WRITTEN = 128, 64
 """At most so many tokens of a sample are read, and so many written."""
 
 
@@ -466,7 +466,7 @@ def _samples(trainer: CausalTrainer, examples: dict[str, Any]) -> Section:
                 pad_token_id=tokenizer.pad_token_id,
             )[0, read:]
         parts = {"context": context, "true continuation": truth, "generated": written}
-        decoded = [(name, excerpt(tokenizer.decode(part, skip_special_tokens=True))) for name, part in parts.items()]
+        decoded = [(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()]
         samples.append(Sample(decoded))
     note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
     return Section(title, samples=samples, notes=[note])

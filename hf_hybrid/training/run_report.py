@@ -124,6 +124,8 @@ def _path(folder: Path, trainer: Trainer) -> Path:
 
 def _summary(trainer: Trainer) -> str:
     done = [word for flag, word in _WORK.items() if getattr(trainer.args, flag)]
+    if not trainer.measurements.step_seconds:  # type: ignore[attr-defined]
+        done = [word for word in done if word != _WORK["do_train"]]  # it was finished before
     words = f"{', '.join(done[:-1])} and {done[-1]}" if len(done) > 1 else "".join(done)
     finished = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC")
     return f"A run that {words or 'did nothing'}, finished on {finished}. All numbers were measured in it."

@@ -87,7 +87,7 @@ class _Reader(HTMLParser):
             content.tables[text] = {}
         elif tag in ("th", "td"):
             self.cells.append(text if self.value is None else self.value)
-        elif tag == "tr":
+        elif tag == "tr" and "tbody" in self.open:
             content.tables[self.caption][self.cells[0]] = self.cells[1:]
         elif tag == "dt":
             self.term = text

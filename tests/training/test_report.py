@@ -5,10 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from peft import LoraConfig, get_peft_model
 from sklearn.dummy import DummyClassifier
 
 from hf_hybrid.data.preprocessing import guess_labels, majority_label, unigram_losses
-from hf_hybrid.training import run_report, summarization
+from hf_hybrid.training import clm, run_report, summarization
 from hf_hybrid.training.curves import Panel, describe, draw_picture, draw_svg, find_panels
 from hf_hybrid.training.report import Page, Sample, Section, Table, excerpt, format_value, show_command, write_page
 from tests.training.pages import read_page
@@ -30,7 +31,7 @@ def test_any_text_is_shown_as_it_is_everywhere(tmp_path, text):
     table = Table(text, ["", text], [(text, [text, 1])], note=text)
     page = _page(
         title=text, summary=text, tiles={text: text}, facts={text: text}, command=[text], notes=[text], code=[text],
-        sections=[Section(text, [table], [Sample([(text, text), ("empty", " ")], text, True)], [text])],
+        sections=[Section(text, [table], [Sample([(text, text), ("blank", " \n"), ("empty", "")], text, True)], [text])],
         curves=[Panel("Loss", {"training": [(1, 2.0)]})], measured={text: text}, environment={text: text},
         numbers={text: 1.5},
     )  # fmt: skip
@@ -38,7 +39,7 @@ def test_any_text_is_shown_as_it_is_everywhere(tmp_path, text):
     content = read_page(tmp_path / "report.html")
     assert content.problems == []
     assert content.headings[0] == text.strip()
-    assert content.samples == [{text.strip(): text, "empty": "(empty)"}]
+    assert content.samples == [{text.strip(): text, "blank": "(blank)", "empty": "(empty)"}]
     assert content.tables[text.strip()][text.strip()] == [text.strip(), "1"]
     assert content.facts[text.strip()] == text.strip()
     assert not list(tmp_path.glob(".*"))
@@ -218,3 +219,45 @@ def test_no_report_is_written_where_none_is_wanted(tiny_run, tmp_path):
     tiny_run("--report", "false")
     assert not (tmp_path / "out" / "report.html").exists()
     assert not (tmp_path / "out" / "curves.png").exists()
+
+
+def test_a_run_that_only_evaluates_leaves_the_report_of_the_training_alone(tiny_run, arguments, tmp_path):
+    tiny_run()
+    folder = tmp_path / "out"
+    trained = (folder / "report.html").read_bytes()
+    argv = [*arguments("spade", folder, "--do_eval", "--report", "true")[4:], "--model_name_or_path", str(folder)]
+    summarization.main(argv)
+    assert (folder / "report.html").read_bytes() == trained
+    page = read_page(folder / "report-2.html")
+    assert page.problems == []
+    assert "No summaries were generated (--predict_with_generate)" in page.text
+    summarization.main([*argv, "--overwrite_output_dir"])
+    assert "Nothing was trained in this run" in read_page(folder / "report.html").text
+    tiny_run("--overwrite_output_dir", "--report", "false")
+    assert not list(folder.glob("report*"))  # they were of other weights
+
+
+def test_an_adapter_is_named_and_generates(tmp_path, monkeypatch):
+    """A model that is wrapped before it is trained: its own class and parameters are shown, and its samples."""
+    load_model = clm.load_model
+
+    def load_adapted(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"]))
+
+    monkeypatch.setattr(clm, "load_model", load_adapted)
+    path = tmp_path / "text.txt"
+    path.write_text("the river and the stone " * 40, encoding="utf-8")
+    clm.main(
+        [
+            "--model_type", "gpt2", "--config_overrides", "n_embd=32,n_layer=1,n_head=4", "--tokenizer_type", "bytes",
+            "--train_file", str(path), "--validation_file", str(path), "--block_size", "32", "--do_train", "--do_eval",
+            "--max_steps", "1", "--cache_dir", str(tmp_path / "cache"), "--use_cpu", "--disable_tqdm", "true",
+            "--output_dir", str(tmp_path / "out"),
+        ]
+    )  # fmt: skip
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    assert (page.facts["model class"], page.facts["adapter"]) == ("GPT2LMHeadModel", "LORA")
+    assert 0 < int(page.facts["trained parameters"]) < int(page.facts["parameters"]) / 4
+    assert len(page.samples) == 3

@@ -563,7 +563,7 @@ def _samples(split: str, rows: Dataset, columns: tuple[str, ...], labels: Labels
         else:
             is_right = bool(predicted[row] == truth[row])
             verdict = "right" if is_right else "wrong"
-        samples.append(Sample(texts, verdict, is_right))
+        samples.append(Sample(texts, verdict, is_right, read=len(columns)))
     if truth is None:
         note = "Drawn at random; this split has no labels."
     elif labels.are_numbers:

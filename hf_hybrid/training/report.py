@@ -17,7 +17,7 @@ __all__ = ["Page", "Sample", "Section", "Table", "excerpt", "format_value", "sho
 Cell = str | int | float | None
 """What stands in a cell; None where there is nothing."""
 
-_LONGEST = 700
+_LONGEST, _MOST_LINES = 700, 12
 _SECRET_FLAGS = ("token", "hub_token", "push_to_hub_token", "use_auth_token")
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=://)[^/\s@]+(?=@)")
 _HIDDEN = "..."
@@ -57,14 +57,16 @@ class Sample:
     """Texts to be read side by side.
 
     Attributes:
-        texts: Each with its name; the first is what the model read.
+        texts: Each with its name.
         verdict: A word on it.
         right: Whether the model was right, where that can be said.
+        read: How many of the texts the model read; the others are compared.
     """
 
     texts: Sequence[tuple[str, str]]
     verdict: str = ""
     right: bool | None = None
+    read: int = 1
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ def clean(value: object) -> object:
 
 def excerpt(text: str, longest: int = _LONGEST) -> str:
     """The beginning of a text, with its length if that is not all of it."""
-    return text if len(text) <= longest else f"{text[:longest].rstrip()} … ({len(text):,} characters in all)"
+    text = _LINE_END.sub("\n", text)
+    shown = "\n".join(text[:longest].split("\n")[:_MOST_LINES])
+    return text if shown == text else f"{shown.rstrip()} … ({len(text):,} characters in all)"
 
 
 def format_value(value: Cell) -> str:

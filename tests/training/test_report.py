@@ -29,9 +29,10 @@ def _page(**parts):
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_any_text_is_shown_as_it_is_everywhere(tmp_path, text):
     table = Table(text, ["", text], [(text, [text, 1])], note=text)
+    sample = Sample([(text, text), ("blank", " \n"), ("empty", "")], text, True)
     page = _page(
         title=text, summary=text, tiles={text: text}, facts={text: text}, command=[text], notes=[text], code=[text],
-        sections=[Section(text, [table], [Sample([(text, text), ("blank", " \n"), ("empty", "")], text, True)], [text])],
+        sections=[Section(text, [table], [sample], [text])],
         curves=[Panel("Loss", {"training": [(1, 2.0)]})], measured={text: text}, environment={text: text},
         numbers={text: 1.5},
     )  # fmt: skip
@@ -95,6 +96,8 @@ def test_values_are_written_for_people(value, text):
 
 def test_a_long_text_says_how_long_it_is():
     assert excerpt("short") == "short"
+    assert excerpt("a\r\n" * 5) == "a\n" * 5
+    assert excerpt("\n".join("abcdefghijklmnop")) == "a\nb\nc\nd\ne\nf\ng\nh\ni\nj\nk\nl … (31 characters in all)"
     assert excerpt("ab " * 500, 10) == "ab ab ab a … (1,500 characters in all)"
 
 

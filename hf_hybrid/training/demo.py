@@ -330,7 +330,12 @@ def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Seq
         title=f"Demo: {recipe.model_type}",
         summary=f"A model that was trained from scratch, beside what knows nothing. {learnt}",
         tiles={f"{name} (%)": results["table"][TRAINED][key] for key, name in SCORES.items()},
-        facts=recipe.model | {name: str(value) for name, value in (recipe.flags | recipe.training).items()},
+        facts={
+            name: str(value)
+            for name, value in (
+                {"model_type": recipe.model_type} | recipe.model | recipe.flags | recipe.training
+            ).items()
+        },
         sections=[
             Section("Scores", [scores]),
             Section("Has it learnt to summarize?", [Table("What must hold", ("the trained model", "holds"), checks)]),

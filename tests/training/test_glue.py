@@ -1,5 +1,6 @@
 import json
 import random
+import types
 
 import datasets
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from hf_hybrid.data.classification import Labels
 from hf_hybrid.data.preprocessing import guess_labels
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.training import common, glue
@@ -511,3 +513,31 @@ def test_a_checkpoints_positions_are_checked_before_the_data(command, tmp_path, 
     argv[position : position + 4] = ["--model_name_or_path", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"--max_seq_length must be at most the model's 64 .*; got 80"):
         glue.main(argv)
+
+
+# ---- the report ----
+
+
+def test_confusions_are_counted_by_label_and_prediction():
+    outputs = types.SimpleNamespace(label_ids=np.array([0, 0, 0, 1, 2]), predictions=np.eye(3)[[0, 1, 1, 1, 0]])
+    (table,) = glue._confusions(Labels(("a", "b", "c")), {"test": outputs}).tables
+    assert table.rows == [("a", [1, 2, 0]), ("b", [0, 1, 0]), ("c", [1, 0, 0])]
+
+
+def test_of_many_labels_the_most_frequent_confusions_are_listed():
+    labels = Labels(tuple(f"label {number}" for number in range(20)))
+    wrong = types.SimpleNamespace(
+        label_ids=np.array([3, 3, 5, 7]), predictions=(np.eye(20)[[4, 4, 6, 7]], "hidden states")
+    )
+    (table,) = glue._confusions(labels, {"validation": wrong}).tables
+    assert table.rows == [("label 3", ["label 4", 2]), ("label 5", ["label 6", 1])]
+
+
+def test_a_split_without_labels_is_shown_without_verdicts(command, tmp_path):
+    splits = {"train": pairs(8, _alternating), "test": [row | {"label": -1} for row in pairs(6, _alternating, seed=1)]}
+    argv = command("bert", splits, "--do_train", "--do_predict", "--max_steps", "1", "--report", "true")
+    glue.main(argv)
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    assert "No split with labels was scored." in page.text
+    assert [set(sample) for sample in page.samples] == [{"sentence1", "sentence2", "prediction"}] * 5

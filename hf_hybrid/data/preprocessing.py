@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORED_LABEL",
     "group_into_blocks",
+    "guess_labels",
     "lead_baseline",
+    "majority_label",
     "plain_baselines",
     "random_summaries",
     "sliding_windows",
@@ -22,6 +24,7 @@ __all__ = [
     "tokenize_sentences",
     "tokenize_summarization",
     "tokenize_texts",
+    "unigram_losses",
 ]
 
 IGNORED_LABEL = -100
@@ -267,3 +270,39 @@ def random_summaries(pool: Sequence[str], count: int, seed: int) -> list[str]:
     if count <= len(pool):
         return generator.sample(list(pool), count)
     return generator.choices(list(pool), k=count)
+
+
+def majority_label(labels: Tokens) -> int:
+    """Return the most frequent label, the lowest one of several: what a classifier says that reads nothing.
+
+    Args:
+        labels: Ids of the training labels.
+    """
+    return int(np.argmax(np.bincount(labels)))
+
+
+def guess_labels(labels: Tokens, count: int, seed: int) -> np.ndarray[Any, Any]:
+    """Draw labels as often as they are among those of the training split: a stratified guess.
+
+    Args:
+        labels: Ids of the training labels.
+        count: How many to draw.
+        seed: The same seed draws the same labels.
+    """
+    return np.random.default_rng(seed).choice(np.asarray(labels), size=count)
+
+
+def unigram_losses(tokens: Tokens, vocab_size: int) -> np.ndarray[Any, Any]:
+    """Return what each token costs a model that knows how frequent tokens are, and nothing else.
+
+    -log((count(token) + 1) / (number of tokens + size of the vocabulary)), so that none is impossible (Laplace).
+
+    Args:
+        tokens: The training text.
+        vocab_size: Number of different tokens.
+
+    Returns:
+        Nats for each token of the vocabulary; the most frequent one costs the least.
+    """
+    counts = np.bincount(np.asarray(tokens), minlength=vocab_size) + 1.0
+    return -np.log(counts / counts.sum())

@@ -201,6 +201,9 @@ class RunArguments:
             "--learning_rate when left out. None of its tensors decays."
         },
     )
+    report: bool = field(
+        default=True, metadata={"help": "End with report.html, a page that shows what was run and how it went."}
+    )
 
     def __post_init__(self) -> None:
         if self.resume_from_checkpoint is not None:

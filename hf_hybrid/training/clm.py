@@ -21,7 +21,13 @@ from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig,
 
 from hf_hybrid.data.columns import check_texts, is_text, text_column
 from hf_hybrid.data.files import TEXT_EXTENSIONS, check_file
-from hf_hybrid.data.preprocessing import IGNORED_LABEL, group_into_blocks, sliding_windows, tokenize_texts
+from hf_hybrid.data.preprocessing import (
+    IGNORED_LABEL,
+    group_into_blocks,
+    sliding_windows,
+    tokenize_texts,
+    unigram_losses,
+)
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
@@ -45,7 +51,9 @@ from hf_hybrid.training.model_loading import (
     load_tokenizer,
     train_new_tokenizer,
 )
-from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder
+from hf_hybrid.training.output_folder import REPORT_FILE, check_resumed_model, clear_output_folder
+from hf_hybrid.training.report import Cell, Sample, Section, Table, excerpt
+from hf_hybrid.training.run_report import choose_rows, guarded, write_report
 from hf_hybrid.training.trainer import CausalTrainer
 
 __all__ = ["load_splits", "main"]
@@ -59,6 +67,18 @@ _DEFAULT_BLOCK = 1024
 _LARGEST = math.log(np.finfo(np.float64).max)
 _TOKENS = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})
 _PREFIXES = {"validation": "eval", "test": "predict"}
+_SCORES = {
+    "loss": "loss (nats per token)",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "accuracy": "accuracy",
+}
+_CURVES = {
+    "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
+    "Accuracy on the validation split": {"eval_accuracy": "share of tokens guessed"},
+}
+_READ, _WRITTEN = 128, 64
+"""At most so many tokens of a sample are read, and so many written."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -129,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = _evaluate(trainer, examples[split], texts[split], prefix)
             save_and_log(trainer, prefix, results)
             metrics |= results
+    guarded(REPORT_FILE, lambda: _report(trainer, model_args, data_args, argv, examples, texts, metrics))
     publish(
         trainer,
         model_args,
@@ -321,17 +342,131 @@ def _compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {
         "loss": mean,
         "accuracy": right / count,
-        "perplexity": math.exp(mean) if mean < _LARGEST else math.inf,
+        "perplexity": _perplexity(mean),
         "tokens": int(count),
     }
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < _LARGEST else math.inf
+
+
+def _bits_per_byte(loss: float, texts: Any) -> float:
+    return loss / math.log(2) * len(_joined(texts)) / sum(texts["num_bytes"])
 
 
 def _evaluate(trainer: CausalTrainer, examples: Any, texts: Any, prefix: str) -> dict[str, float]:
     """Score a split; bits per byte are those of its scored tokens at the length that its tokens have in the mean."""
     results: dict[str, float] = trainer.evaluate(examples, metric_key_prefix=prefix)
-    bytes_per_token = sum(texts["num_bytes"]) / len(_joined(texts))
-    results[f"{prefix}_bits_per_byte"] = results[f"{prefix}_loss"] / math.log(2) / bytes_per_token
+    results[f"{prefix}_bits_per_byte"] = _bits_per_byte(results[f"{prefix}_loss"], texts)
     results[f"{prefix}_samples"] = len(examples)
     if prefix == "eval":
         results["perplexity"] = results["eval_perplexity"]  # the example script's name for it
     return results
+
+
+# ---- the report ----
+
+
+def _report(
+    trainer: CausalTrainer,
+    model_args: ModelArguments,
+    data_args: ClmArguments,
+    argv: Sequence[str] | None,
+    examples: dict[str, Any],
+    texts: dict[str, Any],
+    metrics: dict[str, float],
+) -> None:
+    last = "predict" if trainer.args.do_predict else "eval"
+    write_report(
+        trainer,
+        model_args,
+        data_args,
+        script="run_clm.py",
+        argv=argv,
+        title="Language model",
+        sizes={name: _size(rows) for name, rows in examples.items()},
+        metrics=metrics,
+        tiles={f"{last}_{key}": name for key, name in _SCORES.items()},
+        curves=_CURVES,
+        parts={
+            "scores": lambda: _score_tables(trainer, examples, texts, metrics),
+            "samples": lambda: _samples(trainer, examples),
+        },
+    )
+
+
+def _size(rows: Any) -> str:
+    if isinstance(rows, IterableDataset):
+        return "streamed"
+    longest = max(len(row["input_ids"]) for row in rows)
+    return f"{len(rows):,} × {longest:,} tokens"
+
+
+def _score_tables(
+    trainer: CausalTrainer, examples: dict[str, Any], texts: dict[str, Any], metrics: dict[str, float]
+) -> Section:
+    """The model's scores beside those of what knows no token before the one to predict."""
+    tables, notes = [], []
+    model: Any = trainer.model
+    vocab_size: int = model.config.vocab_size
+    losses = {"uniform over the vocabulary": np.full(vocab_size, math.log(vocab_size))}
+    trained = examples.get("train")
+    if trained is None:
+        notes.append("The training split was not read: its frequencies are no baseline here.")
+    elif isinstance(trained, IterableDataset):
+        notes.append("The training split was streamed: its frequencies are no baseline here.")
+    else:
+        tokens = np.concatenate([np.asarray(row["input_ids"]) for row in trained])
+        losses["unigram frequencies"] = unigram_losses(tokens, vocab_size)
+        notes.append("Unigram frequencies are counted in the training blocks, each token once more than it occurs.")
+    for split, prefix in _PREFIXES.items():
+        if split not in examples:
+            continue
+        targets = _targets(examples[split])
+        rows: list[tuple[str, list[Cell]]] = [("this model", [metrics.get(f"{prefix}_{key}") for key in _SCORES])]
+        for name, of_token in losses.items():
+            loss = float(of_token[targets].mean())
+            # one of the equals: any guess of the uniform baseline is as good as any other
+            is_uniform = bool(np.ptp(of_token) == 0)
+            guessed = 1 / vocab_size if is_uniform else float(np.mean(targets == np.argmin(of_token)))
+            rows.append((name, [loss, _perplexity(loss), _bits_per_byte(loss, texts[split]), guessed]))
+        caption = f"Scores on the {split} split, {len(targets):,} tokens"
+        tables.append(Table(caption, ("", *_SCORES.values()), rows, strong=0))
+    return Section("Scores", tables, notes=notes if tables else ["No split was scored."])
+
+
+def _targets(rows: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
+    """The tokens that are scored."""
+    labels = np.concatenate([np.asarray(row.get("labels", row["input_ids"]))[1:] for row in rows])
+    return labels[labels != IGNORED_LABEL]
+
+
+def _samples(trainer: CausalTrainer, examples: dict[str, Any]) -> Section:
+    """The model goes on with the beginnings of blocks, taking the likeliest token each time."""
+    split = next((name for name in reversed(_PREFIXES) if name in examples), None)
+    if split is None:
+        return Section("Samples")
+    title = f"Samples of the {split} split"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return Section(title, notes=["The model is spread over processes: one of them cannot generate alone."])
+    model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
+    tokenizer: Any = trainer.processing_class
+    rows, samples = examples[split], []
+    for row in choose_rows(len(rows), 3):
+        ids = torch.as_tensor(np.asarray(rows[row]["input_ids"]), dtype=torch.long)
+        read = max(1, min(_READ, len(ids) // 2))
+        context, truth = ids[:read], ids[read : read + _WRITTEN]
+        with torch.no_grad():
+            written = model.generate(
+                context[None].to(model.device),
+                attention_mask=torch.ones_like(context[None]).to(model.device),
+                max_new_tokens=len(truth),
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+            )[0, read:]
+        parts = {"context": context, "true continuation": truth, "generated": written}
+        decoded = [(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()]
+        samples.append(Sample(decoded))
+    note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
+    return Section(title, samples=samples, notes=[note])

@@ -22,8 +22,11 @@ from hf_hybrid.training import summarization
 from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments, run_command_line
 from hf_hybrid.training.common import first_examples
+from hf_hybrid.training.curves import draw_picture, find_panels
 from hf_hybrid.training.data_arguments import SummarizationArguments
-from hf_hybrid.training.output_folder import PREDICTIONS_FILE, complete_checkpoints
+from hf_hybrid.training.output_folder import CURVES_FILE, PREDICTIONS_FILE, REPORT_FILE, complete_checkpoints
+from hf_hybrid.training.report import Cell, Page, Sample, Section, Table, write_page
+from hf_hybrid.training.run_report import environment, guarded
 
 __all__ = ["LONG", "SHORT", "Recipe", "main", "run_demo"]
 
@@ -36,7 +39,7 @@ MARGIN = 1.3
 MIN_DISTINCT = 0.5
 """At least this share of the generated summaries must be unlike all others."""
 _TRAINED_FOLDER, _UNTRAINED_FOLDER = "trained", "untrained"
-_REPORT, _RESULTS, _CURVES = "report.md", "demo_results.json", "curves.png"
+_TEXT, _RESULTS = "report.md", "demo_results.json"
 _SAMPLES = 5
 _SEED = 0
 
@@ -142,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Train, compare, show and write ``report.md``, ``demo_results.json`` and ``curves.png``.
+    """Train, compare, show and write ``report.html``, ``report.md``, ``demo_results.json`` and ``curves.png``.
 
     Args:
         recipe: The numbers.
@@ -159,7 +162,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     _check_folder(folder)
     trained, untrained = folder / _TRAINED_FOLDER, folder / _UNTRAINED_FOLDER
     resume = bool(complete_checkpoints(trained)) and not (folder / _RESULTS).exists()
-    for name in (_REPORT, _RESULTS, _CURVES):
+    for name in (_TEXT, _RESULTS, REPORT_FILE, CURVES_FILE):
         (folder / name).unlink(missing_ok=True)
     trained_argv = _argv(recipe, trained, train=True, resume=resume)
     try:
@@ -194,10 +197,10 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
         f'model = AutoModelForSeq2SeqLM.from_pretrained("{trained.as_posix()}")',
     )
     _verify_loading(load_lines)
-    has_curves = draw_curves(trained / "trainer_state.json", folder / _CURVES)
-    report = _report(results, load_lines, curves=_CURVES if has_curves else None)
+    _draw(recipe, folder, results, load_lines)
+    report = _report(results, load_lines, curves=CURVES_FILE if (folder / CURVES_FILE).exists() else None)
     print("\n" + report)
-    (folder / _REPORT).write_text(report, encoding="utf-8")
+    (folder / _TEXT).write_text(report, encoding="utf-8")
     (folder / _RESULTS).write_text(json.dumps(results, indent=2), encoding="utf-8")
     print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}")
     return results
@@ -207,7 +210,7 @@ def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file; it must be a folder")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    own = {_TRAINED_FOLDER, _UNTRAINED_FOLDER, _REPORT, _RESULTS, _CURVES}
+    own = {_TRAINED_FOLDER, _UNTRAINED_FOLDER, _TEXT, _RESULTS, REPORT_FILE, CURVES_FILE}
     if foreign := [name for name in names if name not in own and name[0] != "."]:
         raise ValueError(f"--output_dir {folder} holds {', '.join(foreign[:3])}, which no demo wrote; give another")
 
@@ -221,6 +224,7 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
         "do_predict": True,
         "predict_with_generate": True,
         "overwrite_output_dir": True,
+        "report": train,
         "output_dir": folder,
     }
     if train:
@@ -305,33 +309,44 @@ def _verify_loading(lines: Sequence[str]) -> None:
     assert namespace["model"].num_parameters() > 0
 
 
-def draw_curves(trainer_state: Path, path: Path) -> bool:
-    """Draw loss and ROUGE over the steps; False, with a warning, where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        logger.warning("%s is not drawn: matplotlib is not installed (pip install matplotlib).", path)
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    history = json.loads(trainer_state.read_text(encoding="utf-8"))["log_history"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes, curves in (
-        (left, {"loss": "training", "eval_loss": "validation"}),
-        (right, {f"eval_{key}": label for key, label in SCORES.items()}),
-    ):
-        for key, label in curves.items():
-            points = {entry["step"]: entry[key] for entry in history if key in entry}
-            axes.plot(list(points), list(points.values()), marker="." if len(points) < 30 else None, label=label)
-        axes.set_xlabel("step")
-        axes.legend()
-        axes.grid(alpha=0.3)
-    left.set_ylabel("loss (nats per token)")
-    right.set_ylabel("ROUGE on the validation split (%)")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
+def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Sequence[str]) -> None:
+    """Write ``curves.png`` and ``report.html``; a warning says so where one of them cannot be drawn."""
+    state = json.loads((folder / _TRAINED_FOLDER / "trainer_state.json").read_text(encoding="utf-8"))
+    panels = find_panels(state["log_history"], summarization.CURVES)
+    guarded(CURVES_FILE, lambda: draw_picture(panels, folder / CURVES_FILE))
+    rows: list[tuple[str, list[Cell]]] = [
+        (name, [*(row[key] for key in SCORES), row["validation_loss"]]) for name, row in results["table"].items()
+    ]
+    scores = Table(
+        f"ROUGE on {results['test_documents']} held-out test documents, in percent",
+        ("", *SCORES.values(), "validation loss"),
+        rows,
+        strong=list(results["table"]).index(TRAINED),
+    )
+    checks = [(check, ["yes" if holds else "no"]) for check, holds in results["checks"].items()]
+    learnt = "It has learnt to summarize." if results["passed"] else "It has not learnt enough."
+    seconds = results["training_seconds"]
+    page = Page(
+        title=f"Demo: {recipe.model_type}",
+        summary=f"A model that was trained from scratch, beside what knows nothing. {learnt}",
+        tiles={f"{name} (%)": results["table"][TRAINED][key] for key, name in SCORES.items()},
+        facts={
+            name: str(value)
+            for name, value in (
+                {"model_type": recipe.model_type} | recipe.model | recipe.flags | recipe.training
+            ).items()
+        },
+        sections=[
+            Section("Scores", [scores]),
+            Section("Has it learnt to summarize?", [Table("What must hold", ("the trained model", "holds"), checks)]),
+            Section("Samples", samples=[Sample(list(sample.items())) for sample in results["samples"]]),
+        ],
+        curves=panels,
+        code=load_lines,
+        measured={} if seconds is None else {"training, in seconds": seconds},
+        environment=environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    )
+    guarded(REPORT_FILE, lambda: write_page(page, folder / REPORT_FILE))
 
 
 def scores_and_checks(results: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from hf_hybrid.data.classification import (
 )
 from hf_hybrid.data.columns import check_texts
 from hf_hybrid.data.loading import embedded_name
-from hf_hybrid.data.preprocessing import tokenize_sentences
+from hf_hybrid.data.preprocessing import guess_labels, majority_label, tokenize_sentences
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.metrics.glue import GLUE_SCORES
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
@@ -62,7 +62,9 @@ from hf_hybrid.training.model_loading import (
     load_tokenizer,
     train_new_tokenizer,
 )
-from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder
+from hf_hybrid.training.output_folder import REPORT_FILE, check_resumed_model, clear_output_folder
+from hf_hybrid.training.report import Cell, Sample, Section, Table, excerpt, format_value
+from hf_hybrid.training.run_report import choose_rows, guarded, write_report
 from hf_hybrid.training.trainer import ScriptTrainer
 
 __all__ = ["load_splits", "main"]
@@ -71,6 +73,21 @@ logger = logging.getLogger(__name__)
 
 _SECOND = "_mismatched"
 """Ends the name of a second validation or test split, as in MNLI, whose scores end in ``_mm``."""
+
+_PREFIXES = {"validation": "eval", "test": "predict"}
+_SCORE_NAMES = {
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "matthews_correlation": "Matthews correlation",
+    "pearson": "Pearson correlation",
+    "spearmanr": "Spearman correlation",
+    "mse": "mean squared error",
+    "combined_score": "their mean",
+}
+_GUESSES = 10
+"""A stratified guess is repeated so many times."""
+_MOST_LABELS = 12
+"""Of more labels, the confusions are listed instead of shown as a square."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -149,16 +166,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics: dict[str, float] = {}
+    evaluated: dict[str, Any] = {}
     if training_args.do_train:
         metrics |= train(trainer, resume_from)
     if training_args.do_eval:
         results: dict[str, float] = {}
         for name in _both(datasets, "validation"):
             results |= _marked({**trainer.evaluate(datasets[name]), "eval_samples": len(datasets[name])}, name)
+            evaluated[name] = trainer.take_outputs()
         save_and_log(trainer, "eval", results)
         metrics |= results
     if training_args.do_predict:
-        metrics |= _predict(trainer, {name: datasets[name] for name in _both(datasets, "test")}, labels, data_args)
+        tests = {name: datasets[name] for name in _both(datasets, "test")}
+        metrics |= _predict(trainer, tests, labels, data_args, evaluated)
+    guarded(
+        REPORT_FILE,
+        lambda: _report(trainer, model_args, data_args, argv, splits, columns, datasets, labels, evaluated, metrics),
+    )
     publish(
         trainer,
         model_args,
@@ -324,8 +348,10 @@ def _are_default(names: tuple[str, ...]) -> bool:
 
 
 def _compute_metrics(task: str | None, labels: Labels, prediction: EvalPrediction) -> dict[str, float]:
-    outputs = _outputs(prediction.predictions, labels)
-    references: Any = prediction.label_ids
+    return _scores(task, labels, _outputs(prediction.predictions, labels), prediction.label_ids)
+
+
+def _scores(task: str | None, labels: Labels, outputs: Any, references: Any) -> dict[str, float]:
     if task is not None and not labels.are_numbers:
         to_task = _ids_of_task(task, labels)
         outputs, references = to_task[outputs], to_task[references]
@@ -338,9 +364,13 @@ def _compute_metrics(task: str | None, labels: Labels, prediction: EvalPredictio
     return scores
 
 
+def _logits(predictions: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+
+
 def _outputs(predictions: Any, labels: Labels) -> np.ndarray[Any, Any]:
     """Predicted numbers, or ids of predicted labels."""
-    logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+    logits = _logits(predictions)
     return logits[:, 0] if labels.are_numbers else np.argmax(logits, axis=1)
 
 
@@ -353,11 +383,16 @@ def _ids_of_task(task: str, labels: Labels) -> np.ndarray[Any, Any]:
 
 
 def _predict(
-    trainer: ScriptTrainer, datasets: dict[str, Dataset], labels: Labels, data_args: GlueArguments
+    trainer: ScriptTrainer,
+    datasets: dict[str, Dataset],
+    labels: Labels,
+    data_args: GlueArguments,
+    evaluated: dict[str, Any],
 ) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, rows in datasets.items():
         output = trainer.predict(rows, metric_key_prefix="predict")
+        evaluated[name] = output
         metrics |= _marked({**(output.metrics or {}), "predict_samples": len(rows)}, name)
         if trainer.is_world_process_zero():
             values = _outputs(output.predictions, labels)
@@ -367,3 +402,172 @@ def _predict(
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     save_and_log(trainer, "predict", metrics)
     return metrics
+
+
+# ---- the report ----
+
+
+def _report(
+    trainer: ScriptTrainer,
+    model_args: ModelArguments,
+    data_args: GlueArguments,
+    argv: Sequence[str] | None,
+    splits: DatasetDict,
+    columns: tuple[str, ...],
+    datasets: dict[str, Dataset],
+    labels: Labels,
+    evaluated: dict[str, Any],
+    metrics: dict[str, float],
+) -> None:
+    task, trained = data_args.task_name, datasets.get("train")
+    evaluated = {name: outputs for name, outputs in evaluated.items() if outputs is not None}
+    scored = {name: outputs for name, outputs in evaluated.items() if outputs.label_ids is not None}
+    known = None if trained is None else np.asarray(trained["labels"])
+    scores = [name for name in _SCORE_NAMES if any(f"{prefix}_{name}" in metrics for prefix in _PREFIXES.values())]
+    last = next(
+        (prefix for prefix in ("predict", "eval") if any(f"{prefix}_{name}" in metrics for name in scores)), ""
+    )
+    loss = "Loss (squared error)" if labels.are_numbers else "Loss (nats per example)"
+    curves = {loss: {"loss": "training", "eval_loss": "validation"}}
+    if scores:
+        curves["Scores on the validation split"] = {f"eval_{name}": _SCORE_NAMES[name] for name in scores}
+
+    def samples() -> Section:
+        if not evaluated:
+            return Section("Samples")
+        name = next(reversed(scored or evaluated))
+        sentences = first_examples(splits[name], data_args.limits[name.removesuffix(_SECOND)])
+        return _samples(name, sentences, columns, labels, evaluated[name])
+
+    write_report(
+        trainer,
+        model_args,
+        data_args,
+        script="run_glue.py",
+        argv=argv,
+        title="Sentence classification" if task is None else f"GLUE {task}",
+        sizes={name: f"{len(rows):,} examples" for name, rows in datasets.items()},
+        metrics=metrics,
+        tiles={f"{last}_{name}": _SCORE_NAMES[name] for name in scores},
+        curves=curves,
+        parts={
+            "scores": lambda: _score_tables(task, labels, known, scored, scores, metrics),
+            "confusions": lambda: _confusions(labels, scored),
+            "samples": samples,
+        },
+    )
+
+
+def _score_tables(
+    task: str | None,
+    labels: Labels,
+    known: np.ndarray[Any, Any] | None,
+    scored: dict[str, Any],
+    scores: Sequence[str],
+    metrics: dict[str, float],
+) -> Section:
+    """The model's scores beside those of what knows the training labels and reads no sentence."""
+    tables = []
+    for split, outputs in scored.items():
+        prefix = _PREFIXES[split.removesuffix(_SECOND)]
+        own = _marked({f"{prefix}_{name}": metrics.get(f"{prefix}_{name}", np.nan) for name in scores}, split)
+        rows: list[tuple[str, list[Cell]]] = [("this model", [metrics.get(name) for name in own])]
+        for name, draws in _label_baselines(labels, known, len(outputs.label_ids)).items():
+            results = [_scores(task, labels, draw, outputs.label_ids) for draw in draws]
+            rows.append((name, [float(np.mean([result[score] for result in results])) for score in scores]))
+        caption = f"Scores on the {split.replace('_', ', ')} split, {len(outputs.label_ids):,} examples"
+        tables.append(Table(caption, ("", *(_SCORE_NAMES[name] for name in scores)), rows, strong=0))
+    if not scored:
+        return Section("Scores", notes=["No split with labels was scored."])
+    if known is None:
+        note = "The training split was not read: no baselines come from it."
+    elif labels.are_numbers:
+        note = "The mean is that of the training labels; a correlation with what never changes is not defined."
+    else:
+        note = (
+            "The majority class is that of the training labels; the stratified guess draws from them, here the mean "
+            f"of {_GUESSES} draws."
+        )
+    return Section("Scores", tables, notes=[note])
+
+
+def _label_baselines(
+    labels: Labels, known: np.ndarray[Any, Any] | None, count: int
+) -> dict[str, list[np.ndarray[Any, Any]]]:
+    """What can be said without reading: for each way its name and its answers, one or several times."""
+    if known is None:
+        return {}
+    if labels.are_numbers:
+        return {"mean": [np.full(count, known.mean())]}
+    majority = majority_label(known)
+    return {
+        f"majority class ({labels.names[majority]})": [np.full(count, majority)],
+        "stratified guess": [guess_labels(known, count, seed) for seed in range(_GUESSES)],
+    }
+
+
+def _confusions(labels: Labels, scored: dict[str, Any]) -> Section:
+    """How often each label was taken for each other one."""
+    if labels.are_numbers:
+        return Section("Confusions")
+    tables, size = [], len(labels.names)
+    for split, outputs in scored.items():
+        pairs = np.asarray(outputs.label_ids) * size + _outputs(outputs.predictions, labels)
+        counts = np.bincount(pairs, minlength=size**2).reshape(size, size)
+        where = f"the {split.replace('_', ', ')} split"
+        if size <= _MOST_LABELS:
+            rows: list[tuple[str, list[Cell]]] = [
+                (name, [int(count) for count in row]) for name, row in zip(labels.names, counts, strict=True)
+            ]
+            columns = ("label", *(f"predicted {name}" for name in labels.names))
+            tables.append(Table(f"Labels and predictions on {where}", columns, rows, shaded=True))
+            continue
+        wrong = counts - np.diag(np.diag(counts))
+        worst = [divmod(int(pair), size) for pair in np.argsort(-wrong, axis=None, kind="stable")[:_MOST_LABELS]]
+        rows = [
+            (labels.names[one], [labels.names[two], int(wrong[one, two])]) for one, two in worst if wrong[one, two]
+        ]
+        tables.append(Table(f"The most frequent confusions on {where}", ("label", "predicted", "examples"), rows))
+    return Section("Confusions", tables)
+
+
+def _samples(split: str, rows: Dataset, columns: tuple[str, ...], labels: Labels, outputs: Any) -> Section:
+    """Some that the model gets right and some that it gets wrong, or the first ones where nobody can tell."""
+    predicted = _outputs(outputs.predictions, labels)
+    logits = _logits(outputs.predictions).astype(np.float64)
+    chances = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).max(axis=1)
+    truth = outputs.label_ids
+    if truth is None:
+        chosen = choose_rows(len(predicted))
+    elif labels.are_numbers:
+        order = np.argsort(np.abs(predicted - truth), kind="stable")
+        chosen = [*order[:3], *order[3:][-3:][::-1]]
+    else:
+        right, wrong = np.flatnonzero(predicted == truth), np.flatnonzero(predicted != truth)
+        chosen = [group[place] for group in (right, wrong) for place in choose_rows(len(group), 4)]
+
+    def word(value: Any) -> str:
+        return format_value(float(value)) if labels.are_numbers else labels.names[int(value)]
+
+    samples = []
+    for row in map(int, chosen):
+        texts = [(column, excerpt(rows[row][column])) for column in columns]
+        if truth is not None:
+            texts.append(("label", word(truth[row])))
+        confidence = "" if labels.are_numbers else f", {chances[row]:.0%} sure"
+        texts.append(("prediction", word(predicted[row]) + confidence))
+        if truth is None or labels.are_numbers:
+            verdict, is_right = "", None
+            if truth is not None:
+                verdict = f"off by {format_value(float(abs(predicted[row] - truth[row])))}"
+        else:
+            is_right = bool(predicted[row] == truth[row])
+            verdict = "right" if is_right else "wrong"
+        samples.append(Sample(texts, verdict, is_right, read=len(columns)))
+    if truth is None:
+        note = "Drawn at random; this split has no labels."
+    elif labels.are_numbers:
+        note = "The three best and the three worst."
+    else:
+        note = f"Drawn at random: {len(right):,} are right and {len(wrong):,} are wrong."
+    return Section(f"Samples of the {split.replace('_', ', ')} split", samples=samples, notes=[note])

@@ -15,7 +15,9 @@ from transformers import PreTrainedConfig, TrainingArguments
 from hf_hybrid.training.command_line import one_line
 
 __all__ = [
+    "CURVES_FILE",
     "PREDICTIONS_FILE",
+    "REPORT_FILE",
     "RESULT_FILES",
     "WEIGHTS_FILES",
     "check_output_folder",
@@ -37,6 +39,7 @@ WEIGHTS_FILES = (
 )
 """Any one of these makes a folder hold weights."""
 PREDICTIONS_FILE = "generated_predictions.txt"
+REPORT_FILE, CURVES_FILE = "report.html", "curves.png"
 RESULT_FILES = (
     "all_results.json",
     "train_results.json",
@@ -45,6 +48,9 @@ RESULT_FILES = (
     "trainer_state.json",
     PREDICTIONS_FILE,
     "predict_results*.txt",
+    REPORT_FILE,
+    REPORT_FILE.replace(".", "-*."),
+    CURVES_FILE,
 )
 """Patterns of what scripts write beside the model. Not each run writes all of it, so old files could pass for its."""
 _NOT_COMPARED = {"architectures", "dtype", "transformers_version", "use_cache"}  # set by saving and by Trainer

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_hybrid.data.columns import check_texts, summarization_columns
-from hf_hybrid.data.preprocessing import IGNORED_LABEL, split_sentences, tokenize_summarization
+from hf_hybrid.data.preprocessing import IGNORED_LABEL, plain_baselines, split_sentences, tokenize_summarization
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
@@ -53,10 +53,12 @@ from hf_hybrid.training.model_loading import (
     load_tokenizer,
     train_new_tokenizer,
 )
-from hf_hybrid.training.output_folder import PREDICTIONS_FILE, check_resumed_model, clear_output_folder
+from hf_hybrid.training.output_folder import PREDICTIONS_FILE, REPORT_FILE, check_resumed_model, clear_output_folder
+from hf_hybrid.training.report import Sample, Section, Table, excerpt
+from hf_hybrid.training.run_report import choose_rows, guarded, write_report
 from hf_hybrid.training.trainer import SummarizationTrainer
 
-__all__ = ["load_splits", "main", "rouge_scores"]
+__all__ = ["CURVES", "load_splits", "main", "rouge_scores"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,13 @@ _POSITIONS = {
 """Configuration fields that limit a length, and the flags that ask for one."""
 _GENERATED_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len")
 _ROUGE_CHUNK = 200
+_ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
+_PREFIXES = {"validation": "eval", "test": "predict"}
+CURVES = {
+    "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
+    "ROUGE on the validation split (%)": {f"eval_{key}": name for key, name in _ROUGE.items() if key != "rougeLsum"},
+}
+"""What is drawn over the steps: for each diagram, the logged metrics in it and what they are called."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -139,14 +148,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics: dict[str, float] = {}
+    evaluated: dict[str, Any] = {}
     if training_args.do_train:
         metrics |= train(trainer, resume_from)
     if training_args.do_eval:
         results = {**trainer.evaluate(metric_key_prefix="eval"), "eval_samples": len(datasets["validation"])}
+        evaluated["validation"] = trainer.take_outputs()
         metrics |= results
         save_and_log(trainer, "eval", results)
     if training_args.do_predict:
         metrics |= _predict(trainer, datasets["test"], tokenizer)
+        evaluated["test"] = trainer.take_outputs()
+    guarded(
+        REPORT_FILE,
+        lambda: _report(trainer, model_args, data_args, argv, splits, columns, datasets, evaluated, metrics),
+    )
     publish(
         trainer,
         model_args,
@@ -356,8 +372,12 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> list[str]:
     return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
+def _ids(predictions: Any) -> Any:
+    return predictions[0] if isinstance(predictions, tuple) else predictions
+
+
 def _compute_metrics(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:
-    ids = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    ids = _ids(prediction.predictions)
     scores = rouge_scores(_decode(tokenizer, ids), _decode(tokenizer, prediction.label_ids))
     lengths = np.sum((ids != tokenizer.pad_token_id) & (ids >= 0), axis=1)
     return {**scores, "gen_len": round(float(np.mean(lengths)), 4)}
@@ -373,3 +393,94 @@ def _predict(trainer: SummarizationTrainer, dataset: Dataset, tokenizer: PreTrai
         path = Path(str(trainer.args.output_dir), PREDICTIONS_FILE)
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return metrics
+
+
+# ---- the report ----
+
+
+def _report(
+    trainer: SummarizationTrainer,
+    model_args: ModelArguments,
+    data_args: SummarizationArguments,
+    argv: Sequence[str] | None,
+    splits: DatasetDict,
+    columns: Sequence[str],
+    datasets: dict[str, Dataset],
+    evaluated: dict[str, Any],
+    metrics: dict[str, float],
+) -> None:
+    tokenizer: Any = trainer.processing_class
+
+    def texts() -> dict[str, dict[str, list[str]]]:
+        """Documents, references and summaries of each split for which summaries were generated."""
+        return {
+            name: {
+                "document": list(first_examples(splits[name], data_args.limits[name])[columns[0]]),
+                "reference": _decode(tokenizer, outputs.label_ids),
+                "generated": _decode(tokenizer, _ids(outputs.predictions)),
+            }
+            for name, outputs in evaluated.items()
+            if outputs is not None
+        }
+
+    last = "predict" if trainer.args.do_predict else "eval"
+    write_report(
+        trainer,
+        model_args,
+        data_args,
+        script="run_summarization.py",
+        argv=argv,
+        title="Summarization",
+        sizes={name: f"{len(rows):,} documents" for name, rows in datasets.items()},
+        metrics=metrics,
+        tiles={f"{last}_{key}": f"{name} (%)" for key, name in _ROUGE.items()},
+        curves=CURVES,
+        parts={
+            "scores": lambda: _score_tables(texts(), splits.get("train"), columns[1], metrics),
+            "samples": lambda: _samples(texts()),
+        },
+    )
+
+
+def _score_tables(
+    texts: dict[str, dict[str, list[str]]], train: Dataset | None, summary_column: str, metrics: dict[str, float]
+) -> Section:
+    """The model's scores beside those of summaries that need no model, on the same references."""
+    tables, notes = [], []
+    pool = [] if train is None else list(train[summary_column])
+    for split, of in texts.items():
+        first = [(split_sentences(document) or [""])[0] for document in of["document"]]
+        plain = {"first sentence of the document": first}
+        plain |= plain_baselines(of["document"], pool) if pool else {}
+        rows = [("this model", [metrics.get(f"{_PREFIXES[split]}_{key}") for key in _ROUGE])]
+        for name, summaries in plain.items():
+            scores = rouge_scores(summaries, of["reference"])
+            rows.append((name, [scores[key] for key in _ROUGE]))
+        caption = f"ROUGE on the {split} split, {len(first):,} documents, in percent"
+        tables.append(Table(caption, ("", *_ROUGE.values()), rows, strong=0))
+    if not texts:
+        notes.append("No summaries were generated (--predict_with_generate), so there are no scores of them.")
+    else:
+        notes.append(
+            "References are cut off where those of the model are. The lead baseline is as long as the median training "
+            "summary."
+            if pool
+            else "References are cut off where those of the model are. The training split was not read: no baselines "
+            "come from it."
+        )
+    losses = {split: metrics[f"{prefix}_loss"] for split, prefix in _PREFIXES.items() if f"{prefix}_loss" in metrics}
+    if losses:
+        rows = [(f"{split} split", [loss]) for split, loss in losses.items()]
+        tables.append(Table("Loss, in nats per token of the references", ("", "this model"), rows))
+    return Section("Scores", tables, notes=notes)
+
+
+def _samples(texts: dict[str, dict[str, list[str]]]) -> Section:
+    if not texts:
+        return Section("Samples")
+    split, of = list(texts.items())[-1]
+    samples = [
+        Sample([(name, excerpt(values[row])) for name, values in of.items()])
+        for row in choose_rows(len(of["document"]))
+    ]
+    return Section(f"Samples of the {split} split", samples=samples, notes=["Drawn at random."])

@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.training.measuring import MeasuringMixin
 
 __all__ = [
     "CausalTrainer",
@@ -72,7 +73,7 @@ def separate_ssm_parameters(
     return count
 
 
-class TrainerMixin:
+class TrainerMixin(MeasuringMixin):
     """Put before a Trainer in the bases.
 
     Note:

@@ -62,7 +62,8 @@ def arguments(data):
             "--cache_dir", str(data["cache"]), "--train_file", str(data["train"]),
             "--validation_file", str(data["validation"]), "--test_file", str(data["test"]),
             "--max_source_length", "48", "--max_target_length", "8", "--per_device_train_batch_size", "4",
-            "--logging_steps", "1", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(output_dir), *more,
+            "--logging_steps", "1", "--use_cpu", "--disable_tqdm", "true", "--report", "false",
+            "--output_dir", str(output_dir), *more,
         ]  # fmt: skip
 
     return build

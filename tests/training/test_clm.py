@@ -3,6 +3,7 @@ import json
 import math
 import random
 import types
+from collections import Counter
 
 import datasets
 import numpy as np
@@ -17,7 +18,9 @@ from hf_hybrid import SpadeConfig, SpadeForConditionalGeneration
 from hf_hybrid.training import clm, common
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import ClmArguments
+from hf_hybrid.training.report import clean
 from tests.training.conftest import MODELS
+from tests.training.pages import read_page
 
 MODEL_TYPES = {
     "gpt2": "n_embd=32,n_layer=1,n_head=4",
@@ -62,7 +65,7 @@ def command(tmp_path, data, files):
             *named, "--model_type", model_type, "--config_overrides", config or "{}", "--tokenizer_type", tokenizer,
             "--tokenizer_vocab_size", "300", "--cache_dir", str(data["cache"]), "--block_size", "32",
             "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "3", "--logging_steps", "1",
-            "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path / output), *more,
+            "--use_cpu", "--disable_tqdm", "true", "--report", "false", "--output_dir", str(tmp_path / output), *more,
         ]  # fmt: skip
 
     return build
@@ -93,11 +96,17 @@ def _nll(model, tokens):
 @pytest.mark.parametrize("tokenizer_type", ["bytes", "bpe"])
 def test_scores_are_those_of_the_saved_model(command, files, tmp_path, model_type, tokenizer_type):
     """Computed again by hand: blocks of the joined texts, each with its first token as context alone."""
-    argv = command(model_type, ["train", "validation", "test"], *ALL, tokenizer=tokenizer_type)
+    argv = command(model_type, ["train", "validation", "test"], *ALL, "--report", "true", tokenizer=tokenizer_type)
     metrics = clm.main(argv)
     folder = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    page = read_page(folder / "report.html")
+    assert page.problems == []
+    assert {name: float(value) for name, (value,) in page.tables["Metrics of this run"].items()} == metrics
+    trained = [token for text in _lines(files["train"]) for token in tokenizer(text)["input_ids"]]
+    counts = Counter(trained[: len(trained) // 32 * 32])
+    vocab_size = model.config.vocab_size
     for split, prefix in (("validation", "eval"), ("test", "predict")):
         texts = _lines(files[split])
         tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
@@ -116,6 +125,28 @@ def test_scores_are_those_of_the_saved_model(command, files, tmp_path, model_typ
         }
         for name, value in expected.items():
             assert metrics[f"{prefix}_{name}"] == pytest.approx(value, rel=1e-5), name
+        targets = [token for block in blocks for token in block[1:]]
+        shares = [(counts[token] + 1) / (counts.total() + vocab_size) for token in targets]
+        likeliest = max(range(vocab_size), key=lambda token: counts[token])
+        unigram = {"loss": -np.mean(np.log(shares)), "accuracy": np.mean(np.array(targets) == likeliest)}
+        uniform = {"loss": math.log(vocab_size), "accuracy": 1 / vocab_size}
+        table = page.tables[f"Scores on the {split} split, {len(targets):,} tokens"]
+        for row, plain in (
+            ("this model", expected),
+            ("unigram frequencies", unigram),
+            ("uniform over the vocabulary", uniform),
+        ):
+            bits = plain["loss"] / math.log(2) * len(tokens) / num_bytes
+            values = [plain["loss"], math.exp(plain["loss"]), bits, plain["accuracy"]]
+            assert [float(value) for value in table[row]] == pytest.approx(values, rel=1e-5), row
+    for sample in page.samples:  # of the test split, the last one
+        block = next(block for block in blocks if tokenizer.decode(block[:16]) == sample["context"])
+        ids = torch.tensor([block[:16]])
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        assert sample["true continuation"] == tokenizer.decode(block[16:])
+        written = clean(tokenizer.decode(generated[0, 16:]))
+        assert sample["generated"] == (written if written.strip() else "(blank)")
+    assert len(page.samples) == 3
     assert metrics["perplexity"] == metrics["eval_perplexity"]
     written = _read(folder / "all_results.json")
     assert written == {name: metrics[name] for name in written}
@@ -132,8 +163,8 @@ def trained(files, data, tmp_path_factory):
         [
             "--train_file", str(files["train.txt"]), "--model_type", "gpt2", "--config_overrides", MODEL_TYPES["gpt2"],
             "--tokenizer_type", "bytes", "--cache_dir", str(data["cache"]), "--block_size", "32", "--do_train",
-            "--learning_rate", "0.01", "--max_steps", "20", "--use_cpu", "--disable_tqdm", "true", "--output_dir",
-            str(folder),
+            "--learning_rate", "0.01", "--max_steps", "20", "--use_cpu", "--disable_tqdm", "true", "--report", "false",
+            "--output_dir", str(folder),
         ]
     )  # fmt: skip
     return folder
@@ -325,7 +356,14 @@ def test_a_stream_is_trained_on_and_validated_on_its_first_rows_of_every_hundred
     rows = [{"text": f"row {number} of a long stream of rows"} for number in range(250)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     argv = command("spade", [], "--train_file", str(tmp_path / "rows.jsonl"), "--streaming", "--do_train", "--do_eval")
-    metrics = clm.main([*argv, "--max_steps", "3", "--validation_split_percentage", "2"])
+    argv += ["--max_steps", "3", "--validation_split_percentage", "2", "--report", "true"]
+    metrics = clm.main(argv)
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    assert page.facts["train split"] == "streamed"
+    assert "uniform over the vocabulary" in page.text
+    assert "The training split was streamed: its frequencies are no baseline here." in page.text
+    assert float(page.facts["training tokens per second"]) > 0
     held_out = [row["text"] for number, row in enumerate(rows) if number % 100 < 2]
     assert metrics["eval_samples"] == sum(len(text) + 1 for text in held_out) // 32
     assert math.isfinite(metrics["train_loss"])

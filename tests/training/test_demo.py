@@ -1,11 +1,11 @@
 import dataclasses
 import json
-import sys
 
 import pytest
 
 from hf_hybrid.training import demo
 from tests.training.conftest import MODELS
+from tests.training.pages import read_page
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,17 @@ def test_the_demo_writes_its_report_and_fails_a_model_that_has_learnt_nothing(mi
     assert f'AutoModelForSeq2SeqLM.from_pretrained("{(folder / "trained").as_posix()}")' in report
     assert "THE MODEL HAS NOT LEARNT ENOUGH" in report
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    page = read_page(folder / "report.html")
+    assert page.problems == []
+    table = page.tables["ROUGE on 5 held-out test documents, in percent"]
+    for name, row in results["table"].items():
+        scores = [row[key] for key in demo.SCORES]
+        assert [float(value) for value in table[name][:3]] == scores
+    assert [sample["summary"].replace("(empty)", "") for sample in page.samples] == [
+        sample["summary"] for sample in results["samples"]
+    ]
+    assert "It has not learnt enough." in page.text
+    assert not (folder / "untrained" / "report.html").exists()
     assert demo.main(["--output_dir", str(folder)]) == 1  # again, over its own folder
     again = json.loads((folder / "demo_results.json").read_text(encoding="utf-8"))
     assert again["table"] == results["table"]
@@ -172,7 +183,14 @@ def test_a_demo_of_another_size_is_not_resumed(micro, tmp_path, monkeypatch):
         demo.main(["--long", "--output_dir", str(tmp_path / "demo")])
 
 
-def test_no_matplotlib_is_said_and_survived(monkeypatch, tmp_path, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert demo.draw_curves(tmp_path / "trainer_state.json", tmp_path / "curves.png") is False
-    assert "pip install matplotlib" in caplog.text
+def test_pictures_that_cannot_be_drawn_cost_nothing_else(micro, tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise OSError("no ink")
+
+    monkeypatch.setattr(demo, "draw_picture", fail)
+    monkeypatch.setattr(demo, "write_page", fail)
+    assert demo.run_demo(micro, tmp_path)["passed"] is False
+    assert "curves.png is left out. OSError: no ink" in caplog.text
+    assert "report.html is left out. OSError: no ink" in caplog.text
+    assert "curves.png" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert (tmp_path / "demo_results.json").exists()

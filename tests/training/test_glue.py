@@ -1,5 +1,6 @@
 import json
 import random
+import types
 
 import datasets
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from hf_hybrid.data.classification import Labels
+from hf_hybrid.data.preprocessing import guess_labels
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.training import common, glue
 from hf_hybrid.training.data_arguments import GlueArguments
 from tests.training.conftest import MODELS
+from tests.training.pages import read_page
 
 _WIDTHS = "hidden_size=32,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32"
 CLASSIFIERS = {"bert": f"{_WIDTHS},max_position_embeddings=64", "spade": MODELS["spade"]}
@@ -58,8 +62,8 @@ def command(tmp_path, data):
         return [
             *files, "--model_type", model_type, "--config_overrides", config, "--tokenizer_vocab_size", "300",
             "--cache_dir", str(data["cache"]), "--max_seq_length", "48", "--per_device_train_batch_size", "4",
-            "--logging_steps", "1", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path / output),
-            *more,
+            "--logging_steps", "1", "--use_cpu", "--disable_tqdm", "true", "--report", "false", "--output_dir",
+            str(tmp_path / output), *more,
         ]  # fmt: skip
 
     return build
@@ -73,6 +77,7 @@ def test_everything_runs_and_the_checkpoint_predicts_what_was_written(command, t
     splits = {"train": pairs(32, _shares_words), "validation": pairs(6, _shares_words, seed=1)}
     splits["test"] = pairs(5, _shares_words, seed=2)
     argv = command(model_type, splits, *ALL, "--max_train_samples", "20", "--max_predict_samples", "4")
+    argv += ["--report", "true", "--token", "SECRET"]
     metrics = glue.main(argv)
     folder = tmp_path / "out"
     assert (metrics["train_samples"], metrics["eval_samples"], metrics["predict_samples"]) == (20, 6, 4)
@@ -99,6 +104,36 @@ def test_everything_runs_and_the_checkpoint_predicts_what_was_written(command, t
     assert metrics["predict_accuracy"] == pytest.approx(np.mean(right))
     targets = torch.tensor([model.config.label2id[row["label"]] for row in rows])
     assert metrics["predict_loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-4)
+
+    page = read_page(folder / "report.html")
+    assert page.problems == []
+    assert "SECRET" not in page.html
+    assert {name: float(value) for name, (value,) in page.tables["Metrics of this run"].items()} == metrics
+    truth = {"validation": splits["validation"], "test": rows}
+    trained = [row["label"] for row in splits["train"][:20]]
+    majority = max(sorted(set(trained)), key=trained.count)
+    ids = [model.config.label2id[label] for label in trained]
+    for split, prefix in (("validation", "eval"), ("test", "predict")):
+        table = page.tables[f"Scores on the {split} split, {len(truth[split])} examples"]
+        assert list(table) == ["this model", f"majority class ({majority})", "stratified guess"]
+        assert float(table["this model"][0]) == metrics[f"{prefix}_accuracy"]
+        labels = np.array([model.config.label2id[row["label"]] for row in truth[split]])
+        share = np.mean(labels == model.config.label2id[majority])
+        assert float(table[f"majority class ({majority})"][0]) == pytest.approx(share)
+        guesses = [np.mean(guess_labels(ids, len(labels), seed) == labels) for seed in range(10)]
+        assert float(table["stratified guess"][0]) == pytest.approx(np.mean(guesses))
+    confusions = page.tables["Labels and predictions on the test split"]
+    for label, counts in confusions.items():
+        expected = [sum(row["label"] == label and name == other for row, name in zip(rows, names, strict=True))
+                    for other in confusions]  # fmt: skip
+        assert [int(count) for count in counts] == expected
+    shown = {sample["sentence1"]: sample for sample in page.samples}
+    assert len(shown) == len(rows)
+    for row, name, chances in zip(rows, names, logits.softmax(1), strict=True):
+        sample = shown[row["sentence1"]]
+        assert (sample["sentence2"], sample["label"]) == (row["sentence2"], row["label"])
+        assert sample["prediction"] == f"{name}, {chances.max().item():.0%} sure"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("model_type", CLASSIFIERS)
@@ -136,8 +171,15 @@ def test_mnli_is_scored_on_both_splits(command, tmp_path):
     make = lambda count, seed: pairs(count, lambda number, _: names[number % 3], seed, columns)  # noqa: E731
     splits = {"train": make(12, 0), "validation": make(6, 1), "validation_mismatched": make(9, 2)}
     splits |= {"test": make(3, 3), "test_mismatched": [row | {"label": -1} for row in make(4, 4)]}
-    metrics = glue.main(command("bert", splits, *ALL, "--task_name", "mnli"))
+    metrics = glue.main(command("bert", splits, *ALL, "--task_name", "mnli", "--report", "true"))
     folder = tmp_path / "out"
+    page = read_page(folder / "report.html")
+    assert page.problems == []
+    for split, name in (("validation", "eval_accuracy"), ("validation, mismatched", "eval_accuracy_mm")):
+        table = page.tables[f"Scores on the {split} split, {6 if split == 'validation' else 9} examples"]
+        assert float(table["this model"][0]) == metrics[name]
+        assert float(table["majority class (entailment)"][0]) == pytest.approx(1 / 3)
+    assert not any("test, mismatched" in caption for caption in page.tables)  # that split has no labels
     results = _read(folder / "eval_results.json")
     assert (results["eval_samples"], results["eval_samples_mm"]) == (6, 9)
     assert {"eval_accuracy", "eval_loss", "eval_accuracy_mm", "eval_loss_mm"} <= set(results)
@@ -158,7 +200,15 @@ def test_mnli_is_scored_on_both_splits(command, tmp_path):
 def test_numbers_are_regressed(command, tmp_path, task, expected):
     make = lambda count, seed: pairs(count, lambda number, _: number % 11 / 2, seed)  # noqa: E731
     splits = {"train": make(24, 0), "validation": make(12, 1), "test": make(3, 2)}
-    metrics = glue.main(command("spade", splits, *ALL, *task))
+    metrics = glue.main(command("spade", splits, *ALL, *task, "--report", "true"))
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    baseline = page.tables["Scores on the validation split, 12 examples"]["mean"]
+    labels = [row["label"] for row in splits["validation"]]
+    mean = np.mean([row["label"] for row in splits["train"]])
+    assert baseline == ["nan"] * 3 if task else float(baseline[0]) == pytest.approx(np.mean((labels - mean) ** 2))
+    errors = [sample["prediction"] for sample in page.samples]
+    assert len(errors) == 3
     assert expected <= set(metrics)
     assert "eval_accuracy" not in metrics
     config = _read(tmp_path / "out" / "config.json")
@@ -463,3 +513,31 @@ def test_a_checkpoints_positions_are_checked_before_the_data(command, tmp_path, 
     argv[position : position + 4] = ["--model_name_or_path", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"--max_seq_length must be at most the model's 64 .*; got 80"):
         glue.main(argv)
+
+
+# ---- the report ----
+
+
+def test_confusions_are_counted_by_label_and_prediction():
+    outputs = types.SimpleNamespace(label_ids=np.array([0, 0, 0, 1, 2]), predictions=np.eye(3)[[0, 1, 1, 1, 0]])
+    (table,) = glue._confusions(Labels(("a", "b", "c")), {"test": outputs}).tables
+    assert table.rows == [("a", [1, 2, 0]), ("b", [0, 1, 0]), ("c", [1, 0, 0])]
+
+
+def test_of_many_labels_the_most_frequent_confusions_are_listed():
+    labels = Labels(tuple(f"label {number}" for number in range(20)))
+    wrong = types.SimpleNamespace(
+        label_ids=np.array([3, 3, 5, 7]), predictions=(np.eye(20)[[4, 4, 6, 7]], "hidden states")
+    )
+    (table,) = glue._confusions(labels, {"validation": wrong}).tables
+    assert table.rows == [("label 3", ["label 4", 2]), ("label 5", ["label 6", 1])]
+
+
+def test_a_split_without_labels_is_shown_without_verdicts(command, tmp_path):
+    splits = {"train": pairs(8, _alternating), "test": [row | {"label": -1} for row in pairs(6, _alternating, seed=1)]}
+    argv = command("bert", splits, "--do_train", "--do_predict", "--max_steps", "1", "--report", "true")
+    glue.main(argv)
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    assert "No split with labels was scored." in page.text
+    assert [set(sample) for sample in page.samples] == [{"sentence1", "sentence2", "prediction"}] * 5

@@ -21,6 +21,7 @@ from hf_hybrid.training.output_folder import check_resumed_model, clear_output_f
 from hf_hybrid.training.trainer import SummarizationTrainer
 from tests.tolerances import assert_close
 from tests.training.conftest import MODELS, T5
+from tests.training.pages import read_page
 
 ROOT = Path(hf_hybrid.__file__).parent.parent
 STEPS = ("--do_train", "--do_eval", "--max_steps", "6", "--save_steps", "2")
@@ -183,7 +184,13 @@ def test_any_file_makes_a_folder_used(arguments, tmp_path):
 
 def test_a_finished_run_keeps_its_results_when_it_is_resumed(arguments, used, caplog):
     before = _read(used / "train_results.json")
-    metrics = summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
+    resumed = [*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto", "--report", "true"]
+    metrics = summarization.main(resumed)
+    page = read_page(used / "report.html")
+    assert page.problems == []
+    assert page.facts["training"] == "finished before this run, which took no step"
+    assert "A run that evaluated, finished on" in page.text
+    assert "Curves" in page.headings
     assert "has had 6 of 6 steps: nothing is left to train" in caplog.text
     assert _read(used / "train_results.json") == before
     assert before.items() <= _read(used / "all_results.json").items()
@@ -192,10 +199,10 @@ def test_a_finished_run_keeps_its_results_when_it_is_resumed(arguments, used, ca
     weights, last = (load_file(folder / "model.safetensors") for folder in (used, used / "checkpoint-6"))
     for name, tensor in last.items():
         assert_close(weights[name], tensor, "exact")
-    further = summarization.main(
-        [*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto", "--max_steps", "8"]
-    )
+    further = summarization.main([*resumed, "--max_steps", "8"])
     assert further["train_runtime"] != before["train_runtime"]
+    page = read_page(used / "report.html")
+    assert (page.facts["resumed at step"], page.facts["steps taken"], page.facts["steps"]) == ("6", "2", "8")
 
 
 def test_permission_starts_anew_and_clears_old_checkpoints(arguments, used, caplog):

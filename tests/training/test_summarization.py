@@ -1,14 +1,17 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PegasusConfig
 
 from hf_hybrid.training import common, summarization
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from tests.training.conftest import MODELS, NO_DROPOUT
+from tests.training.pages import read_page
 
 
 def _read(path):
@@ -26,7 +29,7 @@ def runs(arguments, tmp_path_factory):
             argv = arguments(
                 model_type, folder, "--do_train", "--do_eval", "--do_predict", "--predict_with_generate",
                 "--max_steps", "2", "--max_train_samples", "20", "--max_eval_samples", "4",
-                "--max_predict_samples", "3",
+                "--max_predict_samples", "3", "--report", "true",
             )  # fmt: skip
             done[model_type] = folder, summarization.main(argv)
         return done[model_type]
@@ -52,6 +55,44 @@ def test_everything_runs_and_writes_the_files_of_the_example_script(runs, model_
     assert _read(folder / "trainer_state.json")["global_step"] == 2
     assert "summarization" in (folder / "README.md").read_text(encoding="utf-8")
     assert (folder / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_report_shows_the_scores_beside_those_of_baselines_and_what_was_generated(runs, data, model_type):
+    folder, metrics = runs(model_type)
+    page = read_page(folder / "report.html")
+    assert page.problems == []
+    assert page.headings[0] == f"Summarization: {model_type}"
+    assert {name: float(value) for name, (value,) in page.tables["Metrics of this run"].items()} == metrics
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    rows = {
+        split: [json.loads(line) for line in data[split].read_text(encoding="utf-8").splitlines()]
+        for split in ("train", "validation", "test")
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scorer = RougeScorer(["rouge1"], use_stemmer=True)
+    words = round(np.median([len(row["summary"].split()) for row in rows["train"]]))
+    for split, prefix, count in (("validation", "eval", 4), ("test", "predict", 3)):
+        table = page.tables[f"ROUGE on the {split} split, {count} documents, in percent"]
+        own = [metrics[f"{prefix}_{name}"] for name in ("rouge1", "rouge2", "rougeL", "rougeLsum")]
+        assert [float(value) for value in table["this model"]] == own
+        documents = [row["document"] for row in rows[split][:count]]
+        ids = tokenizer(text_target=[row["summary"] for row in rows[split][:count]], max_length=8, truncation=True)
+        references = tokenizer.batch_decode(ids["input_ids"], skip_special_tokens=True)
+        plain = {
+            "first sentence of the document": documents,  # no second one: a sentence begins with a capital
+            "lead baseline": [" ".join(document.split()[:words]) for document in documents],
+        }
+        for name, texts in plain.items():
+            scores = [scorer.score(*pair)["rouge1"].fmeasure for pair in zip(references, texts, strict=True)]
+            assert float(table[name][0]) == pytest.approx(100 * np.mean(scores), abs=1e-4), name
+        assert 0 <= float(table["random training summary"][0]) <= 100
+    lines = (folder / "generated_predictions.txt").read_text(encoding="utf-8").splitlines()
+    shown = [sample["generated"].replace("(empty)", "") for sample in page.samples]
+    assert shown == [line.replace("\\n", "\n") for line in lines]
+    assert [sample["document"] for sample in page.samples] == [row["document"] for row in rows["test"][:3]]
+    assert [sample["reference"] for sample in page.samples] == [reference.strip() for reference in references]
+    assert (int(page.facts["steps taken"]), page.facts["train split"]) == (2, "20 documents")
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -96,12 +137,19 @@ def test_a_checkpoint_is_trained_on_and_its_embedding_grows_with_the_tokenizer(r
 def test_only_predicting_uses_the_checkpoint_as_it_is(runs, arguments, tmp_path):
     folder, metrics = runs("spade")
     argv = arguments(
-        "spade", tmp_path / "out", "--do_predict", "--predict_with_generate", "--max_predict_samples", "3"
-    )
+        "spade", tmp_path / "out", "--do_predict", "--predict_with_generate", "--max_predict_samples", "3",
+        "--report", "true",
+    )  # fmt: skip
     again = summarization.main([*argv[4:], "--model_name_or_path", str(folder)])
     assert again["predict_loss"] == pytest.approx(metrics["predict_loss"], rel=1e-5)
     assert again["predict_rouge1"] == metrics["predict_rouge1"]
     assert "train_loss" not in again
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    assert "random training summary" not in page.text
+    assert "Nothing was trained in this run: no curves." in page.text
+    assert not (tmp_path / "out" / "curves.png").exists()
+    assert "steps taken" not in page.facts
     expected = (folder / "generated_predictions.txt").read_text(encoding="utf-8")
     assert (tmp_path / "out" / "generated_predictions.txt").read_text(encoding="utf-8") == expected
 

@@ -16,12 +16,24 @@ from transformers import HfArgumentParser
 
 from hf_hybrid.suggestions import did_you_mean
 
-__all__ = ["one_line", "parse_arguments", "run_command_line", "translate_removed_flags"]
+__all__ = [
+    "CONFIG_ERRORS",
+    "explain_config_error",
+    "one_line",
+    "parse_arguments",
+    "run_command_line",
+    "translate_removed_flags",
+]
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
+CONFIG_ERRORS = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
+    StrictDataclassError,
+)
+"""What reading a config.json raises that is no configuration: no JSON, nested too deeply, or of wrong values."""
 
 
 def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -212,6 +224,15 @@ def one_line(error: BaseException) -> str:
     while isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
     return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def explain_config_error(error: BaseException) -> str:
+    """Say what is wrong with a config.json on one line, where the error itself speaks of Python."""
+    if isinstance(error, RecursionError):
+        return "config.json is nested too deeply."
+    if isinstance(error, (TypeError, KeyError, AttributeError)) and not isinstance(error, StrictDataclassError):
+        return f"config.json must be an object of configuration fields, each of its type: {one_line(error)}"
+    return one_line(error)
 
 
 def _raised_in_package(error: BaseException) -> bool:

@@ -129,13 +129,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             results = _evaluate(trainer, examples[split], texts[split], prefix)
             save_and_log(trainer, prefix, results)
             metrics |= results
-    publish(
-        trainer,
-        model_args,
-        task="text-generation",
-        dataset=data_args.dataset_name,
-        dataset_args=data_args.dataset_config_name,
-    )
+    publish(trainer, model_args, data_args, task="text-generation", metrics=metrics, argv=argv)
     return metrics
 
 

@@ -50,9 +50,7 @@ def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None 
     Raises:
         ValueError: A flag is unknown (with the closest known one) or its value cannot be used.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
-        arguments = _read_arguments_file(Path(arguments[0]))
+    arguments = read_arguments(argv)
     parser = _Parser(list(dataclass_types), allow_abbrev=False)  # type: ignore[arg-type]
     arguments = translate_removed_flags(arguments, known=parser.flags)
     namespace, unknown = parser.parse_known_args(arguments)
@@ -69,6 +67,18 @@ def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None 
         except ValueError as error:  # told apart from failures inside libraries by where it is raised
             raise ValueError(str(error)) from error
     return tuple(parsed)
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
+    """The arguments of a command line; those in the file where one that ends in .json, .yaml or .yml is all there is.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
+        return _read_arguments_file(Path(arguments[0]))
+    return arguments
 
 
 class _Parser(HfArgumentParser):

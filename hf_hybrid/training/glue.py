@@ -159,13 +159,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         metrics |= results
     if training_args.do_predict:
         metrics |= _predict(trainer, {name: datasets[name] for name in _both(datasets, "test")}, labels, data_args)
-    publish(
-        trainer,
-        model_args,
-        task="text-classification",
-        dataset=data_args.dataset_name,
-        dataset_args=data_args.dataset_config_name,
-    )
+    publish(trainer, model_args, data_args, task="text-classification", metrics=metrics, argv=argv)
     return metrics
 
 

@@ -147,13 +147,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         save_and_log(trainer, "eval", results)
     if training_args.do_predict:
         metrics |= _predict(trainer, datasets["test"], tokenizer)
-    publish(
-        trainer,
-        model_args,
-        task="summarization",
-        dataset=data_args.dataset_name,
-        dataset_args=data_args.dataset_config_name,
-    )
+    publish(trainer, model_args, data_args, task="summarization", metrics=metrics, argv=argv)
     return metrics
 
 

@@ -37,7 +37,7 @@ class LoopbackHub:
         self.requests: list[tuple[str, str, str | None]] = []
         self.private: set[str] = set()
         self.failing: dict[str, str] = {}
-        """By id, what becomes of all large files but the first: ``"error"`` (500) or ``"drop"`` (the line goes dead)."""
+        """By id, what becomes of large files but the first: ``"error"`` (500), ``"drop"`` (the line goes dead)."""
         self.objects: dict[tuple[str, str], bytes] = {}
         self.first: dict[str, str] = {}
         self.cards: list[dict] = []

@@ -1,6 +1,5 @@
 """The model card of a run: README.md in the output folder, which is what the Hub shows of the model."""
 
-import json
 import logging
 import math
 import re
@@ -18,9 +17,9 @@ from transformers.modelcard import (
     make_markdown_table,
     parse_log_history,
 )
-from transformers.models.auto import modeling_auto
 
 from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.models.hub import loading_lines
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.data_arguments import DataArguments
 from hf_hybrid.version import __version__
@@ -199,31 +198,10 @@ def _introduction(model: PreTrainedModel, base: str | None, data_args: DataArgum
 
 
 def _loading(model: PreTrainedModel, trainer: Trainer) -> str:
-    auto_class = _auto_class(model)
-    where = trainer.args.hub_model_id if trainer.args.push_to_hub else None
-    place = json.dumps(where or trainer.hub_model_id or str(trainer.args.output_dir), ensure_ascii=False)
-    lines = [
-        f"from transformers import {auto_class}, AutoTokenizer",
-        "",
-        f"model = {auto_class}.from_pretrained({place})",
-        f"tokenizer = AutoTokenizer.from_pretrained({place})",
-    ]
-    if model.config.model_type in ARCHITECTURES:
-        lines.insert(0, "import hf_hybrid  # registers the architecture with transformers' Auto classes")
-    return "## Load it\n\n```python\n" + "\n".join(lines) + "\n```"
-
-
-def _auto_class(model: PreTrainedModel) -> str:
-    """The Auto class that loads a model: ours by our table, others by transformers'."""
-    own = ARCHITECTURES.get(model.config.model_type, (None, {}))[1]
-    names = [name for name, model_class in own.items() if model_class is type(model)]
-    tables = {
-        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }
-    names += [name for name, table in tables.items() if type(model).__name__ in table.values()]
-    return names[0] if names else "AutoModel"
+    place = trainer.args.hub_model_id if trainer.args.push_to_hub else None
+    place = place or trainer.hub_model_id or str(trainer.args.output_dir)
+    lines = loading_lines(model, place, own=model.config.model_type in ARCHITECTURES)
+    return f"## Load it\n\n```python\n{lines}\n```\n\nIts tokenizer lies beside it, for `AutoTokenizer`."
 
 
 def _architecture(model: PreTrainedModel) -> str:

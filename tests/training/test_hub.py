@@ -187,7 +187,7 @@ def check_card(text, metrics, model_type, auto_class, name):
     assert re.search(r"^\| `hidden_size` +\| `32` ", text, re.MULTILINE)
     loading = text.split("## Load it")[1].split("```")[1]
     assert loading.startswith("python\nimport hf_hybrid")
-    assert f'{auto_class}.from_pretrained("{name}")' in loading
+    assert f"{auto_class}.from_pretrained('{name}')" in loading
     assert f"--hub_model_id {name}" in text
     assert "--hub_token ..." in text
 

@@ -1,14 +1,95 @@
 """The rules that fields of several configurations share; every error names the field, its value and the rule."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from transformers import PreTrainedConfig
+import transformers
+from packaging.version import InvalidVersion, Version
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from hf_hybrid.suggestions import did_you_mean
 
+logger = logging.get_logger(__name__)
+
 RELATIVE_ATTENTION_INITS = ("normal", "recency")
+# fields of every config that transformers sets when it loads or saves one, or did in earlier releases
+TRANSFORMERS_FIELDS = frozenset(
+    (
+        *(
+            "model_type",
+            "name_or_path",
+            "attn_implementation",
+            "experts_implementation",
+            "auto_map",
+            "tokenizer_class",
+        ),
+        *("quantization_config", "transformers_weights", "custom_pipelines", "task_specific_params", "prefix"),
+        *("add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "tie_word_embeddings"),
+        *("tie_last_hidden_states", "is_decoder", "finetuning_task", "pruned_heads", "gradient_checkpointing"),
+        *("torchscript", "use_bfloat16", "tf_legacy_loss", "pad_token_id", "bos_token_id", "eos_token_id"),
+        *("sep_token_id", "mask_token_id", "decoder_start_token_id", "output_past", "n_positions"),
+        # of BART's checkpoints
+        *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings", "normalize_before"),
+        *("normalize_embedding", "static_position_embeddings", "force_bos_token_to_be_generated"),
+    )
+)
+
+
+@functools.cache
+def known_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Names that a config class takes: its fields and their aliases, and what transformers keeps in every config."""
+    of_every_config = {name for name in dir(PreTrainedConfig) if isinstance(getattr(PreTrainedConfig, name), property)}
+    return frozenset(
+        (
+            *(field.name for field in dataclasses.fields(config_class)),
+            *config_class.attribute_map,
+            *vars(config_class()),  # T5 and BART have fields that are no dataclass fields
+            *of_every_config,
+            *GenerationConfig._get_default_generation_params(),
+            *TRANSFORMERS_FIELDS,
+        )
+    )
+
+
+def check_unknown_fields(config: PreTrainedConfig, values: Mapping[str, Any]):
+    """Warn, once, of each name that is no field of the configuration: a misspelt one would change nothing, silently.
+
+    A file that a newer transformers has written may hold fields of its, so that in such a file only a name that
+    resembles a field counts as misspelt.
+
+    Args:
+        config: The configuration.
+        values: What it was given beside its dataclass fields.
+
+    Raises:
+        ValueError: A value is given for what the configuration computes.
+    """
+    values = {name: value for name, value in values.items() if not name.startswith("_")}
+    known = known_fields(type(config)) if values else frozenset()
+    options = sorted(name for name in known if not name.startswith("_"))
+    for name, value in values.items():
+        own = getattr(type(config), name, None)
+        if isinstance(own, property) and own.fset is None:
+            raise ValueError(f"{name} must be left out, for it follows from the other fields; got {value!r}")
+        hint = did_you_mean(name, options)
+        if name not in known and (hint or not _is_newer(config.transformers_version)):
+            logger.warning_once(
+                f"{type(config).__name__} (model type {config.model_type}) has no field {name!r}.{hint} It is kept in "
+                "the configuration, where no model reads it."
+            )
+
+
+def _is_newer(version: str | None) -> bool:
+    """Whether this is a release of transformers after the one that runs."""
+    try:
+        return version is not None and Version(version) > Version(transformers.__version__)
+    except InvalidVersion:
+        return False
 
 
 def check_positive_integers(config: PreTrainedConfig, fields: Iterable[str]):

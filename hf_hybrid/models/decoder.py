@@ -269,7 +269,7 @@ class LocalAttention(nn.Module):
         if bias_table is not None:
             queries = torch.arange(length, device=query.device)[:, None] + query_start
             keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
-            bias = self._scaled(bias_table(keys - queries))[None]
+            bias = self._scaled(bias_table(keys - queries), query.device)[None]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, probabilities = attend(
             self,
@@ -286,8 +286,9 @@ class LocalAttention(nn.Module):
             output = output.masked_fill(~sees.transpose(1, 2), 0)
         return output.flatten(2), probabilities
 
-    def _scaled(self, bias: torch.Tensor) -> torch.Tensor:
-        """Biases `(H, ...)`, scaled like the scores that they are added to."""
+    def _scaled(self, bias: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Biases `(H, ...)`, scaled like the scores that they are added to, and on their device."""
+        bias = bias.to(device)  # a table that layers share may lie on another than theirs
         if self.score_scale is None:
             return bias
         return bias * self.score_scale.abs().view(-1, *[1] * (bias.dim() - 1)).to(bias.dtype)
@@ -315,7 +316,7 @@ class LocalAttention(nn.Module):
             value,
             query_start=query_start,
             key_start=key_start,
-            bias=None if bias_table is None else self._scaled(bias_table(reach=reach)),
+            bias=None if bias_table is None else self._scaled(bias_table(reach=reach), query.device),
             radius=radius,
             chunk_size=chunk_size,
             include_self=self.include_self,
@@ -337,7 +338,7 @@ class LocalAttention(nn.Module):
         reach = self.config.local_radius if window else self.config.chunk_size - 1
         reach = min(reach, max(length - 1, 0))
         offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
-        bias = None if bias_table is None else self._scaled(bias_table(offsets))
+        bias = None if bias_table is None else self._scaled(bias_table(offsets), query.device)
         if not self.include_self:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = query.new_zeros(query.shape[2], len(offsets), dtype=wide) if bias is None else bias.to(wide)

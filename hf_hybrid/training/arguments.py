@@ -234,6 +234,10 @@ class RunArguments:
             raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
         super().__post_init__()  # type: ignore[misc]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the token out of training_args.bin, which lies beside the model and is pushed with it."""
+        return self.__dict__ | {"hub_token": None}
+
 
 @dataclass
 class ScriptTrainingArguments(RunArguments, TrainingArguments):

@@ -150,13 +150,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             save_and_log(trainer, prefix, results)
             metrics |= results
     guarded(REPORT_FILE, lambda: _report(trainer, model_args, data_args, argv, examples, texts, metrics))
-    publish(
-        trainer,
-        model_args,
-        task="text-generation",
-        dataset=data_args.dataset_name,
-        dataset_args=data_args.dataset_config_name,
-    )
+    publish(trainer, model_args, data_args, task="text-generation", metrics=metrics, argv=argv)
     return metrics
 
 

@@ -16,12 +16,24 @@ from transformers import HfArgumentParser
 
 from hf_hybrid.suggestions import did_you_mean
 
-__all__ = ["one_line", "parse_arguments", "run_command_line", "translate_removed_flags"]
+__all__ = [
+    "CONFIG_ERRORS",
+    "explain_config_error",
+    "one_line",
+    "parse_arguments",
+    "run_command_line",
+    "translate_removed_flags",
+]
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
+CONFIG_ERRORS = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
+    StrictDataclassError,
+)
+"""What reading a config.json raises that is no configuration: no JSON, nested too deeply, or of wrong values."""
 
 
 def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -38,9 +50,7 @@ def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None 
     Raises:
         ValueError: A flag is unknown (with the closest known one) or its value cannot be used.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
-        arguments = _read_arguments_file(Path(arguments[0]))
+    arguments = read_arguments(argv)
     parser = _Parser(list(dataclass_types), allow_abbrev=False)  # type: ignore[arg-type]
     arguments = translate_removed_flags(arguments, known=parser.flags)
     namespace, unknown = parser.parse_known_args(arguments)
@@ -57,6 +67,18 @@ def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None 
         except ValueError as error:  # told apart from failures inside libraries by where it is raised
             raise ValueError(str(error)) from error
     return tuple(parsed)
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
+    """The arguments of a command line; those in the file where one that ends in .json, .yaml or .yml is all there is.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
+        return _read_arguments_file(Path(arguments[0]))
+    return arguments
 
 
 class _Parser(HfArgumentParser):
@@ -212,6 +234,15 @@ def one_line(error: BaseException) -> str:
     while isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
     return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def explain_config_error(error: BaseException) -> str:
+    """Say what is wrong with a config.json on one line, where the error itself speaks of Python."""
+    if isinstance(error, RecursionError):
+        return "config.json is nested too deeply."
+    if isinstance(error, (TypeError, KeyError, AttributeError)) and not isinstance(error, StrictDataclassError):
+        return f"config.json must be an object of configuration fields, each of its type: {one_line(error)}"
+    return one_line(error)
 
 
 def _raised_in_package(error: BaseException) -> bool:

@@ -13,7 +13,10 @@ from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from hf_hybrid.data.loading import embedded_name, load_raw_datasets
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.command_line import read_arguments
 from hf_hybrid.training.data_arguments import SPLITS, DataArguments
+from hf_hybrid.training.hub import check_hub_access, push
+from hf_hybrid.training.model_card import write_model_card
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
 from hf_hybrid.training.trainer import stop_gently
 
@@ -52,9 +55,11 @@ def prepare_run(
 
     Raises:
         ValueError: The output folder holds another run and there is no permission to write into it, or what this
-            run is made from, or there is nothing to resume from.
+            run is made from, or there is nothing to resume from, or the Hub would not take what is to be pushed.
     """
     _show_log(training_args)
+    if training_args.process_index == 0:
+        check_hub_access(training_args, model_args.token)
     resume_from = None
     if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
         resume_from = find_resume_checkpoint(training_args)
@@ -216,13 +221,13 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last step is there to resume from.
     """
     if resume_from is not None and _is_finished(trainer, resume_from):
-        trainer.save_model()
+        trainer.save_model(_internal_call=True)  # not pushed yet: without results and card
         trainer.save_state()
         path = Path(str(trainer.args.output_dir), "train_results.json")
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     with stop_gently(trainer):
         result = trainer.train(resume_from_checkpoint=resume_from)
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # not pushed yet: without results and card
     metrics: dict[str, float] = dict(result.metrics)
     if isinstance(trainer.train_dataset, Sized):  # and not a stream
         metrics["train_samples"] = len(trainer.train_dataset)
@@ -258,19 +263,30 @@ def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> Non
 
 
 def publish(
-    trainer: Trainer, model_args: ModelArguments, *, task: str, dataset: str | None, dataset_args: str | None
+    trainer: Trainer,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    *,
+    task: str,
+    metrics: Mapping[str, float],
+    argv: Sequence[str] | None,
 ) -> None:
-    """Push to the Hub if asked to; otherwise write the model card beside a trained model."""
-    kwargs: dict[str, Any] = {"tasks": task, "tags": [task]}
-    if model_args.model_name_or_path is not None and not Path(model_args.model_name_or_path).exists():
-        kwargs["finetuned_from"] = model_args.model_name_or_path
-    if dataset is not None:
-        kwargs["dataset"] = f"{dataset} {dataset_args}" if dataset_args else dataset
-        if ":" not in dataset and not Path(dataset).exists():  # a Hub dataset: name it in the card's metadata
-            kwargs["dataset_tags"] = dataset
-            if dataset_args:
-                kwargs["dataset_args"] = dataset_args
+    """Write the model card beside a trained model, and push all of it to the Hub if asked to.
+
+    A run that only evaluates writes no card: the model is another run's, and so is what is to be said of it.
+
+    Args:
+        trainer: The trainer, after its work.
+        model_args: The model arguments.
+        data_args: The data arguments.
+        task: The Hub's name of the task.
+        metrics: Everything that was measured.
+        argv: The command line as the script was given it.
+
+    Raises:
+        ValueError: It could not be pushed.
+    """
+    if trainer.args.do_train:
+        write_model_card(trainer, model_args, data_args, task=task, metrics=metrics, arguments=read_arguments(argv))
     if trainer.args.push_to_hub:
-        trainer.push_to_hub(**kwargs)
-    elif trainer.args.do_train:
-        trainer.create_model_card(**kwargs)
+        push(trainer)

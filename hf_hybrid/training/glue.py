@@ -183,13 +183,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         REPORT_FILE,
         lambda: _report(trainer, model_args, data_args, argv, splits, columns, datasets, labels, evaluated, metrics),
     )
-    publish(
-        trainer,
-        model_args,
-        task="text-classification",
-        dataset=data_args.dataset_name,
-        dataset_args=data_args.dataset_config_name,
-    )
+    publish(trainer, model_args, data_args, task="text-classification", metrics=metrics, argv=argv)
     return metrics
 
 

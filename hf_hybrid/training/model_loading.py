@@ -26,7 +26,7 @@ from hf_hybrid.data.tokenizer import byte_tokenizer, train_tokenizer
 from hf_hybrid.models.spade.conversion_spade import config_from_t5
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
-from hf_hybrid.training.command_line import one_line
+from hf_hybrid.training.command_line import CONFIG_ERRORS, explain_config_error, one_line
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import DataArguments
 from hf_hybrid.training.output_folder import WEIGHTS_FILES, complete_checkpoints
@@ -90,8 +90,10 @@ def load_config(
         _check_checkpoint_folder(flag, name, [("config.json",)])
     try:
         config = AutoConfig.from_pretrained(name, **_hub_arguments(model_args))
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"--{flag} {name}: no configuration could be loaded. {one_line(error)}") from error
+    except CONFIG_ERRORS as error:
+        raise ValueError(
+            f"--{flag} {name}: no configuration could be loaded. {explain_config_error(error)}"
+        ) from error
     if model_args.init_from is not None:
         return _config_from_source(model_args, auto_class, config)
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})

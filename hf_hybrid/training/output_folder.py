@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, TrainingArguments
 
-from hf_hybrid.training.command_line import one_line
+from hf_hybrid.training.command_line import CONFIG_ERRORS, explain_config_error
 
 __all__ = [
     "CURVES_FILE",
@@ -133,8 +132,10 @@ def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, ne
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["model_type"] == config.model_type:
             saved = type(config).from_dict(saved).to_dict()
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        message = f"--resume_from_checkpoint {resume_from}: its config.json cannot be read. {one_line(error)}"
+    except CONFIG_ERRORS as error:
+        message = (
+            f"--resume_from_checkpoint {resume_from}: its config.json cannot be read. {explain_config_error(error)}"
+        )
         raise ValueError(message) from error
     skipped = _NOT_COMPARED if new else _NOT_COMPARED | _RESIZED
     before, now = (_settings(values, skipped) for values in (saved, config.to_dict()))

@@ -163,13 +163,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         REPORT_FILE,
         lambda: _report(trainer, model_args, data_args, argv, splits, columns, datasets, evaluated, metrics),
     )
-    publish(
-        trainer,
-        model_args,
-        task="summarization",
-        dataset=data_args.dataset_name,
-        dataset_args=data_args.dataset_config_name,
-    )
+    publish(trainer, model_args, data_args, task="summarization", metrics=metrics, argv=argv)
     return metrics
 
 

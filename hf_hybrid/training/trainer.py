@@ -5,6 +5,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,9 @@ from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.training.hub import reason
 from hf_hybrid.training.measuring import MeasuringMixin
+from hf_hybrid.training.model_card import CARD_FILE
 
 __all__ = [
     "CausalTrainer",
@@ -123,6 +126,25 @@ class TrainerMixin(MeasuringMixin):
             return grouped
         single = self.args.world_size <= 1  # type: ignore[attr-defined]
         return torch.utils.data.SequentialSampler(eval_dataset) if single else None
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository that ``--push_to_hub`` pushes to.
+
+        Raises:
+            ValueError: The Hub does not let the token's owner, or cannot be reached.
+        """
+        try:
+            super().init_hf_repo(token=token, private=private)  # type: ignore[misc]
+        except Exception as error:  # before the training, which would be for nothing
+            args: Any = self.args  # type: ignore[attr-defined]
+            name = args.hub_model_id or Path(args.output_dir).absolute().name
+            raise ValueError(f"--push_to_hub: {name} cannot be made on the Hub: {reason(error)}") from error
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write Trainer's own card where a trained model has none: it knows less than ours, and replaces any."""
+        run: Any = self.args  # type: ignore[attr-defined]
+        if run.do_train and not Path(run.output_dir, CARD_FILE).is_file():
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, with the state space parameters in a group of their own."""

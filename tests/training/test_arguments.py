@@ -186,6 +186,13 @@ def test_a_preset_is_a_start_for_other_fields(tmp_path):
         ('{"model_type": "t5", "num_layers": "two"}', "'num_layers' expected int, got str (value: 'two')"),
         ("{", "JSON"),
         ("[1]", "config"),
+        ("null", "config.json must be an object of configuration fields"),
+        ('{"model_type": "spade", "id2label": [1]}', "each of its type: 'list' object has no attribute 'items'"),
+        ('{"model_type": "spade", "layer_types": []}', "layer_types must be left out"),
+        ('{"model_type": "spade", "dtype": "flot32"}', "flot32"),
+        pytest.param(
+            '{"model_type": "spade", "dropout": ' + "[" * 50000 + "]" * 50000 + "}", "nested too deeply", id="nested"
+        ),
     ],
 )
 def test_a_checkpoint_with_a_broken_configuration_gives_one_line(base, tmp_path, capsys, content, message):

@@ -15,6 +15,7 @@ from ..config_checks import (
     check_probabilities,
     check_relative_attention,
     check_token_ids,
+    check_unknown_fields,
 )
 
 CONTEXT_FILTERS = ("s4", "unstructured")
@@ -215,6 +216,7 @@ class BstConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
+        check_unknown_fields(self, kwargs)
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(

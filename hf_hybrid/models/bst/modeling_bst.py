@@ -38,6 +38,7 @@ from ..decoder import (
 )
 from ..generation import StatefulGenerationMixin
 from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
+from ..hub import ModelCardMixin
 from .configuration_bst import BstConfig
 
 logger = logging.get_logger(__name__)
@@ -433,7 +434,7 @@ class BstLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
-class BstPreTrainedModel(PreTrainedModel):
+class BstPreTrainedModel(ModelCardMixin, PreTrainedModel):
     """Base of all Block-State Transformers: initialisation, and what transformers wants to know about them."""
 
     config: BstConfig

@@ -16,6 +16,7 @@ from ..config_checks import (
     check_positive_numbers,
     check_probabilities,
     check_token_ids,
+    check_unknown_fields,
 )
 
 ATTENTION_FNS = ("norm", "laplace", "laplace_feature")
@@ -321,6 +322,7 @@ class ChelaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
+        check_unknown_fields(self, kwargs)
         for field, default in {
             "final_norm": self.norm_position == "pre",
             "scale_embeddings": self.norm_position == "post",

@@ -41,6 +41,7 @@ from ..heads import (
     make_lm_head,
     pool,
 )
+from ..hub import ModelCardMixin
 from .configuration_chela import ChelaConfig
 
 logger = logging.get_logger(__name__)
@@ -264,7 +265,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask)
 
 
-class ChelaPreTrainedModel(PreTrainedModel):
+class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
     """Base of all CHELA models: initialisation, and what transformers wants to know about them."""
 
     config: ChelaConfig

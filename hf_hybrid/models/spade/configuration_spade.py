@@ -17,6 +17,7 @@ from ..config_checks import (
     check_probabilities,
     check_relative_attention,
     check_token_ids,
+    check_unknown_fields,
 )
 
 ATTENTION_TYPES = ("window", "chunk", "full", "none")
@@ -309,6 +310,7 @@ class SpadeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
+        check_unknown_fields(self, kwargs)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_hidden_layers
         self._spell_out_layers()

@@ -54,6 +54,7 @@ from ..heads import (
     make_embedding,
     make_lm_head,
 )
+from ..hub import ModelCardMixin
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 
@@ -166,9 +167,10 @@ class SpadeTokenMixer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        bias_table: RelativePositionBias | None,
         attention_mask: torch.Tensor | None,
         past_key_values: Cache | None,
+        *,
+        bias_table: RelativePositionBias | None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Mix the tokens of `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
@@ -278,9 +280,9 @@ class SpadeLayer(GradientCheckpointingLayer):
             self_cache = past_key_values.self_attention_cache
         mixed = self.mixer(
             self.mixer_norm(hidden_states) if self.pre_norm else hidden_states,
-            bias_table,
             attention_mask,
             self_cache,
+            bias_table=bias_table,
             **kwargs,
         )
         hidden_states = self._add(hidden_states, mixed, self.mixer_norm)
@@ -301,14 +303,14 @@ class SpadeLayer(GradientCheckpointingLayer):
         return total if self.pre_norm else norm(total)
 
 
-class SpadePreTrainedModel(PreTrainedModel):
+class SpadePreTrainedModel(ModelCardMixin, PreTrainedModel):
     """Base of all SPADE models: initialisation and what transformers wants to know about them."""
 
     config: SpadeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SpadeLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a table that layers share stays where it is
     _keep_in_fp32_modules_strict = ["ssm"]
     _supports_sdpa = True
     _can_record_outputs = {

@@ -10,7 +10,13 @@ from transformers import BartConfig, PreTrainedConfig, T5Config
 
 from hf_hybrid.suggestions import did_you_mean
 
-from ..config_checks import check_choices, check_positive_integers, check_positive_numbers
+from ..config_checks import (
+    check_choices,
+    check_positive_integers,
+    check_positive_numbers,
+    check_unknown_fields,
+    known_fields,
+)
 
 # mode -> what it adds to a layer: "states" of segments, "neurons" that make them
 MODES = {
@@ -52,6 +58,7 @@ class SegmentedCrossAttentionFields:
 
     def __post_init__(self, **kwargs):
         """Fill in the leak that the published code starts the parent with."""
+        check_unknown_fields(self, kwargs)
         if self.leak_init is None:
             self.leak_init = self.default_leak
         super().__post_init__(**kwargs)
@@ -110,6 +117,8 @@ class SegmentedCrossAttentionFields:
                 f"pretrained_model_name_or_path must hold a model of type {cls.model_type} or {cls.parent_model_type} "
                 f"for {cls.__name__}; got {model_type} in {pretrained_model_name_or_path}"
             )
+        if model_type == cls.parent_model_type:
+            values = cls._of_parent(values)
         return cls.from_dict({**values, "model_type": cls.model_type}, **kwargs)
 
     @classmethod
@@ -131,10 +140,15 @@ class SegmentedCrossAttentionFields:
         for name in fields:
             if name not in known:
                 raise ValueError(f"{cls.__name__} adds no field {name!r}.{did_you_mean(name, known)}")
-        values = config.to_dict()
+        values = cls._of_parent(config.to_dict())
         for name in ("model_type", "architectures", "transformers_version"):
             values.pop(name, None)
         return cls.from_dict({**values, "attn_implementation": config._attn_implementation, **fields})
+
+    @classmethod
+    def _of_parent(cls, values: dict) -> dict:
+        """The fields of a parent's config that are any; old files hold others, which are no user's mistake here."""
+        return {name: value for name, value in values.items() if name in known_fields(cls)}
 
 
 _FIELDS_DOC = """

@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 
 from ...kernels import segment_recurrence, segment_step
+from ...kernels.dispatch import full_precision
 from .segments import Reading, SegmentCache, SegmentMemory, previous_slot
 
 NORM_FLOOR = 1e-6
@@ -42,6 +43,17 @@ class RAF(nn.Module):
         """Set leak and threshold to their initial values; the linear map is drawn as the parent's."""
         init.constant_(self.leak, self.initial[0])
         init.constant_(self.threshold, self.initial[1])
+
+    def forward(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The numbers as `segment_recurrence` takes them, on the device of `key`.
+
+        Made by calls of the modules that hold them, since weights that are offloaded are there only during a call. The
+        map of the identity is the transposed weight, exactly.
+        """
+        with full_precision(key.device):
+            identity = torch.eye(key.shape[-1], dtype=self.leak.dtype, device=key.device)
+            weight = self.linear(identity).T.contiguous()
+        return {"weight": weight, "leak": self.leak, "threshold": self.threshold.clamp_min(THRESHOLD_FLOOR)}
 
 
 class SegmentedCrossAttention:
@@ -177,13 +189,7 @@ class SegmentedCrossAttention:
         return SegmentMemory(key, value, mean_keys, mean_values, states, norm)
 
     def _states(self, key: torch.Tensor, value: torch.Tensor, visited: torch.Tensor | None) -> torch.Tensor:
-        neurons = {}
-        if self.config.has_neurons:
-            neurons = {
-                "weight": self.raf.linear.weight,
-                "leak": self.raf.leak,
-                "threshold": self.raf.threshold.clamp_min(THRESHOLD_FLOOR),
-            }
+        neurons = self.raf(key) if self.config.has_neurons else {}
         return segment_recurrence(
             key,
             value,

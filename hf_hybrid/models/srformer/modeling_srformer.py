@@ -19,11 +19,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from ..hub import ModelCardMixin
 from .cross_attention import RAF, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
-class SegmentedPreTrainedModel:
+class SegmentedPreTrainedModel(ModelCardMixin):
     """Mixin for a parent's models: initialises what SRformer adds."""
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):

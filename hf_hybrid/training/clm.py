@@ -321,7 +321,7 @@ def _compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {
         "loss": mean,
         "accuracy": right / count,
-        "perplexity": math.exp(mean) if mean < _LARGEST else math.inf,
+        "perplexity": math.inf if mean >= _LARGEST else math.exp(mean),
         "tokens": int(count),
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, TrainingArguments
 
-from hf_hybrid.training.checkpoints import MARKER, UNFINISHED, faults_on_disk
+from hf_hybrid.training.checkpoints import MARKER, UNFINISHED, faults_on_disk, was_cut_off
 from hf_hybrid.training.command_line import one_line
 
 __all__ = [
@@ -216,6 +216,8 @@ def check_output_folder(
             f"--resume_from_checkpoint {resume_from}: --output_dir also holds {', '.join(whole)}, which the run would "
             "overwrite; resume from the last one, or give --overwrite_output_dir"
         )
+    if getattr(training_args, "resume_from_checkpoint", None) == "auto":  # a run may be cut off in its first save
+        content = [name for name in content if _step(name) < 0 or not was_cut_off(folder / name)]
     if not permitted and not _is_resumed(folder, resume_from) and content:
         resume = "" if resume_from or not complete_checkpoints(folder) else "--resume_from_checkpoint auto to go on, "
         raise ValueError(
@@ -248,7 +250,8 @@ def clear_output_folder(
     """
     folder = Path(str(training_args.output_dir))
     permitted = getattr(training_args, "overwrite_output_dir", False)
-    if not permitted and not _is_resumed(folder, resume_from):
+    automatic = getattr(training_args, "resume_from_checkpoint", None) == "auto"
+    if not permitted and not automatic and not _is_resumed(folder, resume_from):
         return
     with training_args.main_process_first(local=False, desc="clear the output folder"):
         if training_args.process_index != 0:

@@ -33,6 +33,7 @@ UNFINISHED = "_incomplete"
 """Lies in a folder while a model or a checkpoint is saved into it. The Hub's uploads leave out such names."""
 _CHUNK = 1 << 22
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos")
 
 
 class CannotSave(RunFailed):
@@ -157,7 +158,7 @@ def _no_room(error: BaseException | None) -> str | None:
             number = int(match[1])
         if number in _NO_ROOM:
             return os.strerror(number)
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter failed writing" in str(error):
+        if isinstance(error, RuntimeError) and _TORCH.search(str(error)):
             return "the disk is full, or a limit is reached"
         error = error.__cause__ or error.__context__
     return None

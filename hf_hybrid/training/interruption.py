@@ -161,8 +161,10 @@ def stop_gently(trainer: Trainer) -> Iterator[None]:
             raise
         finally:
             trainer.remove_callback(watch)
-        (stopped,) = trainer.agreement.any(watch.signal is not None)  # type: ignore[attr-defined]
-    if stopped:
+        received = [watch.signal == signum for signum in _NAMES]
+        agreed = trainer.agreement.any(*received)  # type: ignore[attr-defined]
+    if any(agreed):
+        watch.signal = next(signum for signum, is_so in zip(_NAMES, agreed, strict=True) if is_so)
         raise _interrupt(watch, how_to_continue(trainer))
 
 

@@ -56,19 +56,19 @@ def _work(script, argv, log, events, *, slow=False, file_limit=None, environment
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment or {})
     torch.set_num_threads(1)
-    _report(events)
+    _report(events, file_limit)
     if slow:
         _save_slowly(events)
-    if file_limit is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     run_command_line(lambda: SCRIPTS[script].main(argv))
 
 
-def _report(events):
+def _report(events, file_limit):
     class Steps(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             events.send(("resumed", state.global_step))
+            if file_limit is not None:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
         def on_step_begin(self, args, state, control, **kwargs):
             events.send(("step", state.global_step))

@@ -77,8 +77,15 @@ class _Watch(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An epoch begins."""
+        """An epoch begins, whose data loader draws random numbers."""
         self._take_snapshot()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A step begins, with its batches at hand; a resumed run restores random numbers at the same two places."""
+        if self._snapshot.get("step") != state.global_step:
+            self._take_snapshot()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -90,17 +97,10 @@ class _Watch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """A step is done; if it was asked for, save and stop."""
-        self._take_snapshot()
         if self.trainer.must_stop:  # type: ignore[attr-defined]
             control.should_training_stop = True
             control.should_save = args.save_strategy != SaveStrategy.NO
         return control
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """An evaluation is done, which may have drawn random numbers."""
-        self._take_snapshot()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint is saved and whole."""
@@ -122,7 +122,7 @@ class _Watch(TrainerCallback):
         """Undo the first part of a step that was not finished."""
         snapshot, state = self._snapshot, self.trainer.state
         if snapshot.get("step") != state.global_step:
-            return  # another callback failed at the step's end: nothing was begun
+            return  # something failed at the end of a step, before another began
         random.setstate(snapshot["python"])
         np.random.set_state(snapshot["numpy"])
         torch.set_rng_state(snapshot["torch"])

@@ -1,4 +1,4 @@
-"""Training scripts in processes that can be killed: forked, in a moment, from a server that has imported everything."""
+"""Training scripts in processes that can be killed: forked at once from a server that has imported everything."""
 
 import contextlib
 import io
@@ -94,7 +94,11 @@ def _save_slowly(events):
             time.sleep(PAUSE)
             file.write(content[len(content) // 2 :])
 
-    save_checkpoint, save_tensors, save = trainer.TrainerMixin._save_checkpoint, modeling_utils.safe_save_file, torch.save
+    save_checkpoint, save_tensors, save = (
+        trainer.TrainerMixin._save_checkpoint,
+        modeling_utils.safe_save_file,
+        torch.save,
+    )
     mark, rotate = trainer.mark_complete, trainer.rotate_checkpoints
 
     def counted(self, *args, **kwargs):

@@ -35,7 +35,8 @@ def commands(arguments, data, tmp_path):
         return [
             "--model_type", "chela", "--config_overrides", CHELA, "--tokenizer_type", "bytes", "--train_file",
             str(texts), "--cache_dir", str(data["cache"]), "--block_size", "32", "--per_device_train_batch_size", "4",
-            "--logging_steps", "1", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path / folder), *steps,
+            "--logging_steps", "1", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path / folder),
+            *steps,
         ]  # fmt: skip
 
     return build

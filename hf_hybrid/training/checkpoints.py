@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
+from safetensors import SafetensorError
 
 from hf_hybrid.training.command_line import RunFailed
 
@@ -184,11 +185,16 @@ def explain_full_disk(folder: Path, what: str, advise: Callable[[], str]) -> Ite
         parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(parent).free / 2**20
         raise CannotSave(
-            f"{what} could not be saved in {folder}: {reason} while {_last_written(parent)} was written; "
+            f"{what} could not be saved in {folder}: {reason} while {_being_written(error, parent)} was written; "
             f"{free:,.1f} MiB are free there. {advise()}"
         ) from error
 
 
-def _last_written(folder: Path) -> str:
+def _being_written(error: Exception, folder: Path) -> str:
+    """The file at which saving failed, as far as it can be known."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return Path(error.filename).name
+    if isinstance(error, SafetensorError):  # it leaves no file behind
+        return "model.safetensors"
     files = [path for path in folder.iterdir() if path.is_file() and path.name != UNFINISHED]
     return max(files, key=lambda path: path.stat().st_mtime_ns).name if files else "the first file"

@@ -16,7 +16,7 @@ from torch import distributed
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from hf_hybrid.training.checkpoints import is_full_disk
+from hf_hybrid.training.checkpoints import CannotSave, is_full_disk
 from hf_hybrid.training.command_line import Terminated, one_line
 from hf_hybrid.training.non_finite import NonFiniteLoss
 
@@ -205,8 +205,10 @@ def _save_after_error(watch: _Watch, error: Exception) -> str:
     trainer, step = watch.trainer, watch.trainer.state.global_step
     if watch.begun_at is None:
         return ""  # training did not begin
+    if isinstance(error, CannotSave):
+        return ""  # it has said all of this
     if getattr(trainer, "is_saving", False) or is_full_disk(error):
-        return "" if "--resume_from_checkpoint" in str(error) else how_to_continue(trainer)
+        return how_to_continue(trainer)
     if trainer.args.save_strategy == SaveStrategy.NO or trainer.args.save_only_model:
         return how_to_continue(trainer)
     if watch.saved_at == step:

@@ -245,6 +245,8 @@ class TrainerMixin:
         super().__init__(*args, **kwargs)
         # it hides losses that are not finite; it also waits for the GPU as often as looking at them does
         self.args.logging_nan_inf_filter = False  # type: ignore[attr-defined]
+        self._losses: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor | None] = []
 
     @property
     def must_stop(self) -> bool:
@@ -274,7 +276,7 @@ class TrainerMixin:
         """Whether positions change nothing else: not where Trainer asks a stream for its length or for its shards."""
         if not isinstance(dataset, torch.utils.data.IterableDataset):
             return hasattr(dataset, "__len__")
-        sharded = self.args.world_size > 1 and not self.accelerator.dispatch_batches  # type: ignore[attr-defined]
+        sharded = self.args.world_size > 1 and self.accelerator.dispatch_batches is False  # type: ignore[attr-defined]
         return not hasattr(dataset, "__len__") and not (sharded and isinstance(dataset, datasets.IterableDataset))
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
@@ -285,7 +287,7 @@ class TrainerMixin:
         """Take the batches of a step, without the positions of their examples, which are kept aside."""
         batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._positions = [batch.pop(EXAMPLES, None) if hasattr(batch, "pop") else None for batch in batches]
-        self._losses: list[torch.Tensor] = []
+        self._losses = []
         return batches, count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -160,6 +160,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(commands, tmp_path, fi
     line = log.strip().splitlines()[-1]
     assert line.startswith(f"error: checkpoint-2 could not be saved in {tmp_path / 'out' / 'checkpoint-2'}: ")
     assert "Traceback" not in log
+    assert f"while {file} was written" in line
     assert "MiB are free there" in line
     assert f"{whole} is complete" in line
     assert "--resume_from_checkpoint auto" in line

@@ -151,16 +151,16 @@ def is_full_disk(error: BaseException) -> bool:
     return _no_room(error) is not None
 
 
-def _no_room(error: BaseException | None) -> str | None:
-    """The operating system's words; torch's writer of archives has none, and fails for no other reason."""
+def _no_room(error: BaseException | None) -> tuple[str, BaseException] | None:
+    """The operating system's words, and who spoke them; torch's writer of archives has none, nor another reason."""
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if match := re.search(r"os error (\d+)", str(error)):  # libraries in Rust: safetensors, tokenizers
             number = int(match[1])
         if number in _NO_ROOM:
-            return os.strerror(number)
+            return os.strerror(number), error
         if isinstance(error, RuntimeError) and _TORCH.search(str(error)):
-            return "the disk is full, or a limit is reached"
+            return "the disk is full, or a limit is reached", error
         error = error.__cause__ or error.__context__
     return None
 
@@ -180,17 +180,18 @@ def explain_full_disk(folder: Path, what: str, advise: Callable[[], str]) -> Ite
     try:
         yield
     except Exception as error:
-        if (reason := _no_room(error)) is None:
+        if (found := _no_room(error)) is None:
             raise
+        reason, source = found
         parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(parent).free / 2**20
         raise CannotSave(
-            f"{what} could not be saved in {folder}: {reason} while {_being_written(error, parent)} was written; "
+            f"{what} could not be saved in {folder}: {reason} while {_being_written(source, parent)} was written; "
             f"{free:,.1f} MiB are free there. {advise()}"
         ) from error
 
 
-def _being_written(error: Exception, folder: Path) -> str:
+def _being_written(error: BaseException, folder: Path) -> str:
     """The file at which saving failed, as far as it can be known."""
     if isinstance(error, OSError) and error.filename is not None:
         return Path(error.filename).name

@@ -18,6 +18,8 @@ from hf_hybrid.suggestions import did_you_mean
 
 __all__ = [
     "CONFIG_ERRORS",
+    "RunFailed",
+    "Terminated",
     "explain_config_error",
     "one_line",
     "parse_arguments",
@@ -29,11 +31,21 @@ logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
+TERMINATED = 143
+"""Exit code after SIGTERM, likewise."""
 CONFIG_ERRORS = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
     StrictDataclassError,
 )
 """What reading a config.json raises that is no configuration: no JSON, nested too deeply, or of wrong values."""
+
+
+class RunFailed(RuntimeError):
+    """A run cannot go on, for a reason outside the program; the message says all there is to say, and is one line."""
+
+
+class Terminated(KeyboardInterrupt):
+    """Training was stopped by SIGTERM, as it is by Ctrl-C."""
 
 
 def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -213,19 +225,19 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
     """Run a script's main function and leave the process with its exit code.
 
     A `ValueError` raised by this package is the user's to mend: its message becomes one line, ``error: ...``, and the
-    exit code 2. One raised inside a library keeps its traceback. Ctrl-C gives the exit code 130. An integer that main
-    returns is the exit code.
+    exit code 2. One raised inside a library keeps its traceback. `RunFailed` gives one line and the exit code 1,
+    Ctrl-C the exit code 130 and SIGTERM 143. An integer that main returns is the exit code.
     """
     try:
         result = main()
-    except ValueError as error:
-        if not _raised_in_package(error):
+    except (ValueError, RunFailed) as error:
+        if isinstance(error, ValueError) and not _raised_in_package(error):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {' '.join([one_line(error), *getattr(error, '__notes__', ())])}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
 
 

@@ -13,12 +13,13 @@ from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from hf_hybrid.data.loading import embedded_name, load_raw_datasets
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.checkpoints import explain_full_disk, replacing
 from hf_hybrid.training.command_line import read_arguments
 from hf_hybrid.training.data_arguments import SPLITS, DataArguments
 from hf_hybrid.training.hub import check_hub_access, push
+from hf_hybrid.training.interruption import stop_gently
 from hf_hybrid.training.model_card import write_model_card
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
-from hf_hybrid.training.trainer import stop_gently
 
 __all__ = [
     "asked_splits",
@@ -218,7 +219,8 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
     A run that is resumed when nothing is left to train keeps the metrics that it wrote when it trained.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last step is there to resume from.
+        KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM came; a checkpoint of the last step is there to resume from.
+        RunFailed: The loss is not finite, or the disk is full.
     """
     if resume_from is not None and _is_finished(trainer, resume_from):
         trainer.save_model(_internal_call=True)  # not pushed yet: without results and card
@@ -254,12 +256,17 @@ def _is_finished(trainer: Trainer, checkpoint: str) -> bool:
 def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
     """Print metrics and write them to ``SPLIT_results.json`` and ``all_results.json``, in place of older ones."""
     trainer.log_metrics(split, metrics)
-    path = Path(str(trainer.args.output_dir), "all_results.json")
-    if trainer.is_world_process_zero() and path.is_file():  # Trainer would merge them
-        older = json.loads(path.read_text(encoding="utf-8"))
-        kept = {name: value for name, value in older.items() if not name.startswith(f"{split}_")}
-        path.write_text(json.dumps(kept), encoding="utf-8")
-    trainer.save_metrics(split, metrics)
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(str(trainer.args.output_dir))
+    path = folder / "all_results.json"
+    older = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = {name: value for name, value in older.items() if not name.startswith(f"{split}_")}
+    with explain_full_disk(folder, "the results", lambda: "The model is saved."):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, results in ((f"{split}_results.json", metrics), (path.name, kept | metrics)):
+            with replacing(folder / name) as temporary:
+                temporary.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
 
 
 def publish(

@@ -168,7 +168,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     try:
         trained_metrics = summarization.main(trained_argv)
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("the demo goes on from its last checkpoint when it is started again") from interrupt
+        raise type(interrupt)("the demo goes on from its last checkpoint when it is started again") from interrupt
     untrained_metrics = summarization.main([*_argv(recipe, untrained, train=False), "--tokenizer_name", str(trained)])
 
     documents, references, pool = _held_out(trained_argv)

@@ -26,6 +26,7 @@ from hf_hybrid.data.tokenizer import byte_tokenizer, train_tokenizer
 from hf_hybrid.models.spade.conversion_spade import config_from_t5
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.checkpoints import was_cut_off
 from hf_hybrid.training.command_line import CONFIG_ERRORS, explain_config_error, one_line
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import DataArguments
@@ -162,6 +163,11 @@ def _check_checkpoint_folder(flag: str, name: str, required: Sequence[tuple[str,
         return  # a Hub id
     if not folder.is_dir():
         raise ValueError(f"--{flag} {name} is a file; it must be a checkpoint folder or a Hub id")
+    if was_cut_off(folder):
+        raise ValueError(
+            f"--{flag} {name} does not hold a whole model: its saving was cut off. Run the command that trained it "
+            "again, with --resume_from_checkpoint auto"
+        )
     missing = [names[0] for names in required if not any((folder / entry).is_file() for entry in names)]
     if missing:
         inside = complete_checkpoints(folder)

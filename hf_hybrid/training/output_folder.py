@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, TrainingArguments
 
+from hf_hybrid.training.checkpoints import MARKER, UNFINISHED, faults_on_disk, was_cut_off
 from hf_hybrid.training.command_line import CONFIG_ERRORS, explain_config_error
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "check_resumed_model",
     "clear_output_folder",
     "complete_checkpoints",
+    "faults",
     "find_resume_checkpoint",
 ]
 
@@ -58,27 +60,46 @@ _SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and opt
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
-    """The checkpoints in a run's folder that can be resumed from, by step; half-written ones are left out."""
-    found = [
-        (int(match.group(1)), str(path))
-        for path in (Path(folder).iterdir() if Path(folder).is_dir() else ())
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and not missing_for_resume(path)
-    ]
-    return [path for _, path in sorted(found)]
+    """The checkpoints in a run's folder that can be resumed from, by step; half-written and damaged ones are left out.
+
+    All of their files are read.
+    """
+    return [str(path) for path in _checkpoints(Path(folder)) if not faults(path)]
 
 
-def missing_for_resume(checkpoint: Path) -> list[str]:
+def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
+    """Why a checkpoint cannot be resumed from; nothing if it can.
+
+    A checkpoint without a marker of its completeness was saved by plain transformers, and is taken if it has the files
+    that it needs, unless its neighbours have markers: then it was being saved, or deleted, when the run was cut off.
+
+    Args:
+        checkpoint: The folder.
+        named: Whether the user named it: then the neighbours do not count.
+    """
+    if found := faults_on_disk(checkpoint):
+        return found
+    if not named and not (checkpoint / MARKER).exists():
+        neighbours = _checkpoints(checkpoint.absolute().parent)
+        if any((path / name).exists() for path in neighbours for name in (MARKER, UNFINISHED)):
+            return [f"{MARKER} missing"]
     missing = []
     try:  # written last: where it is whole, so is everything else
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        missing.append("trainer_state.json")
+    except (OSError, ValueError):
+        missing.append("trainer_state.json missing")
     sharded = any(path.is_dir() for pattern in _SHARDED for path in checkpoint.glob(pattern))
     if not sharded and not any((checkpoint / name).is_file() for name in WEIGHTS_FILES):
-        missing.append("model.safetensors")
+        missing.append("model.safetensors missing")
     if not sharded and not any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin")):
-        missing.append("optimizer.pt")
+        missing.append("optimizer.pt missing")
     return missing
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folders named like checkpoints, by step."""
+    found = [path for path in folder.iterdir() if path.is_dir() and _step(path.name) >= 0] if folder.is_dir() else []
+    return sorted(found, key=lambda path: _step(path.name))
 
 
 def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
@@ -93,21 +114,26 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
     if not training_args.do_train:
         raise ValueError(f"--resume_from_checkpoint {wanted} needs --do_train")
     if wanted in ("auto", "true"):
-        checkpoints = complete_checkpoints(str(training_args.output_dir))
-        if not checkpoints and wanted == "true":
+        for checkpoint in reversed(_checkpoints(Path(str(training_args.output_dir)))):
+            if not (wrong := faults(checkpoint)):
+                return str(checkpoint)
+            if training_args.process_index == 0:
+                logger.warning("%s is passed over: %s.", checkpoint, " and ".join(wrong))
+        if wanted == "true":
             raise ValueError(
                 f"--resume_from_checkpoint true: there is no complete checkpoint in --output_dir "
                 f"{training_args.output_dir}"
             )
-        return checkpoints[-1] if checkpoints else None
+        return None
     folder = Path(wanted)
     if not folder.is_dir():
         raise ValueError(f"--resume_from_checkpoint {wanted}: there is no such folder")
-    if missing := missing_for_resume(folder):
-        inside = complete_checkpoints(folder)
+    if wrong := faults(folder, named=True):
+        inside = complete_checkpoints(folder) or complete_checkpoints(folder.parent)
         hint = f" Did you mean {inside[-1]}?" if inside else ""
+        own = f" If you changed it yourself, delete its {MARKER}." if (folder / MARKER).exists() else ""
         raise ValueError(
-            f"--resume_from_checkpoint {wanted} is not a complete checkpoint: {' and '.join(missing)} missing.{hint}"
+            f"--resume_from_checkpoint {wanted} is not a complete checkpoint: {' and '.join(wrong)}.{hint}{own}"
         )
     return wanted
 
@@ -191,12 +217,14 @@ def check_output_folder(
             )
         return
     stale = _stale_checkpoints(folder, resume_from)
-    whole = [path.name for path in stale if not missing_for_resume(path)]
-    if not permitted and _is_resumed(folder, resume_from) and whole:
+    resumed = not permitted and _is_resumed(folder, resume_from)
+    if resumed and (whole := [path.name for path in stale if not faults(path)]):
         raise ValueError(
             f"--resume_from_checkpoint {resume_from}: --output_dir also holds {', '.join(whole)}, which the run would "
             "overwrite; resume from the last one, or give --overwrite_output_dir"
         )
+    if getattr(training_args, "resume_from_checkpoint", None) == "auto":  # a run may be cut off in its first save
+        content = [name for name in content if _step(name) < 0 or not was_cut_off(folder / name)]
     if not permitted and not _is_resumed(folder, resume_from) and content:
         resume = "" if resume_from or not complete_checkpoints(folder) else "--resume_from_checkpoint auto to go on, "
         raise ValueError(
@@ -217,9 +245,9 @@ def clear_output_folder(
     """Delete what an earlier run left and this one may not replace.
 
     With ``--overwrite_output_dir`` these are its checkpoints, results and weights, so that nobody takes them for the
-    new run's; in a run that is resumed, checkpoints whose saving was cut off. Call it when nothing but the work itself
-    is left to do: what was saved before must not be lost to a typing error. The main process deletes while the others
-    wait.
+    new run's; in a run that is resumed, checkpoints that are damaged or whose saving was cut off. Call it when
+    nothing but the work itself is left to do: what was saved before must not be lost to a typing error. The main
+    process deletes while the others wait.
 
     Args:
         training_args: The training arguments.
@@ -229,7 +257,8 @@ def clear_output_folder(
     """
     folder = Path(str(training_args.output_dir))
     permitted = getattr(training_args, "overwrite_output_dir", False)
-    if not permitted and not _is_resumed(folder, resume_from):
+    automatic = getattr(training_args, "resume_from_checkpoint", None) == "auto"
+    if not permitted and not automatic and not _is_resumed(folder, resume_from):
         return
     with training_args.main_process_first(local=False, desc="clear the output folder"):
         if training_args.process_index != 0:
@@ -241,10 +270,10 @@ def clear_output_folder(
             doomed = [path for name in files for path in folder.glob(name) if path.is_file()]
         if training_args.do_train:
             stale = _stale_checkpoints(folder, resume_from)
-            doomed += stale if permitted else [path for path in stale if missing_for_resume(path)]
+            doomed += stale if permitted else [path for path in stale if faults(path)]
         if doomed:
             names = ", ".join(path.name for path in doomed)
-            reason = "--overwrite_output_dir" if permitted else "saved in part only"
+            reason = "--overwrite_output_dir" if permitted else "not whole"
             logger.warning("%s: deleting %s in %s.", reason, names, folder)
         for path in doomed:
             if path.is_dir() and not path.is_symlink():
@@ -261,8 +290,7 @@ def _is_resumed(folder: Path, resume_from: str | None) -> bool:
 def _stale_checkpoints(folder: Path, resume_from: str | None) -> list[Path]:
     """The checkpoints of the run that is written over; of one that is resumed, those after the one it goes on from."""
     kept = _step(Path(os.path.abspath(resume_from)).name) if resume_from and _is_resumed(folder, resume_from) else -1
-    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted((path for path in found if _step(path.name) > kept), key=lambda path: _step(path.name))
+    return [path for path in _checkpoints(folder) if _step(path.name) > kept]
 
 
 def _step(name: str) -> int:

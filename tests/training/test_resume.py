@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM
 
 import hf_hybrid
-from hf_hybrid.training import summarization
+from hf_hybrid.training import summarization, trainer
 from hf_hybrid.training.config_overrides import parse_config_overrides
-from hf_hybrid.training.output_folder import check_resumed_model, clear_output_folder, complete_checkpoints
+from hf_hybrid.training.output_folder import (
+    check_resumed_model,
+    clear_output_folder,
+    complete_checkpoints,
+    find_resume_checkpoint,
+)
 from hf_hybrid.training.trainer import SummarizationTrainer
 from tests.tolerances import assert_close
 from tests.training.conftest import MODELS, T5
@@ -338,6 +344,8 @@ def test_a_saved_configuration_equals_itself(tmp_path, model_type):
 
 def test_a_checkpoint_whose_configuration_cannot_be_read(arguments, used):
     (used / "checkpoint-6" / "config.json").write_text("[]", encoding="utf-8")
+    for marker in used.glob("checkpoint-*/complete.json"):  # as plain transformers leaves its checkpoints
+        marker.unlink()
     argv = arguments("t5", used, *STEPS, "--resume_from_checkpoint", "auto", "--tokenizer_name", str(used))
     with pytest.raises(ValueError, match=r"checkpoint-6: its config.json cannot be read"):
         summarization.main(argv)
@@ -362,14 +370,135 @@ def test_half_written_checkpoints_are_passed_over(arguments, used):
     (used / "checkpoint-4" / "model.safetensors").unlink()
     assert [Path(path).name for path in complete_checkpoints(used)] == ["checkpoint-2"]
     argv = arguments("t5", used, *STEPS, "--resume_from_checkpoint")
-    with pytest.raises(ValueError, match=r"checkpoint-6 is not a complete checkpoint: trainer_state.json missing"):
+    with pytest.raises(ValueError, match=r"checkpoint-6 is not a complete checkpoint: trainer_state.json damaged"):
         summarization.main([*argv, str(used / "checkpoint-6")])
+
+
+def _damage(checkpoint, how):
+    """Do something to a checkpoint; what should be said about it."""
+    weights, marker = checkpoint / "model.safetensors", checkpoint / "complete.json"
+    content = weights.read_bytes()
+    if how == "cut":
+        weights.write_bytes(content[:-1])
+        return f"model.safetensors damaged ({len(content) - 1} of {len(content)} bytes)"
+    if how == "flipped":  # one bit, in the middle of a weight
+        middle = len(content) // 2
+        weights.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        return "model.safetensors damaged (it is not what was saved)"
+    if how == "lost":
+        (checkpoint / "rng_state.pth").unlink()
+        return "rng_state.pth missing"
+    if how == "unfinished":
+        (checkpoint / "_incomplete").touch()
+        return "its saving was cut off"
+    if how == "no marker":
+        marker.unlink()
+        return "complete.json missing"
+    text = marker.read_text(encoding="utf-8")
+    marker.write_text({"marker cut": text[: len(text) // 2], "marker empty": "", "marker odd": "[1]"}[how])
+    return "complete.json is damaged"
+
+
+DAMAGE = ("cut", "flipped", "lost", "unfinished", "marker cut", "marker empty", "marker odd", "no marker")
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_passed_over(used, caplog, how):
+    said = _damage(used / "checkpoint-6", how)
+    args = SimpleNamespace(resume_from_checkpoint="auto", do_train=True, output_dir=str(used), process_index=0)
+    assert find_resume_checkpoint(args) == str(used / "checkpoint-4")
+    assert f"{used / 'checkpoint-6'} is passed over: {said}." in caplog.text
+    assert [Path(path).name for path in complete_checkpoints(used)] == ["checkpoint-2", "checkpoint-4"]
+    args.resume_from_checkpoint = str(used / "checkpoint-6")
+    if how == "no marker":  # whoever names it may have it
+        assert find_resume_checkpoint(args) == str(used / "checkpoint-6")
+        return
+    message = (
+        f"{args.resume_from_checkpoint} is not a complete checkpoint: {said}. Did you mean {used / 'checkpoint-4'}?"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_resume_checkpoint(args)
+
+
+def test_checkpoints_of_plain_transformers_have_no_marker(used):
+    for marker in used.glob("checkpoint-*/complete.json"):
+        marker.unlink()
+    (used / "checkpoint-6" / "optimizer.pt").unlink()
+    assert [Path(path).name for path in complete_checkpoints(used)] == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_run_that_was_cut_off_in_its_first_save_begins_anew(arguments, tmp_path):
+    out = tmp_path / "out"
+    (out / "checkpoint-4").mkdir(parents=True)
+    (out / "checkpoint-4" / "_incomplete").touch()
+    argv = arguments("t5", out, "--do_train", "--max_steps", "1")
+    with pytest.raises(ValueError, match="already holds a run"):
+        summarization.main(argv)
+    summarization.main([*argv, "--resume_from_checkpoint", "auto"])
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_an_old_checkpoint_goes_only_when_the_new_one_is_whole(arguments, tmp_path, monkeypatch):
+    def fail(folder):
+        if folder.name == "checkpoint-4":
+            assert (tmp_path / "out" / "checkpoint-2").is_dir()
+            raise ZeroDivisionError
+        mark(folder)
+
+    mark = trainer.mark_complete
+    monkeypatch.setattr(trainer, "mark_complete", fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        summarization.main(arguments("t5", tmp_path / "out", *STEPS, "--save_total_limit", "1"))
+    assert [Path(path).name for path in complete_checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+    assert not any("saved after" in note for note in caught.value.__notes__)
+    limit = torch.load(tmp_path / "out" / "checkpoint-4" / "training_args.bin", weights_only=False).save_total_limit
+    assert limit == 1
+
+
+def test_the_best_checkpoint_is_not_loaded_when_it_is_damaged(arguments, tmp_path, monkeypatch, caplog):
+    out, save_checkpoint = tmp_path / "out", SummarizationTrainer._save_checkpoint
+
+    def damaging(self, *args, **kwargs):
+        save_checkpoint(self, *args, **kwargs)
+        if self.state.global_step == 4:
+            _damage(out / "checkpoint-2", "flipped")
+
+    def best_at_two(self, metrics, trial):
+        self.state.best_global_step = 2
+        return False
+
+    monkeypatch.setattr(SummarizationTrainer, "_save_checkpoint", damaging)
+    monkeypatch.setattr(SummarizationTrainer, "_determine_best_metric", best_at_two)
+    more = ("--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", "2")
+    summarization.main(arguments("t5", out, *STEPS, *more))
+    assert "checkpoint-2 is not loaded: model.safetensors damaged (it is not what was saved)" in caplog.text
+    weights, last = (load_file(folder / "model.safetensors") for folder in (out, out / "checkpoint-6"))
+    for name, tensor in last.items():
+        assert_close(weights[name], tensor, "exact")
+
+
+def test_a_model_whose_saving_was_cut_off_is_not_loaded(arguments, used, tmp_path, monkeypatch):
+    def killed(self, folder, state_dict=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SummarizationTrainer, "_save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
+    monkeypatch.undo()
+    argv = arguments("t5", tmp_path / "out", "--do_eval", "--model_name_or_path", str(used))[4:]
+    with pytest.raises(
+        ValueError, match=r"does not hold a whole model: its saving was cut off.*_from_checkpoint auto"
+    ):
+        summarization.main(argv)
+    summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
+    assert not (used / "_incomplete").exists()
+    summarization.main(argv)
 
 
 def test_auto_goes_on_from_before_a_save_that_was_cut_off(arguments, used, caplog):
     (used / "checkpoint-6" / "trainer_state.json").unlink()
     summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
-    assert "saved in part only: deleting checkpoint-6" in caplog.text
+    assert "not whole: deleting checkpoint-6" in caplog.text
     assert [Path(path).name for path in complete_checkpoints(used)][-1] == "checkpoint-6"
 
 

@@ -1,0 +1,145 @@
+"""Training scripts in processes that can be killed: forked at once from a server that has imported everything."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import resource
+import signal
+import time
+
+import torch
+from transformers import TrainerCallback, modeling_utils
+
+from hf_hybrid.training import clm, glue, summarization, trainer
+from hf_hybrid.training.command_line import run_command_line
+
+SCRIPTS = {"clm": clm, "glue": glue, "summarization": summarization}
+PAUSE = 0.05
+"""Seconds for which a file is half-written, or a checkpoint without its marker."""
+SAVING = ("weights", "optimizer", "marker")
+"""Events after which a checkpoint is being written for at least `PAUSE`."""
+
+
+class Child:
+    """A script in a process of its own."""
+
+    def __init__(self, script, argv, log, **options):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self.log = log
+        self.events, sender = context.Pipe(False)
+        self.process = context.Process(target=_work, args=(script, argv, str(log), sender), kwargs=options)
+        self.process.start()
+        sender.close()
+
+    def read(self, enough=lambda event: False):
+        """Events, pairs of a name and a step, up to one that is enough or the last one."""
+        seen = []
+        with contextlib.suppress(EOFError):
+            while not seen or not enough(seen[-1]):
+                seen.append(self.events.recv())
+        return seen
+
+    def wait(self, timeout=120):
+        """Read on to the end; the exit code, negative after a signal, and what was printed."""
+        self.read()
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, "the process does not end"
+        return self.process.exitcode, self.log.read_text(encoding="utf-8")
+
+
+def _work(script, argv, log, events, *, slow=False, file_limit=None, environment=None):
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(environment or {})
+    torch.set_num_threads(1)
+    _report(events, file_limit)
+    if slow:
+        _save_slowly(events)
+    run_command_line(lambda: SCRIPTS[script].main(argv))
+
+
+def _report(events, file_limit):
+    class Steps(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            events.send(("resumed", state.global_step))
+            if file_limit is not None:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            events.send(("step", state.global_step))
+
+    create = trainer.TrainerMixin.__init__
+
+    def with_callback(self, *args, **kwargs):
+        create(self, *args, **kwargs)
+        self.add_callback(Steps())
+
+    trainer.TrainerMixin.__init__ = with_callback
+
+
+def _save_slowly(events):
+    """Tell where saving is, and rest there: inside a file, before and after the marker, and while deleting."""
+    step = [0]
+
+    def write_in_halves(path, content, name):
+        with open(path, "wb") as file:
+            file.write(content[: len(content) // 2])
+            file.flush()
+            events.send((name, step[0]))
+            time.sleep(PAUSE)
+            file.write(content[len(content) // 2 :])
+
+    save_checkpoint, save_tensors, save = (
+        trainer.TrainerMixin._save_checkpoint,
+        modeling_utils.safe_save_file,
+        torch.save,
+    )
+    mark, rotate = trainer.mark_complete, trainer.rotate_checkpoints
+
+    def counted(self, *args, **kwargs):
+        step[0] = self.state.global_step
+        save_checkpoint(self, *args, **kwargs)
+
+    def slow_tensors(tensors, path, metadata=None):
+        save_tensors(tensors, path, metadata=metadata)
+        with open(path, "rb") as file:
+            content = file.read()
+        write_in_halves(path, content, "weights")
+
+    def slow_save(content, path, *args, **kwargs):
+        if not str(path).endswith("optimizer.pt"):
+            return save(content, path, *args, **kwargs)
+        buffer = io.BytesIO()
+        save(content, buffer, *args, **kwargs)
+        return write_in_halves(path, buffer.getvalue(), "optimizer")
+
+    def slow_mark(folder):
+        events.send(("marker", step[0]))
+        time.sleep(PAUSE)
+        mark(folder)
+        events.send(("marked", step[0]))
+
+    def slow_rotation(*args, **kwargs):
+        unlink = os.unlink
+
+        def slow_unlink(*args, **kwargs):
+            unlink(*args, **kwargs)
+            events.send(("deleting", step[0]))
+            time.sleep(PAUSE / 5)
+
+        os.unlink = slow_unlink
+        try:
+            rotate(*args, **kwargs)
+        finally:
+            os.unlink = unlink
+
+    trainer.TrainerMixin._save_checkpoint = counted
+    modeling_utils.safe_save_file = slow_tensors
+    torch.save = slow_save
+    trainer.mark_complete = slow_mark
+    trainer.rotate_checkpoints = slow_rotation

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig,
 from hf_hybrid.data.columns import check_texts, is_text, text_column
 from hf_hybrid.data.files import TEXT_EXTENSIONS, check_file
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, group_into_blocks, sliding_windows, tokenize_texts
+from hf_hybrid.training.adapters import attach_adapter, uses_adapter
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     asked = asked_splits(training_args)
     outputs = [f"{prefix}_results.json" for split, prefix in _PREFIXES.items() if split in asked]
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
-    resized_positions = _fit_lengths(config, data_args, new=new)
+    resized_positions = _fit_lengths(config, data_args, new=new, permitted=not uses_adapter(model_args))
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
     if tokenizer is None:
         check_tokenizer_source(data_args)
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if resized_positions is not None:
         model.resize_position_embeddings(resized_positions)
     trainer = CausalTrainer(
-        model=model,
+        model=attach_adapter(model, model_args, training_args, resume_from, task_type="CAUSAL_LM"),
         args=training_args,
         train_dataset=examples.get("train"),
         eval_dataset=examples.get("validation"),
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     return metrics
 
 
-def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool) -> int | None:
+def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool, permitted: bool) -> int | None:
     """Choose the block size where it is left out, and fit the model's positions to the lengths, or refuse them."""
     limits = [limit for name in _POSITIONS if isinstance(limit := getattr(config, name, None), int)]
     if data_args.block_size is None:
@@ -151,7 +152,8 @@ def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool
             logger.warning(
                 "ssm_l_max %d is shorter than --%s %d: its layers see no further back.", memory, flag, length
             )
-    return fit_positions(config, AutoModelForCausalLM, dict.fromkeys(_POSITIONS, lengths), new=new)
+    asked = dict.fromkeys(_POSITIONS, lengths)
+    return fit_positions(config, AutoModelForCausalLM, asked, new=new, permitted=permitted)
 
 
 # ---- data ----

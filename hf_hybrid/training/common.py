@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 
 from hf_hybrid.data.loading import embedded_name, load_raw_datasets
 from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.adapters import check_resumed_adapter, save_base_model, save_merged_model
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.data_arguments import SPLITS, DataArguments
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
@@ -58,6 +59,7 @@ def prepare_run(
     resume_from = None
     if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
         resume_from = find_resume_checkpoint(training_args)
+    check_resumed_adapter(model_args, training_args, resume_from)
     if training_args.process_index == 0:
         sources = {name: getattr(model_args, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")}
         check_output_folder(training_args, resume_from, outputs, sources | {"resume_from_checkpoint": resume_from})
@@ -220,6 +222,7 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
         trainer.save_state()
         path = Path(str(trainer.args.output_dir), "train_results.json")
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    save_base_model(trainer)
     with stop_gently(trainer):
         result = trainer.train(resume_from_checkpoint=resume_from)
     trainer.save_model()
@@ -260,7 +263,9 @@ def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> Non
 def publish(
     trainer: Trainer, model_args: ModelArguments, *, task: str, dataset: str | None, dataset_args: str | None
 ) -> None:
-    """Push to the Hub if asked to; otherwise write the model card beside a trained model."""
+    """Push to the Hub if asked to; otherwise write the model card beside a trained model. Merge an adapter before."""
+    if model_args.merge_adapter:
+        save_merged_model(trainer)
     kwargs: dict[str, Any] = {"tasks": task, "tags": [task]}
     if model_args.model_name_or_path is not None and not Path(model_args.model_name_or_path).exists():
         kwargs["finetuned_from"] = model_args.model_name_or_path

@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.training.adapters import save_base_config
 
 __all__ = [
     "CausalTrainer",
@@ -122,6 +123,11 @@ class TrainerMixin:
             return grouped
         single = self.args.world_size <= 1  # type: ignore[attr-defined]
         return torch.utils.data.SequentialSampler(eval_dataset) if single else None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model, and beside an adapter the configuration of its base."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        save_base_config(self.model, output_dir or self.args.output_dir)  # type: ignore[attr-defined]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, with the state space parameters in a group of their own."""

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
@@ -286,7 +286,7 @@ def save_base_model(trainer: Trainer) -> None:
     ):
         return
     if trainer.is_world_process_zero() and not folder.is_dir():
-        copy.deepcopy(model).unload().save_pretrained(folder)
+        _copy_without_saved_modules(model).unload().save_pretrained(folder)
 
 
 def save_merged_model(trainer: Trainer) -> None:
@@ -295,9 +295,19 @@ def save_merged_model(trainer: Trainer) -> None:
         return
     folder = Path(str(trainer.args.output_dir), MERGED_MODEL)
     model: Any = trainer.model
-    with torch.no_grad():
-        merged = copy.deepcopy(model).merge_and_unload()
+    merged = _copy_without_saved_modules(model).merge_and_unload()
     merged.save_pretrained(folder)
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)
     logger.info("The model with its adapter merged is in %s.", folder)
+
+
+def _copy_without_saved_modules(model: PeftModel) -> Any:
+    """Copy a model, its saved modules in their places already: IA3 can put there none that consists of others."""
+    copied: Any = copy.deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            parent, _, leaf = name.rpartition(".")
+            saved = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            setattr(copied.get_submodule(parent), leaf, saved)
+    return copied

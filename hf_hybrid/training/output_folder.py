@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, TrainingArguments
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from hf_hybrid.training.command_line import one_line
 
@@ -237,7 +238,8 @@ def clear_output_folder(
         if permitted:
             source = None if model_name_or_path is None else Path(model_name_or_path).resolve()
             starts_here = source == folder.resolve()
-            model = () if starts_here else (*WEIGHTS_FILES, "config.json", "adapter_config.json", BASE_CONFIG)
+            card = ("README.md",) if (folder / ADAPTER_CONFIG_NAME).is_file() else ()  # Trainer reads what it is of
+            model = () if starts_here else (*WEIGHTS_FILES, "config.json", ADAPTER_CONFIG_NAME, BASE_CONFIG, *card)
             files = (*RESULT_FILES, *model) if training_args.do_train else outputs
             doomed = [path for name in files for path in folder.glob(name) if path.is_file()]
             models = (BASE_MODEL, MERGED_MODEL) if training_args.do_train else ()

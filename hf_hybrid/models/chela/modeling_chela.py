@@ -496,6 +496,8 @@ class ChelaClassifier(nn.Module):
         num_sequences: How many pooled vectors it reads, side by side.
     """
 
+    weight = None  # peft's IA3 hands the weight of a module that it saved to the merged model, if it has one or not
+
     def __init__(self, config: ChelaConfig, num_sequences: int = 1):
         super().__init__()
         self.dense = nn.Linear(num_sequences * config.hidden_size, config.classifier_size)

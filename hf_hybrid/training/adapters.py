@@ -5,6 +5,7 @@ no checkpoint of its architecture (``--init_from``), the base is written beside 
 """
 
 import copy
+import functools
 import json
 import logging
 import os
@@ -59,12 +60,10 @@ def adapter_base(model_args: ModelArguments) -> str | None:
     name = model_args.model_name_or_path
     if name is None or Path(name, "config.json").is_file():
         return None
-    try:
-        path = find_adapter_config_file(
-            name, cache_dir=model_args.cache_dir, token=model_args.token, revision=model_args.model_revision
-        )
-    except (OSError, HFValidationError):  # neither a folder nor a name on the Hub: what loads the model says so
-        return None
+    if Path(name).is_dir():
+        path = find_adapter_config_file(name)
+    else:
+        path = _find_on_hub(name, model_args.cache_dir, model_args.token, model_args.model_revision)
     if path is None:
         return None
     try:
@@ -80,8 +79,16 @@ def adapter_base(model_args: ModelArguments) -> str | None:
                 f"--model_name_or_path {name} is an adapter of {base}, which is not there; if that was moved, write "
                 f"its place into base_model_name_or_path in {path}"
             )
-        base = str(beside[0])  # the whole folder was moved
+        base = os.path.abspath(beside[0])  # the whole folder was moved
     return str(base)
+
+
+@functools.cache
+def _find_on_hub(name: str, cache_dir: str | None, token: str | None, revision: str) -> str | None:
+    try:
+        return find_adapter_config_file(name, cache_dir=cache_dir, token=token, revision=revision)
+    except (OSError, HFValidationError):  # no name of the Hub either: what loads the model says so
+        return None
 
 
 def uses_adapter(model_args: ModelArguments) -> bool:

@@ -258,7 +258,13 @@ def test_runs_that_do_not_fit_each_other(adapt, summarizer, arguments, tmp_path)
 
 
 def test_a_whole_run_over_one_of_an_adapter_leaves_nothing_of_it(adapt, t5, arguments, tmp_path):
-    adapt(tmp_path, "--init_from", "t5", "--max_steps", "1", "--merge_adapter", base=t5)
+    more = ["--init_from", "t5", "--save_steps", "1", "--merge_adapter"]
+    adapt(tmp_path, *more, "--max_steps", "1", base=t5)
+    adapt(tmp_path, *more, "--max_steps", "2", "--seed", "4", "--resume_from_checkpoint", "auto", base=t5)
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base_model", "merged_model"))
+    drawn = [name for name in base if name.endswith((".ssm.C", ".ssm.log_dt"))]
+    assert len(drawn) == 2  # frozen, so they are those that the run began with, whatever the seed is now
+    assert all(torch.equal(base[name], merged[name]) for name in drawn)
     summarization.main(arguments("t5", tmp_path, "--do_train", "--max_steps", "1", "--overwrite_output_dir"))
     assert not [
         path for path in tmp_path.iterdir() if "adapter" in path.name or path.name.startswith(("base", "merg"))

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model
@@ -26,6 +26,7 @@ from hf_hybrid.training.config_overrides import parse_peft_config
 from hf_hybrid.training.output_folder import BASE_CONFIG, BASE_MODEL, MERGED_MODEL
 
 __all__ = [
+    "Base",
     "adapter_base",
     "attach_adapter",
     "check_adapter",
@@ -51,7 +52,14 @@ _HEADS = ("classifier", "score")  # which peft itself saves with every adapter o
 # ---- what is checked before any work ----
 
 
-def adapter_base(model_args: ModelArguments) -> str | None:
+class Base(NamedTuple):
+    """The checkpoint that an adapter belongs to: a folder, or a name on the Hub and what of it."""
+
+    name: str
+    revision: str
+
+
+def adapter_base(model_args: ModelArguments) -> Base | None:
     """The checkpoint to which the adapter in ``--model_name_or_path`` belongs; None where that is no adapter.
 
     Raises:
@@ -67,7 +75,8 @@ def adapter_base(model_args: ModelArguments) -> str | None:
     if path is None:
         return None
     try:
-        base = json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        base = config["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG_NAME} cannot be read. {error}") from error
     if not base:
@@ -80,7 +89,7 @@ def adapter_base(model_args: ModelArguments) -> str | None:
                 f"its place into base_model_name_or_path in {path}"
             )
         base = os.path.abspath(beside[0])  # the whole folder was moved
-    return str(base)
+    return Base(str(base), config.get("revision") or "main")
 
 
 @functools.cache
@@ -172,8 +181,8 @@ def attach_adapter(
         ValueError: The adapter does not fit the model, lacks weights that its base lacks too, or is configured
             otherwise than the one in the checkpoint.
     """
-    if adapter_base(model_args) is not None:
-        return _attach_loaded(model, model_args, trains=training_args.do_train)
+    if (owner := adapter_base(model_args)) is not None:
+        return _attach_loaded(model, model_args, owner, trains=training_args.do_train)
     if model_args.peft is None:
         return model
     base = str(model_args.model_name_or_path)
@@ -186,7 +195,8 @@ def attach_adapter(
     adapted = _attach_new(model, model_args, task_type=task_type)
     config = adapted.peft_config["default"]
     config.base_model_name_or_path = base
-    config.revision = None if Path(base).is_dir() or model_args.model_revision == "main" else model_args.model_revision
+    if not os.path.isabs(base) and model_args.model_revision != "main":
+        config.revision = model_args.model_revision
     _compare_with_resumed(config, resume_from)
     _log_size(adapted)
     return adapted
@@ -225,7 +235,7 @@ def _lies_in(owner: str, name: str) -> bool:
     return f".{name}." in f".{owner}."
 
 
-def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, *, trains: bool) -> PeftModel:
+def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base, *, trains: bool) -> PeftModel:
     name = str(model_args.model_name_or_path)
     new = [key for key, weight in model.named_parameters() if weight.requires_grad]
     try:
@@ -245,7 +255,7 @@ def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, *, trains
             f"--model_name_or_path {name}: neither the adapter nor its base has {len(lacking)} of the weights of "
             f"{type(model).__name__}, such as {lacking[0]}"
         )
-    adapted.peft_config["default"].base_model_name_or_path = adapter_base(model_args)
+    adapted.peft_config["default"].base_model_name_or_path = base.name
     return adapted
 
 

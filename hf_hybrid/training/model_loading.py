@@ -25,7 +25,14 @@ from transformers import (
 from hf_hybrid.data.tokenizer import byte_tokenizer, train_tokenizer
 from hf_hybrid.models.spade.conversion_spade import NEW_TENSORS, config_from_t5
 from hf_hybrid.suggestions import did_you_mean
-from hf_hybrid.training.adapters import adapter_base, check_adapter, freeze_loaded, load_base_config, uses_adapter
+from hf_hybrid.training.adapters import (
+    Base,
+    adapter_base,
+    check_adapter,
+    freeze_loaded,
+    load_base_config,
+    uses_adapter,
+)
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.command_line import one_line
 from hf_hybrid.training.config_overrides import parse_config_overrides
@@ -95,8 +102,9 @@ def load_config(
     try:
         config = None if base is None else load_base_config(model_args, **_hub_arguments(model_args))
         if config is None:
-            source = base if base is not None and flag == "model_name_or_path" else name
-            config = AutoConfig.from_pretrained(source, **_hub_arguments(model_args))
+            config = AutoConfig.from_pretrained(
+                name if base is None else base.name, **_hub_arguments(model_args, base)
+            )
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"--{flag} {name}: no configuration could be loaded. {one_line(error)}") from error
     if model_args.init_from is not None:
@@ -194,10 +202,10 @@ def _check_checkpoint_folder(flag: str, name: str, required: Sequence[tuple[str,
         raise ValueError(f"--{flag} {name} is not a checkpoint: {' and '.join(missing)} missing.{hint}")
 
 
-def _hub_arguments(model_args: ModelArguments) -> dict[str, Any]:
+def _hub_arguments(model_args: ModelArguments, base: Base | None = None) -> dict[str, Any]:
     return {
         "cache_dir": model_args.cache_dir,
-        "revision": model_args.model_revision,
+        "revision": model_args.model_revision if base is None else base.revision,
         "token": model_args.token,
         "trust_remote_code": model_args.trust_remote_code,
     }
@@ -221,7 +229,7 @@ def load_tokenizer(
     """
     checkpoint = model_args.model_name_or_path
     if (base := adapter_base(model_args)) is not None and not _has_tokenizer(str(checkpoint)):
-        checkpoint = base
+        checkpoint = base.name
     names = {
         "tokenizer_name": model_args.tokenizer_name,
         "model_name_or_path": checkpoint,
@@ -423,12 +431,12 @@ def load_model(
             model, report = _start_from_t5(model_args, auto_class, config, may_add_weights=may_add_weights)
         else:
             model, report = auto_class.from_pretrained(
-                base or model_args.model_name_or_path,
+                model_args.model_name_or_path if base is None else base.name,
                 config=config,
                 dtype=model_args.dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=bool(ignore_mismatched_sizes) or base is not None,
-                **_hub_arguments(model_args),
+                **_hub_arguments(model_args, base),
             )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         message = f"--model_name_or_path {model_args.model_name_or_path}: {one_line(error)}"

@@ -1,8 +1,9 @@
 """Long-sequence hybrids of state spaces, long convolutions, recurrence and local attention for Transformers.
 
-Importing the package registers every architecture with transformers' Auto classes.
+Importing the package registers every architecture with transformers' Auto classes, and with PEFT once that is loaded.
 """
 
+from .models.adapters import peft_config
 from .models.auto import ARCHITECTURES, register
 from .models.bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel, BstPreTrainedModel
 from .models.chela import (
@@ -77,5 +78,6 @@ __all__ = [
     "__version__",
     "export_remote_code",
     "patch_cross_attention",
+    "peft_config",
     "register",
 ]

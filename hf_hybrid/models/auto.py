@@ -1,9 +1,10 @@
-"""The table of architectures, and their registration with transformers' Auto classes."""
+"""The table of architectures, and their registration with transformers' Auto classes and with PEFT."""
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .adapters import register_adapters
 from .bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel
 from .chela import (
     ChelaConfig,
@@ -80,7 +81,8 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrained
 
 
 def register() -> None:
-    """Register every architecture with transformers' Auto classes; calling it again changes nothing."""
+    """Register every architecture with transformers' Auto classes and PEFT; calling it again changes nothing."""
+    register_adapters()
     for model_type, (config_class, models) in ARCHITECTURES.items():
         transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():

@@ -10,7 +10,9 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
+from hf_hybrid.models.adapters import METHODS
 from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.config_overrides import parse_peft_config
 
 __all__ = [
     "ModelArguments",
@@ -113,9 +115,30 @@ class ModelArguments:
             "choices": _DTYPES,
         },
     )
+    peft: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train an adapter of --model_name_or_path, whose weights stay as they are, and save it alone: "
+            "lora, dora or ia3. To use it, or to go on training it, give its folder as --model_name_or_path.",
+            "choices": METHODS,
+        },
+    )
+    peft_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "Fields of the adapter's configuration (LoraConfig or IA3Config of peft), written as "
+            "--config_overrides: 'r=16,lora_alpha=32,target_modules=[q_proj,v_proj]'. Without target_modules those "
+            "of the architecture are taken."
+        },
+    )
+    merge_adapter: bool = field(
+        default=False,
+        metadata={"help": "When all is done, also save the model with the trained adapter merged, in merged_model."},
+    )
 
     def __post_init__(self) -> None:
         self._check_init_from()
+        self._check_peft()
         if self.model_name_or_path is None and self.model_type is None and self.config_name is None:
             raise ValueError(
                 "no model is named: give --model_name_or_path (a checkpoint) or --model_type (from scratch)"
@@ -158,6 +181,19 @@ class ModelArguments:
             )
         if self.config_name is not None:
             raise ValueError(f"--init_from {self.init_from} cannot be combined with --config_name {self.config_name}")
+
+    def _check_peft(self) -> None:
+        check_choice("peft", self.peft, METHODS)
+        if self.peft is None:
+            if self.peft_config is not None:
+                raise ValueError(f"--peft_config {self.peft_config} needs --peft, the kind of adapter")
+            return
+        if self.model_name_or_path is None:
+            raise ValueError(
+                f"--peft {self.peft} trains an adapter of a checkpoint and needs --model_name_or_path; a model from "
+                "scratch has nothing to keep as it is"
+            )
+        parse_peft_config(self.peft_config or "{}", self.peft)
 
     @property
     def init_type(self) -> str | None:

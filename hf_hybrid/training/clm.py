@@ -28,6 +28,7 @@ from hf_hybrid.data.preprocessing import (
     tokenize_texts,
     unigram_losses,
 )
+from hf_hybrid.training.adapters import attach_adapter, uses_adapter
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     asked = asked_splits(training_args)
     outputs = [f"{prefix}_results.json" for split, prefix in _PREFIXES.items() if split in asked]
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
-    resized_positions = _fit_lengths(config, data_args, new=new)
+    resized_positions = _fit_lengths(config, data_args, new=new, permitted=not uses_adapter(model_args))
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
     if tokenizer is None:
         check_tokenizer_source(data_args)
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if resized_positions is not None:
         model.resize_position_embeddings(resized_positions)
     trainer = CausalTrainer(
-        model=model,
+        model=attach_adapter(model, model_args, training_args, resume_from, task_type="CAUSAL_LM"),
         args=training_args,
         train_dataset=examples.get("train"),
         eval_dataset=examples.get("validation"),
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     return metrics
 
 
-def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool) -> int | None:
+def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool, permitted: bool) -> int | None:
     """Choose the block size where it is left out, and fit the model's positions to the lengths, or refuse them."""
     limits = [limit for name in _POSITIONS if isinstance(limit := getattr(config, name, None), int)]
     if data_args.block_size is None:
@@ -166,7 +167,8 @@ def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool
             logger.warning(
                 "ssm_l_max %d is shorter than --%s %d: its layers see no further back.", memory, flag, length
             )
-    return fit_positions(config, AutoModelForCausalLM, dict.fromkeys(_POSITIONS, lengths), new=new)
+    asked = dict.fromkeys(_POSITIONS, lengths)
+    return fit_positions(config, AutoModelForCausalLM, asked, new=new, permitted=permitted)
 
 
 # ---- data ----

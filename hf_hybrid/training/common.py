@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 
 from hf_hybrid.data.loading import embedded_name, load_raw_datasets
 from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.adapters import check_resumed_adapter, save_base_model, save_merged_model
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.checkpoints import explain_full_disk, replacing
 from hf_hybrid.training.command_line import read_arguments
@@ -64,6 +65,7 @@ def prepare_run(
     resume_from = None
     if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
         resume_from = find_resume_checkpoint(training_args)
+    check_resumed_adapter(model_args, training_args, resume_from)
     if training_args.process_index == 0:
         sources = {name: getattr(model_args, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")}
         check_output_folder(training_args, resume_from, outputs, sources | {"resume_from_checkpoint": resume_from})
@@ -223,13 +225,14 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
         RunFailed: The loss is not finite, or the disk is full.
     """
     if resume_from is not None and _is_finished(trainer, resume_from):
-        trainer.save_model(_internal_call=True)  # not pushed yet: without results and card
+        trainer.save_model()
         trainer.save_state()
         path = Path(str(trainer.args.output_dir), "train_results.json")
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    save_base_model(trainer)
     with stop_gently(trainer):
         result = trainer.train(resume_from_checkpoint=resume_from)
-    trainer.save_model(_internal_call=True)  # not pushed yet: without results and card
+    trainer.save_model()
     metrics: dict[str, float] = dict(result.metrics)
     if isinstance(trainer.train_dataset, Sized):  # and not a stream
         metrics["train_samples"] = len(trainer.train_dataset)
@@ -278,7 +281,7 @@ def publish(
     metrics: Mapping[str, float],
     argv: Sequence[str] | None,
 ) -> None:
-    """Write the model card beside a trained model, and push all of it to the Hub if asked to.
+    """Write the model card beside a trained model, and push all of it to the Hub if asked to. Merge an adapter before.
 
     A run that only evaluates writes no card: the model is another run's, and so is what is to be said of it.
 
@@ -293,6 +296,8 @@ def publish(
     Raises:
         ValueError: It could not be pushed.
     """
+    if model_args.merge_adapter:
+        save_merged_model(trainer)
     if trainer.args.do_train:
         write_model_card(trainer, model_args, data_args, task=task, metrics=metrics, arguments=read_arguments(argv))
     if trainer.args.push_to_hub:

@@ -1,19 +1,29 @@
-"""``--config_overrides "hidden_size=64,layer_types=[a,b]"``: text to typed fields of a configuration."""
+"""``--config_overrides "hidden_size=64,layer_types=[a,b]"``: text to typed fields of a configuration.
+
+``--peft_config`` is written, and read, in the same way.
+"""
 
 import ast
 import dataclasses
 import json
 import types
 import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from peft import IA3Config, LoraConfig
 from transformers import PreTrainedConfig
 
 from hf_hybrid.suggestions import did_you_mean
 
-__all__ = ["parse_config_overrides"]
+__all__ = ["parse_config_overrides", "parse_peft_config"]
 
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
+_NOT_GIVEN = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision",
+    "runtime_config", "task_type", "use_dora",
+}  # fmt: skip
+"""Fields of an adapter's configuration that other flags decide, or peft."""
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -31,27 +41,76 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
     Raises:
         ValueError: A pair is not ``name=value``, a field is unknown or given twice, or a value is not of its type.
     """
-    if text.lstrip().startswith("{"):
-        pairs = _parse_json_object(text)
-    else:
-        pairs = [_split_pair(part) for part in _split_outside_brackets(text)]
     known = _field_types(config_class)
     if hasattr(config_class, "from_preset"):
         known["preset"] = str
     aliases: dict[str, str] = dict(config_class.attribute_map)
-    values: dict[str, Any] = {}
-    for name, raw in pairs:
-        target = aliases.get(name, name)
-        if target not in known:
-            own = sorted({*known, *aliases} - set(vars(PreTrainedConfig())))
-            raise ValueError(
-                f"--config_overrides: {config_class.__name__} has no field {name!r}."
-                f"{did_you_mean(name, [*known, *aliases])} Its fields are {', '.join(own)}."
-            )
-        if target in values:
-            raise ValueError(f"--config_overrides: {name} is given twice")
-        is_word = isinstance(raw, str) and _is_choice(config_class, target, raw, known[target])
-        values[target] = raw if is_word or not isinstance(raw, str) else _parse_value(name, raw, known[target])
+    own = sorted({*known, *aliases} - set(vars(PreTrainedConfig())))
+
+    def is_word(name: str, raw: str) -> bool:
+        return _is_choice(config_class, name, raw, known[name])
+
+    return _parse_fields(
+        text, known, flag="config_overrides", owner=config_class.__name__, own=own, aliases=aliases, is_word=is_word
+    )
+
+
+def parse_peft_config(text: str, method: str) -> dict[str, Any]:
+    """Parse ``--peft_config`` by the types of the fields of peft's configuration.
+
+    Args:
+        text: As for `parse_config_overrides`.
+        method: What ``--peft`` says.
+
+    Raises:
+        ValueError: A field is unknown or given twice, or a value is not of its type.
+    """
+    config_class: Any = IA3Config if method == "ia3" else LoraConfig
+    known = {name: kind for name, kind in typing.get_type_hints(config_class).items() if name not in _NOT_GIVEN}
+    return _parse_fields(text, known, flag="peft_config", owner=config_class.__name__, own=sorted(known), aliases={})
+
+
+def _parse_fields(
+    text: str,
+    known: Mapping[str, Any],
+    *,
+    flag: str,
+    owner: str,
+    own: list[str],
+    aliases: Mapping[str, str],
+    is_word: Callable[[str, str], bool] = lambda name, raw: False,
+) -> dict[str, Any]:
+    """Parse ``name=value`` pairs, or a JSON object, by the types of the fields that there are.
+
+    Args:
+        text: As for `parse_config_overrides`.
+        known: Every field, and its type.
+        flag: What the text was given to, for messages.
+        owner: What the fields belong to.
+        own: The fields that a message lists where one is unknown.
+        aliases: Other names of fields.
+        is_word: Whether the text of a value is a word of the field where it looks like the absence of one.
+
+    Raises:
+        ValueError: A pair is not ``name=value``, a field is unknown or given twice, or a value is not of its type.
+    """
+    try:
+        if text.lstrip().startswith("{"):
+            pairs = _parse_json_object(text)
+        else:
+            pairs = [_split_pair(part) for part in _split_outside_brackets(text)]
+        values: dict[str, Any] = {}
+        for name, raw in pairs:
+            target = aliases.get(name, name)
+            if target not in known:
+                hint = did_you_mean(name, [*known, *aliases])
+                raise ValueError(f": {owner} has no field {name!r}.{hint} Its fields are {', '.join(own)}.")
+            if target in values:
+                raise ValueError(f": {name} is given twice")
+            is_value = not isinstance(raw, str) or is_word(target, raw)
+            values[target] = raw if is_value else _parse_value(name, raw, known[target])
+    except ValueError as error:  # the messages below go on from the flag
+        raise ValueError(f"--{flag}{error}") from error.__cause__
     return values
 
 
@@ -74,7 +133,7 @@ def _parse_json_object(text: str) -> list[tuple[str, Any]]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--config_overrides starts like a JSON object but is none: {error}; got {text!r}") from error
+        raise ValueError(f" starts like a JSON object but is none: {error}; got {text!r}") from error
     return list(value.items())
 
 
@@ -95,7 +154,7 @@ def _split_outside_brackets(text: str) -> list[str]:
             continue
         current += character
     if expected or quote:
-        raise ValueError(f"--config_overrides: {(quote or expected[-1])!r} is missing in {text!r}")
+        raise ValueError(f": {(quote or expected[-1])!r} is missing in {text!r}")
     parts.append(current)
     return parts
 
@@ -103,7 +162,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 def _split_pair(part: str) -> tuple[str, str]:
     name, equals, value = part.partition("=")
     if not equals or not name.strip():
-        raise ValueError(f"--config_overrides takes name=value pairs with commas between them; got {part!r}")
+        raise ValueError(f" takes name=value pairs with commas between them; got {part!r}")
     return name.strip(), value.strip()
 
 
@@ -152,7 +211,7 @@ def _parse_value(name: str, text: str, annotation: Any) -> Any:
     if str in arms or anything:
         return text[1:-1] if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0] else text
     allowed = " or ".join(dict.fromkeys("none" if arm is types.NoneType else arm.__name__ for arm in arms))
-    raise ValueError(f"--config_overrides: {name} takes {allowed}; got {text!r}")
+    raise ValueError(f": {name} takes {allowed}; got {text!r}")
 
 
 def _parse_container(name: str, text: str) -> Any:
@@ -163,4 +222,4 @@ def _parse_container(name: str, text: str) -> Any:
             continue
     if text.startswith("["):  # words without quotes: [full_attention,sliding_attention]
         return [_parse_value(name, part.strip(), Any) for part in _split_outside_brackets(text[1:-1])]
-    raise ValueError(f"--config_overrides: {name} takes a list such as [1,2] or a JSON object; got {text!r}")
+    raise ValueError(f": {name} takes a list such as [1,2] or a JSON object; got {text!r}")

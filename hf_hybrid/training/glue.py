@@ -38,6 +38,7 @@ from hf_hybrid.data.loading import embedded_name
 from hf_hybrid.data.preprocessing import guess_labels, majority_label, tokenize_sentences
 from hf_hybrid.metrics import load_metric
 from hf_hybrid.metrics.glue import GLUE_SCORES
+from hf_hybrid.training.adapters import attach_adapter, uses_adapter
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
@@ -119,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         AutoModelForSequenceClassification,
         {"max_position_embeddings": {"max_seq_length": data_args.max_seq_length}},
         new=new,
+        permitted=not uses_adapter(model_args),
     )
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
     if tokenizer is None:
@@ -155,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         if name.removesuffix(_SECOND) in asked_splits(training_args)
     }
     trainer = ScriptTrainer(
-        model=model,
+        model=attach_adapter(model, model_args, training_args, resume_from, task_type="SEQ_CLS"),
         args=training_args,
         train_dataset=datasets.get("train"),
         eval_dataset=datasets.get("validation"),

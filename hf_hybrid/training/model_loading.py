@@ -23,14 +23,22 @@ from transformers import (
 )
 
 from hf_hybrid.data.tokenizer import byte_tokenizer, train_tokenizer
-from hf_hybrid.models.spade.conversion_spade import config_from_t5
+from hf_hybrid.models.spade.conversion_spade import NEW_TENSORS, config_from_t5
 from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.adapters import (
+    Base,
+    adapter_base,
+    check_adapter,
+    freeze_loaded,
+    load_base_config,
+    uses_adapter,
+)
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.checkpoints import was_cut_off
 from hf_hybrid.training.command_line import CONFIG_ERRORS, explain_config_error, one_line
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import DataArguments
-from hf_hybrid.training.output_folder import WEIGHTS_FILES, complete_checkpoints
+from hf_hybrid.training.output_folder import ADAPTER_FILES, WEIGHTS_FILES, complete_checkpoints
 
 __all__ = [
     "check_tokenizer_source",
@@ -81,7 +89,10 @@ def load_config(
             return config
         except Exception as error:
             raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
-    if model_args.model_name_or_path is not None:
+    base = adapter_base(model_args)
+    if base is not None:
+        _check_start_from_adapter(model_args)
+    elif model_args.model_name_or_path is not None:
         _check_checkpoint_folder(
             "model_name_or_path", model_args.model_name_or_path, [("config.json",), WEIGHTS_FILES]
         )
@@ -90,13 +101,20 @@ def load_config(
     if flag == "config_name":
         _check_checkpoint_folder(flag, name, [("config.json",)])
     try:
-        config = AutoConfig.from_pretrained(name, **_hub_arguments(model_args))
+        config = None if base is None else load_base_config(model_args, **_hub_arguments(model_args))
+        if config is None:
+            config = AutoConfig.from_pretrained(
+                name if base is None else base.name, **_hub_arguments(model_args, base)
+            )
     except CONFIG_ERRORS as error:
         raise ValueError(
             f"--{flag} {name}: no configuration could be loaded. {explain_config_error(error)}"
         ) from error
     if model_args.init_from is not None:
-        return _config_from_source(model_args, auto_class, config)
+        config = _config_from_source(model_args, auto_class, config)
+        if model_args.peft is not None:
+            check_adapter(_build_without_memory(auto_class, config), model_args)
+        return config
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
         raise ValueError(
@@ -109,20 +127,37 @@ def load_config(
                 setattr(config, field, value)
     if not has_code:
         try:
-            _check_buildable(auto_class, config)
+            model = _check_buildable(auto_class, config)
         except Exception as error:
             raise ValueError(f"--{flag} {name}: {one_line(error)}") from error
+        check_adapter(model, model_args)
     return config
 
 
-def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> None:
-    """Build the model without memory, so that what its class refuses is refused before data are read."""
+def _check_start_from_adapter(model_args: ModelArguments) -> None:
+    name = model_args.model_name_or_path
+    for flag in ("init_from", "peft", "config_name"):
+        if (value := getattr(model_args, flag)) is not None:
+            raise ValueError(
+                f"--{flag} {value} cannot be combined with --model_name_or_path {name}, which is an adapter: go on "
+                "training it without that flag, or start from a model with the adapter merged (--merge_adapter)"
+            )
+    _check_checkpoint_folder("model_name_or_path", str(name), [("adapter_config.json",), ADAPTER_FILES])
+
+
+def _build_without_memory(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        model = auto_class.from_config(copy.deepcopy(config))
+        return auto_class.from_config(copy.deepcopy(config))
+
+
+def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model without memory, so that what its class refuses is refused before data are read."""
+    model = _build_without_memory(auto_class, config)
     if model.main_input_name != "input_ids":
         raise ValueError(
             f"{type(model).__name__} must read tokens here; with this configuration it reads {model.main_input_name}"
         )
+    return model
 
 
 def _config_from_source(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -175,10 +210,10 @@ def _check_checkpoint_folder(flag: str, name: str, required: Sequence[tuple[str,
         raise ValueError(f"--{flag} {name} is not a checkpoint: {' and '.join(missing)} missing.{hint}")
 
 
-def _hub_arguments(model_args: ModelArguments) -> dict[str, Any]:
+def _hub_arguments(model_args: ModelArguments, base: Base | None = None) -> dict[str, Any]:
     return {
         "cache_dir": model_args.cache_dir,
-        "revision": model_args.model_revision,
+        "revision": model_args.model_revision if base is None else base.revision,
         "token": model_args.token,
         "trust_remote_code": model_args.trust_remote_code,
     }
@@ -200,9 +235,12 @@ def load_tokenizer(
     Raises:
         ValueError: The tokenizer cannot be loaded, has no end-of-sequence token, or is larger than the vocabulary.
     """
+    checkpoint = model_args.model_name_or_path
+    if (base := adapter_base(model_args)) is not None and not _has_tokenizer(str(checkpoint)):
+        checkpoint = base.name
     names = {
         "tokenizer_name": model_args.tokenizer_name,
-        "model_name_or_path": model_args.model_name_or_path,
+        "model_name_or_path": checkpoint,
         "resume_from_checkpoint": resume_from,
     }
     flag, name = next(((flag, name) for flag, name in names.items() if name is not None), ("", None))
@@ -221,6 +259,10 @@ def load_tokenizer(
     _complete_special_tokens(tokenizer, f"--{flag} {name}")
     _fit_new_config(model_args, config, tokenizer)
     return tokenizer
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any(Path(folder, name).is_file() for name in _TOKENIZER_FILES)
 
 
 def check_tokenizer_source(data_args: DataArguments) -> None:
@@ -339,7 +381,7 @@ def fit_config_to_tokenizer(
 def _start_from_t5(
     model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig, *, may_add_weights: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Start SPADE from the checkpoint; the report is that of a checkpoint that lacks nothing."""
+    """Start SPADE from the checkpoint; the report names what T5 has not."""
     if not may_add_weights:
         raise ValueError("--init_from t5 adds weights that must be trained (--do_train) before the model is used")
     options = parse_config_overrides(model_args.config_overrides or "{}", type(config))
@@ -347,7 +389,13 @@ def _start_from_t5(
     options |= {name: value for name, value in _hub_arguments(model_args).items() if name != "trust_remote_code"}
     model_class = auto_class._model_mapping[type(config)]
     model = model_class.from_t5(model_args.model_name_or_path, dtype=model_args.dtype, **options)
-    return model, {"missing_keys": [], "mismatched_keys": []}
+    from_source = {"encoder", "decoder", "lm_head"}
+    new = (
+        name
+        for name, _ in model.named_parameters()
+        if NEW_TENSORS.search(name) or name.removeprefix("model.").split(".")[0] not in from_source
+    )
+    return model, {"missing_keys": list(new), "mismatched_keys": []}
 
 
 def load_model(
@@ -385,17 +433,18 @@ def load_model(
             raise ValueError(f"--model_type {config.model_type}: {error}") from error
         logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
         return model
+    base = adapter_base(model_args)  # which may lack what the adapter brings
     try:
         if model_args.init_type == "spade":
             model, report = _start_from_t5(model_args, auto_class, config, may_add_weights=may_add_weights)
         else:
             model, report = auto_class.from_pretrained(
-                model_args.model_name_or_path,
+                model_args.model_name_or_path if base is None else base.name,
                 config=config,
                 dtype=model_args.dtype,
                 output_loading_info=True,
-                ignore_mismatched_sizes=bool(ignore_mismatched_sizes),
-                **_hub_arguments(model_args),
+                ignore_mismatched_sizes=bool(ignore_mismatched_sizes) or base is not None,
+                **_hub_arguments(model_args, base),
             )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         message = f"--model_name_or_path {model_args.model_name_or_path}: {one_line(error)}"
@@ -406,13 +455,20 @@ def load_model(
             )
         raise ValueError(message) from error
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if missing and not may_add_weights:
+    if missing and not may_add_weights and base is None:
         raise ValueError(
             f"--model_name_or_path {model_args.model_name_or_path} lacks {len(missing)} of the weights of "
             f"{type(model).__name__}, such as {missing[0]}; it must be trained (--do_train) before it is used"
         )
+    if has_adapter := uses_adapter(model_args):
+        freeze_loaded(model, missing)
     table = getattr(model.get_input_embeddings(), "weight", None)  # an adaptive embedding has several
     ids, rows = number_of_ids(tokenizer), model.config.vocab_size if table is None else table.shape[0]
+    if ids > rows and has_adapter:
+        raise ValueError(
+            f"--model_name_or_path {model_args.model_name_or_path}: its embedding has {rows} rows and the tokenizer "
+            f"{ids} ids, and an adapter cannot lengthen it; resize the model and save it, then start from there"
+        )
     if ids > rows:
         model.resize_token_embeddings(ids)
         logger.warning(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, TrainingArguments
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from hf_hybrid.training.checkpoints import MARKER, UNFINISHED, faults_on_disk, was_cut_off
 from hf_hybrid.training.command_line import CONFIG_ERRORS, explain_config_error
@@ -30,15 +31,21 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 WEIGHTS_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
+    *ADAPTER_FILES,
 )
 """Any one of these makes a folder hold weights."""
+BASE_CONFIG = "base_config.json"
+"""Beside an adapter: the configuration of the model that it was trained on."""
+BASE_MODEL = "base_model"
+"""In an adapter's folder: the model that it was trained on, where that is no checkpoint of its own."""
+MERGED_MODEL = "merged_model"
+"""In an adapter's folder: the model with the adapter in its weights."""
 PREDICTIONS_FILE = "generated_predictions.txt"
 REPORT_FILE, CURVES_FILE = "report.html", "curves.png"
 RESULT_FILES = (
@@ -265,9 +272,14 @@ def clear_output_folder(
             return
         doomed = []
         if permitted:
-            starts_here = model_name_or_path is not None and Path(model_name_or_path).resolve() == folder.resolve()
-            files = (*RESULT_FILES, *(() if starts_here else WEIGHTS_FILES)) if training_args.do_train else outputs
+            source = None if model_name_or_path is None else Path(model_name_or_path).resolve()
+            starts_here = source == folder.resolve()
+            card = ("README.md",) if (folder / ADAPTER_CONFIG_NAME).is_file() else ()  # Trainer reads what it is of
+            model = () if starts_here else (*WEIGHTS_FILES, "config.json", ADAPTER_CONFIG_NAME, BASE_CONFIG, *card)
+            files = (*RESULT_FILES, *model) if training_args.do_train else outputs
             doomed = [path for name in files for path in folder.glob(name) if path.is_file()]
+            models = (BASE_MODEL, MERGED_MODEL) if training_args.do_train else ()
+            doomed += [path for name in models if (path := folder / name).is_dir() and not _reads_from(source, path)]
         if training_args.do_train:
             stale = _stale_checkpoints(folder, resume_from)
             doomed += stale if permitted else [path for path in stale if faults(path)]
@@ -280,6 +292,11 @@ def clear_output_folder(
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _reads_from(source: Path | None, folder: Path) -> bool:
+    """Whether a run starts from a model, or from the adapter of a model, that lies in a folder."""
+    return source is not None and (source.is_relative_to(folder.resolve()) or source == folder.parent.resolve())
 
 
 def _is_resumed(folder: Path, resume_from: str | None) -> bool:

@@ -29,6 +29,7 @@ from transformers import (
 from hf_hybrid.data.columns import check_texts, summarization_columns
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, plain_baselines, split_sentences, tokenize_summarization
 from hf_hybrid.metrics import load_metric
+from hf_hybrid.training.adapters import attach_adapter, uses_adapter
 from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.common import (
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         AutoModelForSeq2SeqLM,
         {name: {flag: getattr(data_args, flag) for flag in flags} for name, flags in _POSITIONS.items()},
         new=model_args.model_name_or_path is None,
-        permitted=data_args.resize_position_embeddings is not False,
+        permitted=data_args.resize_position_embeddings is not False and not uses_adapter(model_args),
     )
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
     _check_tokens(tokenizer, data_args)
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for split in asked_splits(training_args)
     }
     trainer = SummarizationTrainer(
-        model=model,
+        model=attach_adapter(model, model_args, training_args, resume_from, task_type="SEQ_2_SEQ_LM"),
         args=training_args,
         train_dataset=datasets.get("train"),
         eval_dataset=datasets.get("validation"),

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.training.adapters import save_base_config
 from hf_hybrid.training.checkpoints import (
     CannotSave,
     begin_saving,
@@ -155,6 +156,11 @@ class TrainerMixin(MeasuringMixin):
         if run.do_train and not Path(run.output_dir, CARD_FILE).is_file():
             super().create_model_card(*args, **kwargs)  # type: ignore[misc]
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model, and beside an adapter the configuration of its base."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        save_base_config(self.model, output_dir or self.args.output_dir)  # type: ignore[attr-defined]
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, with the state space parameters in a group of their own."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
@@ -173,6 +179,8 @@ class TrainerMixin(MeasuringMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; until it is whole, a file in the folder says that it is not.
 
+        It is not pushed yet: `publish` does that, with results and card.
+
         Raises:
             CannotSave: The disk is full.
         """
@@ -186,8 +194,6 @@ class TrainerMixin(MeasuringMixin):
                 args.save_total_limit = None  # Trainer deletes old checkpoints before this one could be marked
             elif args.should_save:
                 finish_saving(folder)
-        if not _internal_call and args.push_to_hub:  # what is not whole is not for the Hub
-            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save a checkpoint, mark it as complete, and only then delete older ones.

@@ -87,14 +87,6 @@ PADDED_SIDES = {"srformer_bart": ("right",)}
 NEEDS_DICT = {"srformer_bart"}
 # model types whose resized embeddings are one table: BART's resizing makes it so, tied or not
 ALWAYS_TIED = {"srformer_bart"}
-# model type -> projections that adapters are usually put on
-ADAPTED = {
-    "bst": ["q_proj", "v_proj"],
-    "chela": ["v_proj", "output_gate_proj"],
-    "spade": ["q_proj", "v_proj"],
-    "srformer_bart": ["q_proj", "v_proj"],
-    "srformer_t5": ["q", "v"],
-}
 # model types whose config may scale embeddings
 SCALED = {"bst", "spade", "chela"}
 

@@ -141,7 +141,10 @@ class ChelaUnit(nn.Module):
     def _gate(self, mixed: torch.Tensor) -> torch.Tensor:
         if self.gate_proj is not None:
             return self.gate_proj(mixed)
-        return F.linear(mixed, self.v_proj.weight, self.gate_bias)
+        if isinstance(self.v_proj, nn.Linear):
+            return F.linear(mixed, self.v_proj.weight, self.gate_bias)
+        # what an adapter makes of the shared map, without the value's bias
+        return self.v_proj(mixed) - self.v_proj(torch.zeros_like(mixed[:1, :1])) + self.gate_bias
 
     def _attend(
         self,
@@ -493,6 +496,8 @@ class ChelaClassifier(nn.Module):
         config: The config.
         num_sequences: How many pooled vectors it reads, side by side.
     """
+
+    weight = None  # peft's IA3 hands the weight of a module that it saved to the merged model, if it has one or not
 
     def __init__(self, config: ChelaConfig, num_sequences: int = 1):
         super().__init__()

@@ -32,6 +32,8 @@ class RAF(nn.Module):
         threshold: Initial threshold.
     """
 
+    weight = None  # peft's IA3 hands the weight of a module that it saved to the merged model, if it has one or not
+
     def __init__(self, width: int, *, leak: float, threshold: float):
         super().__init__()
         self.initial = (leak, threshold)

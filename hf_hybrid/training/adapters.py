@@ -1,0 +1,330 @@
+"""Adapters in the scripts: ``--peft``, and a folder with an adapter as ``--model_name_or_path``.
+
+The folder of an adapter names the checkpoint that it belongs to, its base. Where a run starts from something that is
+no checkpoint of its architecture (``--init_from``), the base is written beside the adapter, in ``base_model``.
+"""
+
+import copy
+import functools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import HFValidationError
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
+
+from hf_hybrid import peft_config
+from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.command_line import one_line
+from hf_hybrid.training.config_overrides import parse_peft_config
+from hf_hybrid.training.output_folder import BASE_CONFIG, BASE_MODEL, MERGED_MODEL
+
+__all__ = [
+    "Base",
+    "adapter_base",
+    "attach_adapter",
+    "check_adapter",
+    "check_resumed_adapter",
+    "freeze_loaded",
+    "load_base_config",
+    "save_base_config",
+    "save_base_model",
+    "save_merged_model",
+    "uses_adapter",
+]
+
+logger = logging.getLogger(__name__)
+
+# what makes an adapter's tensors, and what they do
+_COMPARED = (
+    "peft_type", "r", "lora_alpha", "use_dora", "use_rslora", "target_modules", "feedforward_modules",
+    "modules_to_save", "rank_pattern", "alpha_pattern", "bias",
+)  # fmt: skip
+_HEADS = ("classifier", "score")  # which peft itself saves with every adapter of a classifier
+
+
+# ---- what is checked before any work ----
+
+
+class Base(NamedTuple):
+    """The checkpoint that an adapter belongs to: a folder, or a name on the Hub and what of it."""
+
+    name: str
+    revision: str
+
+
+def adapter_base(model_args: ModelArguments) -> Base | None:
+    """The checkpoint to which the adapter in ``--model_name_or_path`` belongs; None where that is no adapter.
+
+    Raises:
+        ValueError: The adapter names no base, or its base is not there.
+    """
+    name = model_args.model_name_or_path
+    if name is None or Path(name, "config.json").is_file():
+        return None
+    if Path(name).is_dir():
+        path = find_adapter_config_file(name)
+    else:
+        path = _find_on_hub(name, model_args.cache_dir, model_args.token, model_args.model_revision)
+    if path is None:
+        return None
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        base = config["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG_NAME} cannot be read. {error}") from error
+    if not base:
+        raise ValueError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG_NAME} names no base_model_name_or_path")
+    if os.path.isabs(base) and not Path(base).is_dir():
+        beside = [folder for folder in (Path(name, BASE_MODEL), Path(name).parent / BASE_MODEL) if folder.is_dir()]
+        if Path(base).name != BASE_MODEL or not beside:
+            raise ValueError(
+                f"--model_name_or_path {name} is an adapter of {base}, which is not there; if that was moved, write "
+                f"its place into base_model_name_or_path in {path}"
+            )
+        base = os.path.abspath(beside[0])  # the whole folder was moved
+    return Base(str(base), config.get("revision") or "main")
+
+
+@functools.cache
+def _find_on_hub(name: str, cache_dir: str | None, token: str | None, revision: str) -> str | None:
+    try:
+        return find_adapter_config_file(name, cache_dir=cache_dir, token=token, revision=revision)
+    except (OSError, HFValidationError):  # no name of the Hub either: what loads the model says so
+        return None
+
+
+def uses_adapter(model_args: ModelArguments) -> bool:
+    """Whether the model of the run has an adapter; what that is put on cannot be resized."""
+    return model_args.peft is not None or adapter_base(model_args) is not None
+
+
+def load_base_config(model_args: ModelArguments, **hub_arguments: Any) -> PreTrainedConfig | None:
+    """The configuration of the model that an adapter was trained on, its labels among it, if its folder has that."""
+    path = Path(str(model_args.model_name_or_path), BASE_CONFIG)
+    return AutoConfig.from_pretrained(path, **hub_arguments) if path.is_file() else None
+
+
+def check_adapter(model: PreTrainedModel, model_args: ModelArguments) -> None:
+    """Put the asked adapter on a model without memory, so that what peft refuses is refused before data are read.
+
+    Raises:
+        ValueError: It cannot be put on this model.
+    """
+    if model_args.peft is not None:
+        freeze_loaded(model, [])
+        _attach_new(model, model_args, task_type=None)
+
+
+def check_resumed_adapter(
+    model_args: ModelArguments, training_args: TrainingArguments, resume_from: str | None
+) -> None:
+    """Refuse flags of adapters that go with no adapter, and to resume a run of another kind.
+
+    Raises:
+        ValueError: There is nothing to merge or to train, or the checkpoint holds an adapter and this run trains none,
+            or the other way round.
+    """
+    trains_adapter = uses_adapter(model_args)
+    for flag, given in (("peft", model_args.peft), ("merge_adapter", model_args.merge_adapter)):
+        if given and not training_args.do_train:
+            raise ValueError(f"--{flag} needs --do_train")
+    if model_args.merge_adapter and not trains_adapter:
+        raise ValueError("--merge_adapter needs an adapter: give --peft, or the folder of one as --model_name_or_path")
+    if resume_from is None:
+        return
+    is_adapter = Path(resume_from, ADAPTER_CONFIG_NAME).is_file()
+    if is_adapter != trains_adapter:
+        there, here = ("an adapter", "a whole model") if is_adapter else ("a whole model", "an adapter")
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} is of a run that trained {there}; this one trains {here} (--peft)"
+        )
+
+
+# ---- the model ----
+
+
+def freeze_loaded(model: PreTrainedModel, missing: list[str]) -> None:
+    """Freeze all weights but those that the checkpoint lacked: they are what an adapter must bring along."""
+    new = set(missing)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name in new)
+
+
+def attach_adapter(
+    model: PreTrainedModel,
+    model_args: ModelArguments,
+    training_args: TrainingArguments,
+    resume_from: str | None,
+    *,
+    task_type: str,
+) -> PreTrainedModel | PeftModel:
+    """Put the asked adapter on a model, or the one in ``--model_name_or_path``.
+
+    Args:
+        model: What `load_model` returned, once nothing is going to be resized; changed in place.
+        model_args: The model arguments.
+        training_args: The training arguments.
+        resume_from: The checkpoint that the run continues from, if any.
+        task_type: PEFT's name of the task.
+
+    Returns:
+        The model with the adapter, or the model itself where there is none.
+
+    Raises:
+        ValueError: The adapter does not fit the model, lacks weights that its base lacks too, or is configured
+            otherwise than the one in the checkpoint.
+    """
+    if (owner := adapter_base(model_args)) is not None:
+        return _attach_loaded(model, model_args, owner, trains=training_args.do_train)
+    if model_args.peft is None:
+        return model
+    base = str(model_args.model_name_or_path)
+    if model_args.init_from is not None:
+        base = os.path.abspath(Path(str(training_args.output_dir), BASE_MODEL))
+        if resume_from is not None and Path(base).is_dir():  # it holds what was drawn at random, and stays frozen
+            model.load_state_dict(type(model).from_pretrained(base, dtype=model.dtype).state_dict())
+    elif Path(base).is_dir():
+        base = os.path.abspath(base)
+    adapted = _attach_new(model, model_args, task_type=task_type)
+    config = adapted.peft_config["default"]
+    config.base_model_name_or_path = base
+    if not os.path.isabs(base) and model_args.model_revision != "main":
+        config.revision = model_args.model_revision
+    _compare_with_resumed(config, resume_from)
+    _log_size(adapted)
+    return adapted
+
+
+def _attach_new(model: PreTrainedModel, model_args: ModelArguments, *, task_type: str | None) -> PeftModel:
+    method = str(model_args.peft)
+    fields = parse_peft_config(model_args.peft_config or "{}", method)
+    if task_type is not None:
+        fields["task_type"] = task_type
+    try:
+        config: Any = peft_config(model, method, **fields)
+        config.modules_to_save = _trained_beside(model, config)
+        return get_peft_model(model, config)
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        given = "" if model_args.peft_config is None else f" --peft_config {model_args.peft_config}"
+        raise ValueError(f"--peft {method}{given}: {one_line(error)}") from error
+
+
+def _trained_beside(model: PreTrainedModel, config: Any) -> list[str] | None:
+    """The modules to save with an adapter: those that are asked for, and those whose weights the checkpoint lacked."""
+    asked = list(config.modules_to_save or [])
+    known = (*asked, *(_HEADS if config.task_type == "SEQ_CLS" else ()))
+    owners = {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.requires_grad}
+    new = [
+        owner
+        for owner in sorted(owners)
+        if not any(owner.startswith(f"{other}.") for other in owners if other)
+        and not any(_lies_in(owner, name) for name in known)
+    ]
+    return [*asked, *new] or None
+
+
+def _lies_in(owner: str, name: str) -> bool:
+    """Whether a module is one of those that ``modules_to_save`` means by a name, or a part of one."""
+    return f".{name}." in f".{owner}."
+
+
+def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base, *, trains: bool) -> PeftModel:
+    name = str(model_args.model_name_or_path)
+    new = [key for key, weight in model.named_parameters() if weight.requires_grad]
+    try:
+        adapted = PeftModel.from_pretrained(
+            model,
+            name,
+            is_trainable=trains,
+            revision=model_args.model_revision,
+            cache_dir=model_args.cache_dir,
+            token=model_args.token,
+        )
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"--model_name_or_path {name}: the adapter cannot be loaded. {one_line(error)}") from error
+    kept = {key for key, _ in model.named_parameters()}  # what the adapter replaces is called otherwise now
+    if lacking := [key for key in new if key in kept]:
+        raise ValueError(
+            f"--model_name_or_path {name}: neither the adapter nor its base has {len(lacking)} of the weights of "
+            f"{type(model).__name__}, such as {lacking[0]}"
+        )
+    adapted.peft_config["default"].base_model_name_or_path = base.name
+    return adapted
+
+
+def _compare_with_resumed(config: PeftConfig, resume_from: str | None) -> None:
+    if resume_from is None:
+        return
+    saved = json.loads(Path(resume_from, ADAPTER_CONFIG_NAME).read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(config.to_dict(), default=list))
+    for name in _COMPARED:
+        before, asked = (sorted(set(v[name])) if isinstance(v.get(name), list) else v.get(name) for v in (saved, now))
+        if before != asked:
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from}: {name} of its adapter is {before!r} and {asked!r} in this "
+                "run; go on with the adapter that was begun, or start anew in another --output_dir"
+            )
+
+
+def _log_size(model: PeftModel) -> None:
+    trained, total = model.get_nb_trainable_parameters()
+    logger.info(
+        "An adapter is trained: %s of %s parameters (%.2f %%).", f"{trained:,}", f"{total:,}", 100 * trained / total
+    )
+
+
+# ---- what is saved ----
+
+
+def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Write the model's configuration beside its adapter: peft saves none, so that a classifier's labels were lost.
+
+    Note:
+        It is not called ``config.json``: beside one, transformers looks for the whole model in the adapter's folder.
+    """
+    if isinstance(model, PeftModel):
+        base: Any = model.get_base_model()
+        base.config.to_json_file(Path(folder, BASE_CONFIG))
+
+
+def save_base_model(trainer: Trainer) -> None:
+    """Write the base of an adapter beside it, where there is no other place from which it could be loaded."""
+    model: Any = trainer.model
+    folder = Path(str(trainer.args.output_dir), BASE_MODEL)
+    if not isinstance(model, PeftModel) or model.peft_config["default"].base_model_name_or_path != os.path.abspath(
+        folder
+    ):
+        return
+    if trainer.is_world_process_zero() and not folder.is_dir():
+        _copy_without_saved_modules(model).unload().save_pretrained(folder)
+
+
+def save_merged_model(trainer: Trainer) -> None:
+    """Write the model with its adapter merged into its weights: a checkpoint like any other, with the tokenizer."""
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(str(trainer.args.output_dir), MERGED_MODEL)
+    model: Any = trainer.model
+    merged = _copy_without_saved_modules(model).merge_and_unload()
+    merged.save_pretrained(folder)
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+    logger.info("The model with its adapter merged is in %s.", folder)
+
+
+def _copy_without_saved_modules(model: PeftModel) -> Any:
+    """Copy a model, its saved modules in their places already: IA3 can put there none that consists of others."""
+    copied: Any = copy.deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            parent, _, leaf = name.rpartition(".")
+            saved = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            setattr(copied.get_submodule(parent), leaf, saved)
+    return copied

@@ -15,6 +15,7 @@ from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.data_arguments import SPLITS, DataArguments
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
+from hf_hybrid.training.processes import on_first_process, replica_log_level
 from hf_hybrid.training.trainer import stop_gently
 
 __all__ = [
@@ -55,12 +56,14 @@ def prepare_run(
             run is made from, or there is nothing to resume from.
     """
     _show_log(training_args)
-    resume_from = None
-    if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
-        resume_from = find_resume_checkpoint(training_args)
-    if training_args.process_index == 0:
+
+    def check() -> str | None:
+        checkpoint = find_resume_checkpoint(training_args)
         sources = {name: getattr(model_args, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")}
-        check_output_folder(training_args, resume_from, outputs, sources | {"resume_from_checkpoint": resume_from})
+        check_output_folder(training_args, checkpoint, outputs, sources | {"resume_from_checkpoint": checkpoint})
+        return checkpoint
+
+    resume_from = on_first_process(training_args, check)  # the others may see the folder change, or no folder
     if resume_from is not None:
         logger.info("Resuming from %s.", resume_from)
     set_seed(training_args.seed)
@@ -72,7 +75,7 @@ def _show_log(training_args: TrainingArguments) -> None:
     package = logging.getLogger("hf_hybrid")
     package.setLevel(training_args.get_process_log_level() if training_args.log_level != "passive" else logging.INFO)
     if not training_args.should_log:
-        package.setLevel(logging.WARNING)
+        package.setLevel(replica_log_level(training_args))
     if not package.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

@@ -5,6 +5,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
+from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
@@ -94,6 +95,8 @@ class TrainerMixin:
     ) -> Any:
         """Return the loss, normalised by the label tokens of all accumulated batches."""
         compute: Any = super().compute_loss  # type: ignore[misc]
+        if not model.training:
+            num_items_in_batch = None  # the mean over this process's batch, not over those of all processes
         smoothed = getattr(self, "label_smoother", None) is not None  # Trainer's own, which counts items
         if num_items_in_batch is None or smoothed or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
@@ -122,6 +125,44 @@ class TrainerMixin:
             return grouped
         single = self.args.world_size <= 1  # type: ignore[attr-defined]
         return torch.utils.data.SequentialSampler(eval_dataset) if single else None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict, each example once.
+
+        Note:
+            Processes fill up an uneven last batch with examples that they have had. Seq2SeqTrainer leaves these in: they
+            would count twice in the scores and stand behind the last document's line in a predictions file.
+        """
+        trainer: Any = self
+        gather = trainer.accelerator.gather_for_metrics
+        trainer.gather_function = partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        """Compute loss, predictions and labels of a batch; the loss without the rows that only fill it up."""
+        step: Any = super().prediction_step  # type: ignore[misc]
+        loss, predictions, labels = step(model, inputs, prediction_loss_only, *args, **kwargs)
+        count = self._count_new_rows(find_batch_size(inputs))
+        if loss is not None and count is not None:
+            first = {
+                name: value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
+                for name, value in inputs.items()
+            }
+            loss = step(model, first, True, *args, **kwargs)[0]
+        return loss, predictions, labels
+
+    def _count_new_rows(self, rows: int | None) -> int | None:
+        """How many rows of this process's batch were in none before; None where that is all on all processes."""
+        trainer: Any = self
+        state = trainer.accelerator.gradient_state
+        processes = trainer.args.world_size
+        if processes <= 1 or rows is None or not state.end_of_dataloader or state.remainder < 1:
+            return None
+        count = state.remainder - trainer.args.process_index * rows
+        # processes that have no new row compute what they have: where weights are sharded, all must compute
+        return min(count, rows) if count > 0 else rows
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, with the state space parameters in a group of their own."""

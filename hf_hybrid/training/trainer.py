@@ -130,8 +130,8 @@ class TrainerMixin:
         """Evaluate or predict, each example once.
 
         Note:
-            Processes fill up an uneven last batch with examples that they have had. Seq2SeqTrainer leaves these in: they
-            would count twice in the scores and stand behind the last document's line in a predictions file.
+            Processes fill up an uneven last batch with examples that they have had. Seq2SeqTrainer leaves these in:
+            they count twice in its scores and stand behind the last document's line in a predictions file.
         """
         trainer: Any = self
         gather = trainer.accelerator.gather_for_metrics

@@ -1,7 +1,7 @@
 """Runs jobs in every process of a torchrun: ``torchrun -m tests.training.torchrun JOBS.json``.
 
-A job is the name of a module with a function `main`, and its command line. Beside the file of jobs, each process leaves
-what its jobs returned or raised, and which files it wrote in their output folders.
+A job is the name of a module with a function `main`, and its command line. Beside the file of jobs, each process
+leaves what its jobs returned or raised, and which files it wrote in their output folders.
 """
 
 import importlib

@@ -85,6 +85,7 @@ class TrainerMixin:
     """
 
     _loss_counts_items: bool | None = None
+    _autocasts = False
 
     def compute_loss(
         self,
@@ -125,6 +126,27 @@ class TrainerMixin:
             return grouped
         single = self.args.world_size <= 1  # type: ignore[attr-defined]
         return torch.utils.data.SequentialSampler(eval_dataset) if single else None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Prepare for several processes; where FSDP shards the weights, let autocast choose precisions.
+
+        Note:
+            In 16 bits, FSDP casts all weights of a layer before the layer sees them, those of state space models too,
+            which lose their time constants. Autocast casts what enters a product of matrices, as without FSDP.
+        """
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        listed = getattr(trainer.model, "ssm_parameters", None)
+        self._autocasts = plugin is not None and listed is not None and any(True for _ in listed())
+        if self._autocasts:
+            plugin.mixed_precision_policy = None
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """What a loss is computed in; nothing where accelerate has put autocast around the model itself."""
+        if self._autocasts:
+            return self.accelerator.autocast()  # type: ignore[attr-defined]
+        return super().autocast_smart_context_manager(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict, each example once.

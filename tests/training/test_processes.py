@@ -15,8 +15,8 @@ from hf_hybrid.training import command_line
 from hf_hybrid.training.command_line import run_command_line
 
 from ..tolerances import assert_close
+from ..torchrun import printed, torchrun
 from .conftest import MODELS, NO_DROPOUT
-from .torchrun import printed, torchrun
 
 SUMMARIZATION, GLUE, CLM = (f"hf_hybrid.training.{name}" for name in ("summarization", "glue", "clm"))
 TIMED = re.compile(r"runtime|per_second|^epoch")
@@ -92,7 +92,7 @@ def outcomes(folder):
     jobs["bad rows"] = (module, [*argv, *files])
     path = folder / "jobs.json"
     path.write_text(json.dumps(list(jobs.values())))
-    done = torchrun("-m", "tests.training.torchrun", str(path), log_dir=folder / "log")
+    done = torchrun("-m", "tests.training.jobs", str(path), log_dir=folder / "log")
     assert done.returncode == 0, done.stdout + done.stderr
     return {
         rank: dict(zip(jobs, json.loads((folder / f"outcomes-{rank}.json").read_text()), strict=True))

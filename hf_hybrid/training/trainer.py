@@ -136,7 +136,7 @@ class TrainerMixin:
         """
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         trainer: Any = self
-        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         listed = getattr(trainer.model, "ssm_parameters", None)
         self._autocasts = plugin is not None and listed is not None and any(True for _ in listed())
         if self._autocasts:

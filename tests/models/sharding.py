@@ -1,4 +1,4 @@
-"""Trains every model for a step, sharded over the processes of a torchrun: ``torchrun -m tests.models.sharding FOLDER``.
+"""Trains models for a step, sharded over the processes of a torchrun: ``torchrun -m tests.models.sharding FOLDER``.
 
 The first process leaves a table in the folder: model → what came out, or what went wrong.
 """
@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from hf_hybrid.layers.state_space import StateSpaceLayer
 
 from ..tolerances import assert_close
-from .tiny import MODEL_CLASSES, main_output, tiny_inputs, tiny_model
+from .tiny import MODEL_CLASSES, TRAINED, main_output, tiny_inputs, tiny_model
 
 FINE = "fine"
 CASES = [
@@ -28,7 +28,6 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     if dtype == "float32" or auto_class.endswith("LM")
 ]
-_TRAINED = {"spade": {"ssm_freeze": "none"}}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +46,7 @@ def check(model_type: str, auto_class: str, dtype: str, folder: Path) -> None:
     """Load a model whole and in shards, train both for a step, save the shards and load them again."""
     rank, load = dist.get_rank(), getattr(transformers, auto_class).from_pretrained
     if rank == 0:
-        tiny_model(model_type, auto_class, **_TRAINED.get(model_type, {})).save_pretrained(folder / "whole")
+        tiny_model(model_type, auto_class, **TRAINED.get(model_type, {})).save_pretrained(folder / "whole")
     dist.barrier()
     whole = load(folder / "whole", dtype=getattr(torch, dtype)).eval()
     sharded = load(

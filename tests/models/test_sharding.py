@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..torchrun import torchrun
 from .sharding import CASES, FINE
-from .tiny import MODEL_CLASSES, tiny_model
+from .tiny import MODEL_CLASSES, TRAINED, tiny_model
 
 every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
 
@@ -49,7 +49,7 @@ def test_accelerate_wraps_every_layer(model_type, auto_class, version):
 @every_class
 def test_a_module_initialises_itself_alone(model_type, auto_class):
     """As DeepSpeed's third stage has it: each module in turn, its own and its children's tensors there, no others."""
-    trained = {"ssm_freeze": "none"} if model_type == "spade" else {}
+    trained = TRAINED.get(model_type, {})
     torch.manual_seed(0)
     built = tiny_model(model_type, auto_class, **trained)
     model = tiny_model(model_type, auto_class, **trained)

@@ -95,6 +95,8 @@ ADAPTED = {
     "srformer_bart": ["q_proj", "v_proj"],
     "srformer_t5": ["q", "v"],
 }
+# model types whose state space model is frozen by default -> what trains it
+TRAINED = {"spade": {"ssm_freeze": "none"}}
 # model types whose config may scale embeddings
 SCALED = {"bst", "spade", "chela"}
 

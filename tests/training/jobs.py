@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+
 def run_jobs(path: Path) -> None:
     """Run the jobs of a file in this process."""
     jobs, rank = json.loads(path.read_text()), os.environ["RANK"]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import sys
 import traceback
@@ -12,9 +13,11 @@ from typing import Any, NoReturn
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from transformers import HfArgumentParser
 
 from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.processes import is_first_process
 
 __all__ = [
     "CONFIG_ERRORS",
@@ -217,7 +220,8 @@ def translate_removed_flags(arguments: Sequence[str], known: set[str] | None = N
             position += 1
         translate, note = _REMOVED[name]
         translated += translate(values)
-        logger.warning("--%s was removed from transformers: %s.", name, note)
+        if is_first_process():
+            logger.warning("--%s was removed from transformers: %s.", name, note)
     return translated
 
 
@@ -233,12 +237,20 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
     except (ValueError, RunFailed) as error:
         if isinstance(error, ValueError) and not _raised_in_package(error):
             raise
-        print(f"error: {' '.join([one_line(error), *getattr(error, '__notes__', ())])}", file=sys.stderr)
+        _report(error)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr)
         sys.exit(TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _report(error: Exception) -> None:
+    """Print a message, once for all processes: torchrun shows those of the others in its summary."""
+    if is_first_process() or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        print(f"error: {' '.join([one_line(error), *getattr(error, '__notes__', ())])}", file=sys.stderr, flush=True)
+    else:
+        ErrorHandler().record_exception(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from hf_hybrid.training.hub import check_hub_access, push
 from hf_hybrid.training.interruption import stop_gently
 from hf_hybrid.training.model_card import write_model_card
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
+from hf_hybrid.training.processes import on_first_process, replica_log_level
 
 __all__ = [
     "asked_splits",
@@ -60,15 +61,16 @@ def prepare_run(
             run is made from, or there is nothing to resume from, or the Hub would not take what is to be pushed.
     """
     _show_log(training_args)
-    if training_args.process_index == 0:
+
+    def check() -> str | None:
         check_hub_access(training_args, model_args.token)
-    resume_from = None
-    if training_args.process_index == 0 or training_args.resume_from_checkpoint is not None:
-        resume_from = find_resume_checkpoint(training_args)
-    check_resumed_adapter(model_args, training_args, resume_from)
-    if training_args.process_index == 0:
+        checkpoint = find_resume_checkpoint(training_args)
+        check_resumed_adapter(model_args, training_args, checkpoint)
         sources = {name: getattr(model_args, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")}
-        check_output_folder(training_args, resume_from, outputs, sources | {"resume_from_checkpoint": resume_from})
+        check_output_folder(training_args, checkpoint, outputs, sources | {"resume_from_checkpoint": checkpoint})
+        return checkpoint
+
+    resume_from = on_first_process(training_args, check)  # the others may see the folder change, or no folder
     if resume_from is not None:
         logger.info("Resuming from %s.", resume_from)
     set_seed(training_args.seed)
@@ -80,7 +82,7 @@ def _show_log(training_args: TrainingArguments) -> None:
     package = logging.getLogger("hf_hybrid")
     package.setLevel(training_args.get_process_log_level() if training_args.log_level != "passive" else logging.INFO)
     if not training_args.should_log:
-        package.setLevel(logging.WARNING)
+        package.setLevel(replica_log_level(training_args))
     if not package.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_token, whoami
@@ -10,8 +11,9 @@ from huggingface_hub.utils._validators import validate_repo_id
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid.training.command_line import one_line
+from hf_hybrid.training.model_card import CARD_FILE
 
-__all__ = ["check_hub_access", "push", "reason"]
+__all__ = ["HubMixin", "check_hub_access", "push"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +64,38 @@ def push(trainer: Trainer) -> None:
         again = ["hf", "upload", repository, folder, ".", "--exclude", "checkpoint-*/*"]
         again += ["--revision", revision] if revision else []
         raise ValueError(
-            f"--push_to_hub: the model could not be pushed to {repository}: {reason(error)} Nothing is lost: model, "
+            f"--push_to_hub: the model could not be pushed to {repository}: {_reason(error)} Nothing is lost: model, "
             f"tokenizer, results and model card are in {folder}. To push them later: {shlex.join(again)}"
         ) from error
 
 
-def reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """An error of the client and what it came from, which alone says what the server answered."""
     said = [one_line(error)]
     while (error := error.__cause__ or error.__context__) and len(said) < 3:  # type: ignore[assignment]
         if str(error) and one_line(error) not in said:
             said.append(one_line(error))
     return ". ".join(text.rstrip(".") for text in said) + "."
+
+
+class HubMixin:
+    """Put before a Trainer in the bases: its repository is made early, and its model card is ours."""
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository that ``--push_to_hub`` pushes to.
+
+        Raises:
+            ValueError: The Hub does not let the token's owner, or cannot be reached.
+        """
+        try:
+            super().init_hf_repo(token=token, private=private)  # type: ignore[misc]
+        except Exception as error:  # before the training, which would be for nothing
+            args: Any = self.args  # type: ignore[attr-defined]
+            name = args.hub_model_id or Path(args.output_dir).absolute().name
+            raise ValueError(f"--push_to_hub: {name} cannot be made on the Hub: {_reason(error)}") from error
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write Trainer's own card where a trained model has none: it knows less than ours, and replaces any."""
+        run: Any = self.args  # type: ignore[attr-defined]
+        if run.do_train and not Path(run.output_dir, CARD_FILE).is_file():
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]

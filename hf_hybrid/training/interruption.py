@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
@@ -20,36 +19,11 @@ from hf_hybrid.training.checkpoints import CannotSave, is_full_disk
 from hf_hybrid.training.command_line import Terminated, one_line
 from hf_hybrid.training.non_finite import NonFiniteLoss
 
-__all__ = ["Agreement", "how_to_continue", "stop_gently"]
+__all__ = ["how_to_continue", "stop_gently"]
 
 logger = logging.getLogger(__name__)
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-
-
-class Agreement:
-    """Lets the processes of a run decide together, through the CPU: the GPUs are not waited for."""
-
-    def __init__(self, world_size: int) -> None:
-        self._group: Any = None
-        if world_size > 1 and distributed.is_initialized():
-            self._group = distributed.new_group(backend="gloo")
-
-    def any(self, *questions: bool) -> tuple[bool, ...]:
-        """Whether each question is true in any process. All processes must ask."""
-        if self._group is None:
-            return questions
-        answers = torch.tensor(questions, dtype=torch.uint8)
-        distributed.all_reduce(answers, op=distributed.ReduceOp.MAX, group=self._group)
-        return tuple(bool(answer) for answer in answers)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each process. All processes must call it."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(values, value, group=self._group)
-        return values
 
 
 class _Watch(TrainerCallback):

@@ -28,6 +28,7 @@ from .tiny import (
     PADDED_SIDES,
     SCALED,
     TINY_CONFIGS,
+    TRAINED,
     is_causal_lm,
     main_output,
     tiny_config,
@@ -333,13 +334,39 @@ def test_overfits_eight_samples(model_type, auto_class):
     assert loss.item() < 0.05
 
 
+def _labelled_inputs(model, auto_class):
+    """Inputs with the labels of the task, where it has any."""
+    inputs = tiny_inputs(model, length=7)
+    if auto_class.endswith("Seq2SeqLM"):
+        inputs.pop("decoder_input_ids")  # the model makes them of the labels
+    if auto_class.endswith("QuestionAnswering"):
+        return {**inputs, "start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 3])}
+    if auto_class.endswith("SequenceClassification"):
+        return {**inputs, "labels": torch.tensor([0, 2])}
+    if auto_class.endswith("TokenClassification"):
+        return {**inputs, "labels": tiny_labels(model) % 3}
+    return {**inputs, "labels": tiny_labels(model)} if auto_class.endswith("LM") else inputs
+
+
 @every_class
-def test_compiles(model_type, auto_class):
-    model = tiny_model(model_type, auto_class)
-    inputs = tiny_inputs(model)
-    expected = main_output(model(**inputs))
-    compiled = torch.compile(model, backend="aot_eager")
-    assert_close(main_output(compiled(**inputs)), expected, "float32 model")
+def test_a_training_step_compiles_as_one_graph(model_type, auto_class):
+    """Forward, loss and backward: a break in the graph is an error, and compiled it computes what it does plain."""
+    torch.compiler.reset()  # models of one class would count as recompilations
+    fields = {"dropout": 0.0, "attention_dropout": 0.0}
+    if (model_type, auto_class) not in GENERATIVE and "num_hidden_layers" in TINY_CONFIGS[model_type]:
+        fields["num_hidden_layers"] = 1  # their layers are those of the generative class
+    losses, gradients = [], []
+    for compiled in (False, True):
+        model = tiny_model(model_type, auto_class, **fields, **TRAINED.get(model_type, {})).train()
+        step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        outputs = step(**_labelled_inputs(model, auto_class))
+        losses.append(outputs.loss if "loss" in outputs else outputs.last_hidden_state.square().mean())
+        losses[-1].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_close(losses[1], losses[0], "float32 model")
+    assert gradients[1].keys() == gradients[0].keys()
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, "float32 gradient")
 
 
 @every_class

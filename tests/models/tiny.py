@@ -87,6 +87,8 @@ PADDED_SIDES = {"srformer_bart": ("right",)}
 NEEDS_DICT = {"srformer_bart"}
 # model types whose resized embeddings are one table: BART's resizing makes it so, tied or not
 ALWAYS_TIED = {"srformer_bart"}
+# model types whose state space model is frozen by default -> what trains it
+TRAINED = {"spade": {"ssm_freeze": "none"}}
 # model types whose config may scale embeddings
 SCALED = {"bst", "spade", "chela"}
 

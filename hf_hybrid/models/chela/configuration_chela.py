@@ -251,6 +251,8 @@ class ChelaConfig(PreTrainedConfig):
 
     model_type = "chela"
     keys_to_ignore_at_inference = ["past_key_values"]
+    # embedding and head, which may share tables, stay in the model's own group
+    base_model_fsdp_plan = {"layers.*": "free_full_weight"}
 
     vocab_size: int = 32128
     hidden_size: int = 512

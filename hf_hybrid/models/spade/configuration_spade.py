@@ -216,6 +216,7 @@ class SpadeConfig(PreTrainedConfig):
 
     model_type = "spade"
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_fsdp_plan = {}  # each stack names its own layers
 
     vocab_size: int = 32128
     hidden_size: int = 768

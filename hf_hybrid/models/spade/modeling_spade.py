@@ -369,6 +369,9 @@ class SpadeStack(SpadePreTrainedModel):
         config: The stack's view of the config (`SpadeConfig.get_text_config`).
     """
 
+    # embedding and head, which may share tables, stay in the model's own group
+    _fsdp_plan = {"layers.*": "free_full_weight"}
+
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         reads_embeddings = config.is_decoder and config.is_encoder_decoder  # of the encoder's table

@@ -55,6 +55,7 @@ class SegmentedCrossAttentionFields:
 
     parent_model_type = ""
     default_leak = 0.0
+    base_model_fsdp_plan = {}  # its models name the parents' layers
 
     def __post_init__(self, **kwargs):
         """Fill in the leak that the published code starts the parent with."""

@@ -84,6 +84,7 @@ class SRformerBartModel(SegmentedModel, BartModel):
     """
 
     config: SRformerBartConfig
+    _fsdp_plan = {"encoder.layers.*": "free_full_weight", "decoder.layers.*": "free_full_weight"}
 
     def __init__(self, config: SRformerBartConfig):
         super().__init__(config)

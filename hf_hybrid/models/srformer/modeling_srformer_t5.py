@@ -91,6 +91,7 @@ class SRformerT5Model(SegmentedModel, T5Model):
     """
 
     config: SRformerT5Config
+    _fsdp_plan = {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"}
 
     def __init__(self, config: SRformerT5Config):
         super().__init__(config)
@@ -106,6 +107,7 @@ class SRformerT5ForConditionalGeneration(SegmentedGeneration, T5ForConditionalGe
     """
 
     config: SRformerT5Config
+    _fsdp_plan = {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"}
 
     def __init__(self, config: SRformerT5Config):
         super().__init__(config)

@@ -1,0 +1,29 @@
+"""Two processes on one machine's CPU, as torchrun starts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LIMIT = 240
+"""Seconds after which processes that wait for each other count as hanging."""
+
+
+def torchrun(*command: str, log_dir: Path) -> subprocess.CompletedProcess:
+    """Run a command in two processes; what each prints goes to ``log_dir`` too."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--tee", "3"]
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *launcher, "--log-dir", str(log_dir), *command],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def printed(log_dir: Path, rank: int, stream: str = "stdout") -> str:
+    """What one process printed."""
+    (path,) = log_dir.rglob(f"{rank}/{stream}.log")
+    return path.read_text()

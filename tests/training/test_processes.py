@@ -1,0 +1,184 @@
+"""Two processes do what one does with the same global batch, and stop together."""
+
+import importlib
+import json
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_hybrid.training import command_line
+from hf_hybrid.training.command_line import run_command_line
+
+from ..tolerances import assert_close
+from ..torchrun import printed, torchrun
+from .conftest import MODELS, NO_DROPOUT
+
+SUMMARIZATION, GLUE, CLM = (f"hf_hybrid.training.{name}" for name in ("summarization", "glue", "clm"))
+TIMED = re.compile(r"runtime|per_second|^epoch")
+_WORDS = ["river", "stone", "forest", "cloud", "winter", "summer", "bridge"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Seven rows to evaluate, so that two processes with two rows each have an uneven last batch."""
+    folder = tmp_path_factory.mktemp("processes")
+    rng = random.Random(0)
+
+    def words(least, most):
+        return " ".join(rng.choices(_WORDS, k=rng.randint(least, most)))
+
+    for split, rows in (("train", 16), ("validation", 7), ("test", 7), ("validation_mm", 5), ("test_mm", 3)):
+        lines = [
+            json.dumps({"document": words(6, 20), "summary": words(1, 5), "label": rng.randint(0, 2)})
+            for _ in range(rows)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{split}.txt").write_text("\n".join(words(3, 12) for _ in range(60)))
+    return folder
+
+
+def _files(folder, ending, *splits):
+    return [part for split in splits for part in (f"--{split}_file", str(folder / f"{split}.{ending}"))]
+
+
+def _jobs(folder, *batch, cache):
+    """Jobs by name, with the flags that say how a global batch of eight is made."""
+    spade = f"{MODELS['spade']},{NO_DROPOUT['spade']},ssm_freeze=none"
+    common = [
+        "--cache_dir", str(folder / cache), "--max_steps", "3", "--learning_rate", "0.05", "--optim", "sgd",
+        "--logging_steps", "1", "--save_strategy", "no", "--use_cpu", "--disable_tqdm", "true", "--do_train",
+        "--do_eval", "--per_device_eval_batch_size", "2", *batch,
+    ]  # fmt: skip
+    summaries = [
+        *_files(folder, "jsonl", "train", "validation", "test"), "--max_source_length", "32", "--max_target_length",
+        "8", "--text_column", "document", "--summary_column", "summary", "--tokenizer_type", "words", *common,
+    ]  # fmt: skip
+    jobs = {
+        # drawn so that the model ends its summaries at places of all kinds
+        "spade": (SUMMARIZATION, [*summaries, "--model_type", "spade", "--config_overrides",
+            f"{spade},initializer_range=0.3", "--do_predict", "--predict_with_generate", "--learning_rate", "0.001",
+            "--seed", "3"]),
+        "t5": (SUMMARIZATION, [*summaries, "--model_type", "t5", "--config_overrides",
+            f"{MODELS['t5']},{NO_DROPOUT['t5']}"]),
+        "mnli": (GLUE, [*_files(folder, "jsonl", "train", "validation", "test"), "--validation_mismatched_file",
+            str(folder / "validation_mm.jsonl"), "--test_mismatched_file", str(folder / "test_mm.jsonl"), *common,
+            "--text_column_names", "document,summary", "--task_name", "mnli", "--model_type", "spade",
+            "--config_overrides", spade, "--tokenizer_type", "bytes", "--max_seq_length", "48", "--do_predict"]),
+        "clm": (CLM, [*_files(folder, "txt", "train", "validation"), *common, "--block_size", "32", "--model_type",
+            "spade", "--config_overrides", spade.replace("num_decoder_layers=1,", ""), "--tokenizer_type", "bytes",
+            "--eval_sequence_length", "80", "--eval_context_window", "20", "--max_eval_samples", "7"]),
+    }  # fmt: skip
+    return {
+        name: (module, [*argv, "--output_dir", str(folder / f"{cache}-{name}")])
+        for name, (module, argv) in jobs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    """What each process of a torchrun had of each job; the processes start together, with nothing in the cache."""
+    batch = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--ddp_backend", "gloo")
+    jobs = _jobs(folder, *batch, cache="two")
+    jobs["used folder"] = jobs["clm"]
+    module, argv = jobs["t5"]
+    bad = folder / "bad.jsonl"
+    bad.write_text('{"document": "a", "summary": "b"}\n{"document": null, "summary": "b"}\n')
+    files = ["--train_file", str(bad), "--validation_file", str(bad), "--output_dir", str(folder / "bad")]
+    jobs["bad rows"] = (module, [*argv, *files])
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(list(jobs.values())))
+    done = torchrun("-m", "tests.training.jobs", str(path), log_dir=folder / "log")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {
+        rank: dict(zip(jobs, json.loads((folder / f"outcomes-{rank}.json").read_text()), strict=True))
+        for rank in (0, 1)
+    }
+
+
+def _scores(metrics):
+    return {name: value for name, value in metrics.items() if not TIMED.search(name)}
+
+
+@pytest.mark.parametrize("name", ["spade", "t5", "mnli", "clm"])
+def test_two_processes_give_what_one_gives(name, folder, outcomes):
+    """Losses at each step, weights, scores and predictions, from the same global batch."""
+    module, argv = _jobs(folder, "--per_device_train_batch_size", "8", cache="one")[name]
+    expected = _scores(importlib.import_module(module).main(argv))
+    actual = [_scores(outcomes[rank][name]["metrics"]) for rank in (0, 1)]
+    assert actual[0].keys() == expected.keys()
+    for metric, value in expected.items():
+        for process in actual:
+            assert_close(torch.tensor(process[metric]), torch.tensor(value), "float32 model")
+    one, two = (folder / f"{cache}-{name}" for cache in ("one", "two"))
+    losses = [
+        torch.tensor([row["loss"] for row in json.loads((run / "trainer_state.json").read_text())["log_history"][:3]])
+        for run in (one, two)
+    ]
+    assert_close(losses[1], losses[0], "float32 model")
+    weights = [load_file(run / "model.safetensors") for run in (one, two)]
+    assert weights[0].keys() == weights[1].keys()
+    for key, tensor in weights[0].items():
+        assert_close(weights[1][key], tensor, "float32 model")
+    predictions = sorted(path.name for path in one.glob("*predict*.txt"))
+    assert len(predictions) == {"spade": 1, "mnli": 2}.get(name, 0)
+    for file in predictions:
+        lines = [(run / file).read_text().splitlines() for run in (one, two)]
+        assert lines[0] == lines[1]
+    if name == "spade":
+        assert len({len(line.split()) for line in lines[0]}) > 2, "the summaries are all of one length"
+        assert len(lines[0]) == 7
+
+
+def test_the_first_process_alone_writes_and_speaks(folder, outcomes):
+    for name in ("spade", "t5", "mnli", "clm"):
+        assert "all_results.json" in outcomes[0][name]["written"]
+        assert not outcomes[1][name]["written"]
+    assert "train metrics" in printed(folder / "log", 0)
+    assert not printed(folder / "log", 1)
+    assert "Traceback" not in printed(folder / "log", 1, "stderr")
+
+
+def test_an_error_that_one_process_sees_ends_both(outcomes):
+    """The run before it has filled the output folder, which only the first process looks into."""
+    for rank in (0, 1):
+        assert "already holds a run" in outcomes[rank]["used folder"]["error"]
+        assert re.search(r"bad\.jsonl|row|document", outcomes[rank]["bad rows"]["error"])
+    assert outcomes[0]["bad rows"]["error"] == outcomes[1]["bad rows"]["error"]
+
+
+def test_a_script_that_cannot_run_ends_at_once_with_one_message(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "all_results.json").write_text("{}")
+    flags = [*_files(folder, "txt", "train"), "--model_type", "chela", "--tokenizer_type", "bytes", "--do_train"]
+    where = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--ddp_backend", "gloo"]
+    begin = time.monotonic()
+    done = torchrun("run_clm.py", *flags, *where, log_dir=tmp_path / "log")
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 120
+    said = printed(tmp_path / "log", 0, "stderr") + printed(tmp_path / "log", 1, "stderr")
+    assert len(re.findall("^error: --output_dir .* already holds a run", said, re.MULTILINE)) <= 1
+    assert "already holds a run" in done.stderr  # from the first process, or in torchrun's summary
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchrun_is_told_of_an_error_on_another_process(rank, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def fail():
+        command_line.parse_arguments((), ["--nothing"])
+
+    with pytest.raises(SystemExit) as left:
+        run_command_line(fail)
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: unknown flag --nothing") if rank == "0" else not said
+    assert (tmp_path / "error.json").is_file() == (rank == "1")
+    if rank == "1":
+        assert "unknown flag --nothing" in Path(tmp_path, "error.json").read_text()

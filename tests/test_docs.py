@@ -30,7 +30,9 @@ def test_the_documentation_builds_without_a_warning_and_names_everything_public(
     warnings, out = build(ROOT / "docs", tmp_path)
     assert warnings == ""
     inventory = InventoryFile.loads((out / "objects.inv").read_bytes(), uri="")
-    documented = {name.rpartition(".")[2] for kind, entries in inventory.data.items() if "py:" in kind for name in entries}
+    documented = {
+        name.rpartition(".")[2] for kind, entries in inventory.data.items() if "py:" in kind for name in entries
+    }
     assert {*hf_hybrid.__all__, *kernels.__all__} - {"__version__"} <= documented
     front = (out / "index.html").read_text(encoding="utf-8")
     assert {"models/spade.html", "contributing.html", "reference.html"} <= set(re.findall(r'href="([^"#]+)', front))

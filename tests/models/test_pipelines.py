@@ -77,7 +77,9 @@ def names(results) -> list:
 @pytest.mark.parametrize(("model_type", "auto_class"), [entry for entry in MODEL_CLASSES if entry[1] in TASKS])
 def test_a_pipeline_gives_each_text_in_a_batch_what_it_gives_it_alone(model_type, auto_class, saved):
     task, folder = TASKS[auto_class], saved(model_type, auto_class)
-    options = {"text-generation": {"do_sample": False, **LENGTHS}, "text-classification": {"top_k": None}}.get(task, {})
+    options = {"text-generation": {"do_sample": False, **LENGTHS}, "text-classification": {"top_k": None}}.get(
+        task, {}
+    )
     texts = [f"{text} <mask>" for text in TEXTS] if task == "fill-mask" else TEXTS
     model = getattr(transformers, auto_class).from_pretrained(folder) if task == "feature-extraction" else folder
     run = pipeline(task, model=model, tokenizer=AutoTokenizer.from_pretrained(folder), device="cpu", **options)
@@ -108,7 +110,9 @@ def generated(model, tokenizer, text: str, **options) -> str:
     """What a model writes, without streaming."""
     inputs = tokenizer(text, return_tensors="pt")
     ids = model.generate(**inputs, do_sample=False, **LENGTHS, **options)[0]
-    return tokenizer.decode(ids[inputs["input_ids"].shape[1] :] if is_causal_lm(model) else ids, skip_special_tokens=True)
+    return tokenizer.decode(
+        ids[inputs["input_ids"].shape[1] :] if is_causal_lm(model) else ids, skip_special_tokens=True
+    )
 
 
 @pytest.mark.parametrize(("model_type", "auto_class"), GENERATIVE)
@@ -153,14 +157,18 @@ def test_what_is_streamed_is_what_is_generated(model_type, auto_class, saved, ca
 def test_two_lines_are_what_a_summarization_pipeline_was(model_type, saved):
     """A batch of unequal documents gives what each of them gives alone."""
     folder = saved(model_type, "AutoModelForSeq2SeqLM")
-    model, tokenizer = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
     summaries = tokenizer.batch_decode(model.generate(**inputs, num_beams=2, **LENGTHS), skip_special_tokens=True)
     assert summaries == [generated(model, tokenizer, text, num_beams=2) for text in TEXTS]
 
 
 @pytest.mark.parametrize(
-    "model_type", [model_type for model_type, auto_class in MODEL_CLASSES if auto_class == "AutoModelForQuestionAnswering"]
+    "model_type",
+    [model_type for model_type, auto_class in MODEL_CLASSES if auto_class == "AutoModelForQuestionAnswering"],
 )
 def test_few_lines_are_what_a_question_answering_pipeline_was(model_type, saved):
     folder = saved(model_type, "AutoModelForQuestionAnswering")

@@ -23,13 +23,14 @@ myst_heading_anchors = 3  # links such as training.md#data, which a forge resolv
 default_role = "code"  # docstrings are written as Markdown: single backticks hold code
 maximum_signature_line_length = 100
 autodoc_inherit_docstrings = False
+toc_object_entries = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # arguments have their types, and tensors their shapes, in the text
 autodoc_default_options = {
     "members": True,
     # what only transformers calls
     "exclude-members": "config_class, get_input_embeddings, get_text_config, post_init, resize_token_embeddings, "
-    "set_input_embeddings, validate_architecture, validate_layer_type",
+    "set_input_embeddings, validate, validate_architecture, validate_layer_type",
 }
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -105,7 +105,7 @@ def chela() -> list[str]:
     return [
         *heading("CHELA", "convolutions feed linear attention, in all layers"),
         box(16, 62, 382, "linear attention:  S ← S + kᵀ v,  gated", "linear"),
-        text(251, 112, "queries, keys, gates", "small"),
+        text(235, 112, "queries, keys, gates", "small end"),
         arrow((243, 128), (243, 90)),
         box(16, 128, 140, "short convolutions", "global"),
         arrow((156, 142), (172, 142)),

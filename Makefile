@@ -16,7 +16,7 @@ TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-long test lint bench gpu aot-matrix build clean
+.PHONY: help install demo demo-long test lint docs bench gpu aot-matrix build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ lint: $(INSTALLED) ## Check formatting, style, types and the structure of the mo
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/python .ci/lint_models.py
+
+docs: $(INSTALLED) ## Build the documentation as web pages in build/docs; a warning is an error
+	$(PY) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 
 bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in under 45 minutes on two cores
 	$(PY) -m benchmarks.bench_models $(BENCH_ARGS)

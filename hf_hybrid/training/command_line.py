@@ -28,6 +28,7 @@ __all__ = [
     "parse_arguments",
     "run_command_line",
     "translate_removed_flags",
+    "without_secrets",
 ]
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ CONFIG_ERRORS = (
     StrictDataclassError,
 )
 """What reading a config.json raises that is no configuration: no JSON, nested too deeply, or of wrong values."""
+
+
+_SECRET_FLAGS = {"token", "hub_token", "push_to_hub_token", "use_auth_token"}
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=://)[^/\s@]+(?=@)")
+_HIDDEN = "..."
 
 
 class RunFailed(RuntimeError):
@@ -94,6 +100,21 @@ def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
     if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
         return _read_arguments_file(Path(arguments[0]))
     return arguments
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command line, with dots in place of tokens and passwords, so that they can be shown."""
+    shown: list[str] = []
+    hides_next = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_secret = flag.startswith("--") and flag[2:].replace("-", "_") in _SECRET_FLAGS
+        if is_secret:
+            shown.append(f"{flag}={_HIDDEN}" if equals else argument)
+        else:
+            shown.append(_HIDDEN if hides_next and not argument.startswith("--") else _SECRET.sub(_HIDDEN, argument))
+        hides_next = is_secret and not equals
+    return shown
 
 
 class _Parser(HfArgumentParser):

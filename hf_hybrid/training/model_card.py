@@ -21,6 +21,7 @@ from transformers.modelcard import (
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.hub import loading_lines
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.command_line import without_secrets
 from hf_hybrid.training.data_arguments import DataArguments
 from hf_hybrid.version import __version__
 
@@ -39,8 +40,6 @@ SCRIPTS = {
     "text-generation": "run_clm.py",
 }
 """The Hub's name of a task, and the script that trains for it."""
-SECRETS = {"token", "hub_token", "use_auth_token", "push_to_hub_token"}
-"""Flags whose values are nobody else's."""
 _METRIC_TYPES = {"matthews_correlation": "matthews_correlation", "pearson": "pearsonr", "spearmanr": "spearmanr"}
 _NO_SCORES = ("runtime", "samples", "per_second", "epoch", "flos", "steps", "gen_len", "tokens")
 _SPLITS = {"train": "training", "eval": "validation", "predict": "test"}
@@ -110,15 +109,13 @@ def _without_versions(card: str) -> str:
 
 
 def command_of(script: str, arguments: Sequence[str]) -> str:
-    """The command line of a run for a shell, a flag a line, without the values of secrets."""
-    lines, secret = [f"python {script}"], False
-    for argument in arguments:
-        flag, _, value = argument.partition("=")
-        if flag.startswith("--"):
-            secret = flag[2:].replace("-", "_") in SECRETS
-            lines.append(f"{flag} ..." if secret and value else shlex.quote(argument))
+    """The command line of a run for a shell, a flag a line, without its secrets."""
+    lines = [f"python {script}"]
+    for argument in map(shlex.quote, without_secrets(arguments)):
+        if argument.lstrip("'").startswith("--"):
+            lines.append(argument)
         else:
-            lines[-1] += " ..." if secret else f" {shlex.quote(argument)}"
+            lines[-1] += f" {argument}"
     return " \\\n    ".join(lines)
 
 

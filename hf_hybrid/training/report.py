@@ -10,6 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from hf_hybrid.training.command_line import without_secrets
 from hf_hybrid.training.curves import Panel, describe, draw_svg
 
 __all__ = ["Page", "Sample", "Section", "Table", "excerpt", "format_value", "show_command", "write_page"]
@@ -18,9 +19,6 @@ Cell = str | int | float | None
 """What stands in a cell; None where there is nothing."""
 
 _LONGEST, _MOST_LINES = 700, 12
-_SECRET_FLAGS = ("token", "hub_token", "push_to_hub_token", "use_auth_token")
-_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=://)[^/\s@]+(?=@)")
-_HIDDEN = "..."
 # what HTML forbids, and halves of characters that UTF-8 cannot write
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _LINE_END = re.compile(r"\r\n?|[\x85\u2028\u2029]")
@@ -172,14 +170,4 @@ def format_value(value: Cell) -> str:
 
 def show_command(script: str, argv: Sequence[str]) -> list[str]:
     """The words of the command line that was given, without its secrets, as a shell takes them."""
-    shown: list[str] = []
-    hides_next = False
-    for argument in argv:
-        flag, equals, _ = argument.partition("=")
-        is_secret = flag.startswith("--") and flag[2:].replace("-", "_") in _SECRET_FLAGS
-        if is_secret:
-            shown.append(f"{flag}={_HIDDEN}" if equals else argument)
-        else:
-            shown.append(_HIDDEN if hides_next and not argument.startswith("--") else _SECRET.sub(_HIDDEN, argument))
-        hides_next = is_secret and not equals
-    return ["python", *map(shlex.quote, [script, *shown])]
+    return ["python", *map(shlex.quote, [script, *without_secrets(argv)])]

@@ -197,13 +197,13 @@ def test_a_command_line_without_its_secrets(tmp_path):
     argv += ["--forced_bos_token", "<de>", "--use_auth_token", "hf_d", "--do_train"]
     command = command_of("run_clm.py", argv)
     assert command == (
-        "python run_clm.py \\\n    --token ... \\\n    --hub-token ... \\\n    --output_dir 'my folder' \\\n"
+        "python run_clm.py \\\n    --token ... \\\n    --hub-token=... \\\n    --output_dir 'my folder' \\\n"
         "    --push_to_hub_token ... \\\n    --forced_bos_token '<de>' \\\n    --use_auth_token ... \\\n    --do_train"
     )
     path = tmp_path / "arguments.json"
     path.write_text(json.dumps({"hub_token": "hf_a", "do_train": True}), encoding="utf-8")
     assert command_of("run_clm.py", read_arguments([str(path)])) == (
-        "python run_clm.py \\\n    --hub_token ... \\\n    --do_train=True"
+        "python run_clm.py \\\n    --hub_token=... \\\n    --do_train=True"
     )
 
 

@@ -1,0 +1,149 @@
+"""Write the tables of ``README.md`` from the table of architectures and from the files in ``benchmarks/results``.
+
+Run it from the repository root, after an architecture or a measurement has changed::
+
+    python -m benchmarks.readme_tables
+
+A table stands between ``<!-- NAME -->`` and ``<!-- end -->``; what is between them is replaced. NAME is one of
+`TABLES`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.record import Row, read_csv
+from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.training.demo import scores_and_checks
+
+PAGE = Path("README.md")
+RESULTS = Path("benchmarks/results")
+LENGTH = "16384"
+SAMPLES = 3
+# column of the table -> its model types
+FAMILIES = {
+    "[SPADE](docs/models/spade.md)": ("spade",),
+    "[CHELA](docs/models/chela.md)": ("chela",),
+    "[BST](docs/models/bst.md)": ("bst",),
+    "[SRformer](docs/models/srformer.md)": ("srformer_t5", "srformer_bart"),
+}
+TASKS = {
+    "AutoModelForSeq2SeqLM": "text from a document",
+    "AutoModelForCausalLM": "text that goes on",
+    "AutoModelForMaskedLM": "masked tokens",
+    "AutoModelForSequenceClassification": "a class for a text",
+    "AutoModelForTokenClassification": "a class for each token",
+    "AutoModelForQuestionAnswering": "a span that answers",
+    "AutoModelForTextEncoding": "an encoder alone",
+    "AutoModel": "hidden states",
+}
+# feature -> what each family has of it, in the order of `FAMILIES`; tests look whether it is so
+FEATURES = {
+    "reads in both directions": ("its encoder", "yes", "", "its encoder"),
+    "`generate` from a cache of constant size": ("language model", "yes", "yes", ""),
+    "gradient checkpointing": ("yes", "yes", "yes", "yes"),
+    "padding": ("both sides", "both sides", "both sides", "both; BART's: right"),
+    "begins with a checkpoint of": ("the T5 family", "", "", "T5, BART"),
+    "Triton kernels of": (
+        "local attention, S4's taps, S5's scan, around Hyena's FFT",
+        "linear attention, short convolutions, around the FFT",
+        "local attention, S4's taps, around the FFT",
+        "segment recurrence",
+    ),
+}
+
+
+def main() -> int:
+    """Rewrite the page."""
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+def renewed(page: str) -> str:
+    """Return the page with every table made anew."""
+    pattern = re.compile(rf"(?P<begin><!-- (?P<name>{'|'.join(TABLES)}) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match['begin']}{TABLES[match['name']]()}\n{match['end']}", page)
+
+
+def architectures() -> str:
+    """Return which model is there for which task, and what it can do."""
+    rows = [["", *FAMILIES]]
+    for auto_class, task in TASKS.items():
+        has = (any(auto_class in ARCHITECTURES[name][1] for name in names) for names in FAMILIES.values())
+        rows.append([f"{task}: `{auto_class}`", *("yes" if it else "" for it in has)])
+    return _table(rows + [[feature, *cells] for feature, cells in FEATURES.items()])
+
+
+def demo() -> str:
+    """Return what ``make demo`` prints."""
+    results = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))
+    lines = [scores_and_checks(results), "", "The first of its samples:", ""]
+    for sample in results["samples"][:SAMPLES]:
+        document, reference, summary = (" ".join(sample[key].split()) for key in ("document", "reference", "summary"))
+        lines += [f"- `{document} ...`", f"  - reference: {reference}", f"  - summary: {summary}"]
+    return "\n".join(lines)
+
+
+def measured() -> str:
+    """Return the measurements at 16,384 tokens, beside the peers that were measured with them."""
+    pairs = [row for row in _rows("models_cpu.csv") if row["precision"] == "fp32"]
+    language, bst, cross = (
+        _rows(name) for name in ("language_models_cpu.csv", "bst_cpu.csv", "cross_attention_cpu.csv")
+    )
+    seconds, peak, token, cache = "step_s", "peak_mib", "token_s", "cache_mib"
+
+    def speed(row: Row) -> str:
+        return f"{int(LENGTH) / float(row[seconds]) / 1000:.2f}"
+
+    def number(column: str, form: str, factor: float = 1) -> Callable[[Row], str]:
+        return lambda row: format(float(row[column]) * factor, form)
+
+    ours = {"SPADE": ("spade", language), "CHELA": ("chela", language), "BST": ("bst-sh-s4", bst)}
+    peers = {"Llama": ("llama-sdpa", language), "Mamba-2": ("mamba2", language)}
+    best = max(
+        (row for row in pairs if not row["model"].startswith("spade")), key=lambda row: float(row["tokens_per_s"])
+    )
+    (spade,) = (row for row in pairs if row["model"] == "spade")
+    (segmented,), (full,) = ([row for row in cross if row["mode"] == mode] for mode in ("sr", "full"))
+    rows = [["at 16,384 tokens", "here", "peers"]]
+    for label, cell in (
+        ("training an encoder-decoder, thousand tokens per second", number("tokens_per_s", ".2f", 1e-3)),
+        ("its peak memory, MiB", number("peak_mib", ".0f")),
+    ):
+        rows.append([label, f"SPADE {cell(spade)}", f"{best['model'].upper()} {cell(best)}, the fastest peer"])
+    for label, cell in (
+        ("training a language model, thousand tokens per second", speed),
+        ("its peak memory, MiB", number(peak, ".0f")),
+        ("decoding after that prompt, milliseconds per token", number(token, ".1f", 1e3)),
+        ("its cache, MiB", number(cache, ".1f")),
+    ):
+        rows.append([label, *(_cells(group, cell) for group in (ours, peers))])
+    cell = number("token_s", ".2f", 1e3)
+    label = "cross-attention of a decoded token, 8 documents, milliseconds"
+    rows.append([label, f"SRformer {cell(segmented)}", f"full {cell(full)}"])
+    first = language[0]
+    machine = f"{first['cpu']}, {first['threads']} threads, fp32, {first['date']}; BST in a run of its own"
+    return f"{_table(rows)}\n\n{machine}; torch {first['torch']}, transformers {first['transformers']}."
+
+
+def _cells(models: dict[str, tuple[str, list[Row]]], cell: Callable[[Row], str]) -> str:
+    return ", ".join(
+        f"{name} {cell(row)}" for name, (model, rows) in models.items() for row in rows if row["model"] == model
+    )
+
+
+def _rows(name: str) -> list[Row]:
+    return [row for row in read_csv(RESULTS / name) if row["length"] == LENGTH and row["outcome"] == "ok"]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
+
+
+TABLES: dict[str, Callable[[], str]] = {"architectures": architectures, "demo": demo, "measured": measured}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`python -m hf_hybrid.training`, the scripts of those who have no clone."""
+
+import runpy
+import sys
+
+import pytest
+
+from hf_hybrid.training import clm, glue, summarization
+from hf_hybrid.training.__main__ import TASKS, main
+
+
+@pytest.mark.parametrize("module", [summarization, glue, clm])
+def test_a_task_is_its_script(module, monkeypatch):
+    called = []
+    monkeypatch.setattr(module, "main", lambda flags: called.append(flags) or {"eval_loss": 1.0})
+    task = module.__name__.rpartition(".")[2]
+    assert main([task, "--model_type", "spade"]) == {"eval_loss": 1.0}
+    assert called == [["--model_type", "spade"]]
+    monkeypatch.setattr(sys, "argv", ["__main__.py", task, "--do_train"])
+    main()
+    assert called[1] == ["--do_train"]
+    assert sys.argv == [f"python -m hf_hybrid.training {task}", "--do_train"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [([], "got ''"), (["sumarization"], "Did you mean 'summarization'"), (["--do_train"], "must be")],
+)
+def test_a_wrong_task_is_refused(argv, message):
+    with pytest.raises(ValueError, match=message):
+        main(argv)
+
+
+def test_the_module_is_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "clm", "--learning_rat", "1"])
+    monkeypatch.delitem(sys.modules, "hf_hybrid.training.__main__")  # imported above, which a command line does not
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("hf_hybrid.training", run_name="__main__")
+    assert left.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: unknown flag --learning_rat. Did you mean 'learning_rate'?")
+
+
+def test_help_names_the_tasks(capsys):
+    assert main(["--help"]) is None
+    printed = capsys.readouterr().out
+    assert all(task in printed for task in TASKS)

@@ -77,9 +77,9 @@ def test_transformers_completes_the_deepspeed_files(path, model_type, tmp_path, 
     arguments = ScriptTrainingArguments(
         output_dir=str(tmp_path), do_train=True, use_cpu=True, per_device_train_batch_size=3
     )
-    config = _Config(str(path))
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(model_type))
+    config = _Config(str(path))
     config.trainer_config_process(arguments)
     config.trainer_config_finalize(arguments, model, num_training_steps=10)
     assert "auto" not in json.dumps(config.config).replace("torch_autocast", "")

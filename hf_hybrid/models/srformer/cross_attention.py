@@ -33,7 +33,7 @@ class RAF(nn.Module):
 
     def __init__(self, width: int, *, leak: float, threshold: float):
         super().__init__()
-        self.initial = (leak, threshold)
+        self.initial = (float(leak), float(threshold))
         self.linear = nn.Linear(width, width, bias=False)
         self.leak = nn.Parameter(torch.full((1,), float(leak)))
         self.threshold = nn.Parameter(torch.full((1,), float(threshold)))

@@ -320,8 +320,8 @@ def _table(place: str, rows: Iterable[Row]) -> "pa.Table":
                 kinds[name] = _kind(value)
             elif value is not None and _kind(value) != kind:
                 raise ValueError(
-                    f"{place}, line {number}, row {count}: column {_listed([repr(name)])} must hold the same kind of value in "
-                    f"every row; got {_kind(value)} after {kind}"
+                    f"{place}, line {number}, row {count}: column {_listed([repr(name)])} must hold the same kind of "
+                    f"value in every row; got {_kind(value)} after {kind}"
                 )
         batch.append((number, row))
         if len(batch) == _BATCH_ROWS:

@@ -395,9 +395,8 @@ class ChelaConfig(PreTrainedConfig):
                 f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
             )
         if not 0 <= self.kernel_lam <= MAX_NUMBER:
-            raise ValueError(
-                f"kernel_lam must be finite and not negative; got {self.kernel_lam}{in_float32(self.kernel_lam) if self.kernel_lam > 0 else ''}"
-            )
+            hint = in_float32(self.kernel_lam) if self.kernel_lam > 0 else ""
+            raise ValueError(f"kernel_lam must be finite and not negative; got {self.kernel_lam}{hint}")
         if self.alpha_init is not None and not abs(self.alpha_init) <= MAX_NUMBER:
             raise ValueError(f"alpha_init must be finite; got {self.alpha_init}{in_float32(self.alpha_init)}")
         if self.kernel_smoothing < 1 or self.kernel_smoothing % 2 == 0:

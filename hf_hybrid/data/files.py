@@ -8,6 +8,7 @@ import csv
 import gzip
 import json
 import lzma
+import math
 import os
 import re
 import zlib
@@ -28,8 +29,10 @@ TEXT_EXTENSIONS = (*EXTENSIONS, ".txt")
 _OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 _COMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
 _BATCH_ROWS = 1000
+_SHOWN = 200  # characters of what a file holds that are shown in an error
 _SCALARS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
+_NUMBER = re.compile(r"[-+.0-9e]+|[-+]?(nan|inf|infinity)", re.IGNORECASE)
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 Row = tuple[int, dict[str, Any]]
@@ -161,6 +164,9 @@ def _json_array(place: str, first_line: int, text: str) -> Iterator[Row]:
     except json.JSONDecodeError as error:
         number = first_line + error.lineno - 1
         raise ValueError(f"{place}, line {number}: must be valid JSON; {error.msg} (column {error.colno})") from error
+    except _JsonLimit as error:
+        number = first_line + text.count("\n", 0, error.position)
+        raise ValueError(f"{place}, line {number}: {error}") from error
 
 
 def _array_items(text: str) -> Iterator[tuple[int, Any]]:
@@ -168,36 +174,65 @@ def _array_items(text: str) -> Iterator[tuple[int, Any]]:
 
     Raises:
         json.JSONDecodeError: The text is not one JSON array.
+        _JsonLimit: It is beyond what can be decoded.
     """
-
-    def after_space(position: int) -> int:
-        space = _JSON_SPACE.match(text, position)
-        return space.end() if space else position
-
-    decoder = json.JSONDecoder()
-    start = end = after_space(text.index("[") + 1)
+    start = end = _after_space(text, text.index("[") + 1)
     closed = text.startswith("]", end)
     while not closed:
-        item, end = decoder.raw_decode(text, start)
+        item, end = _decode(text, start)
         yield start, item
-        end = after_space(end)
+        end = _after_space(text, end)
         closed = text.startswith("]", end)
         if not closed and not text.startswith(",", end):
             raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-        start = after_space(end + 1)
-    rest = after_space(end + 1)
+        start = _after_space(text, end + 1)
+    rest = _after_space(text, end + 1)
     if rest < len(text):
         raise json.JSONDecodeError("Extra data", text, rest)
 
 
+def _after_space(text: str, position: int) -> int:
+    space = _JSON_SPACE.match(text, position)
+    return space.end() if space else position
+
+
+class _JsonLimit(Exception):
+    """JSON that is valid, or may be, but that Python does not decode."""
+
+    def __init__(self, rule: str, position: int):
+        super().__init__(rule)
+        self.position = position
+
+
+def _decode(text: str, position: int) -> tuple[Any, int]:
+    """Decode the JSON value that starts here, and say where it ends.
+
+    Raises:
+        json.JSONDecodeError: There is none.
+        _JsonLimit: It is nested too deeply, or holds an integer of too many digits.
+    """
+    try:
+        return json.JSONDecoder().raw_decode(text, position)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise _JsonLimit("values must not be nested this deeply", position) from error
+    except ValueError as error:  # the interpreter's limit on the digits of an integer, which it names
+        raise _JsonLimit(f"numbers must be shorter; {error}", position) from error
+
+
 def _json_object(place: str, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row, end = _decode(line, _after_space(line, 0))
+        if (rest := _after_space(line, end)) < len(line):
+            raise json.JSONDecodeError("Extra data", line, rest)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{place}, line {number}: must be one JSON object on each line, or the file one array of objects; "
             f"{error.msg} (column {error.colno})"
         ) from error
+    except _JsonLimit as error:
+        raise ValueError(f"{place}, line {number}: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}, line {number}: must be a JSON object such as {{...}}; got {_kind(row)}")
     return row
@@ -239,7 +274,7 @@ def _rows_under_header(
             header = _checked_header(place, number, fields)
         elif len(fields) != len(header):
             raise ValueError(
-                f"{place}, line {number}: must have the header's {len(header)} columns ({', '.join(header)}); "
+                f"{place}, line {number}: must have the header's {len(header)} columns ({_listed(header)}); "
                 f"got {len(fields)} (in CSV, text that holds commas or line breaks belongs in double quotes)"
             )
         else:
@@ -249,8 +284,14 @@ def _rows_under_header(
 def _checked_header(place: str, number: int, fields: list[str]) -> list[str]:
     names = [field.strip() for field in fields]
     if not all(names) or len(set(names)) != len(names):
-        raise ValueError(f"{place}, line {number}: the header must name each column once; got {names}")
+        raise ValueError(f"{place}, line {number}: the header must name each column once; got {names!s:.{_SHOWN}}")
     return names
+
+
+def _listed(names: list[str]) -> str:
+    """Column names on one line that can be read, whatever was taken for a header."""
+    shown = " ".join(", ".join(names).split())
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
 
 
 def _table(place: str, rows: Iterable[Row]) -> "pa.Table":
@@ -279,8 +320,8 @@ def _table(place: str, rows: Iterable[Row]) -> "pa.Table":
                 kinds[name] = _kind(value)
             elif value is not None and _kind(value) != kind:
                 raise ValueError(
-                    f"{place}, line {number}, row {count}: column {name!r} must hold the same kind of value in every "
-                    f"row; got {_kind(value)} after {kind}"
+                    f"{place}, line {number}, row {count}: column {_listed([repr(name)])} must hold the same kind of "
+                    f"value in every row; got {_kind(value)} after {kind}"
                 )
         batch.append((number, row))
         if len(batch) == _BATCH_ROWS:
@@ -299,6 +340,18 @@ def _kind(value: object) -> str:
     return "null" if value is None else _SCALARS[type(value)]
 
 
+def _number(field: str, parse: type[int] | type[float]) -> float:
+    """Parse a number as tables write it: Python also reads 1_2 as 12, and 1e999 as infinite.
+
+    Raises:
+        ValueError: The field is none.
+    """
+    number = parse(field)
+    if not _NUMBER.fullmatch(field.strip()) or (math.isinf(number) and "inf" not in field.lower()):
+        raise ValueError
+    return number
+
+
 def _numbers_parsed(table: "pa.Table") -> "pa.Table":
     """Turn the columns of a CSV table that hold only numbers into numbers; an empty field is null there."""
     import pyarrow as pa
@@ -307,7 +360,7 @@ def _numbers_parsed(table: "pa.Table") -> "pa.Table":
         fields = table.column(index).to_pylist()
         for parse, kind in ((int, pa.int64()), (float, pa.float64())):
             try:
-                numbers = [parse(field) if field.strip() else None for field in fields]
+                numbers = [_number(field, parse) if field.strip() else None for field in fields]
                 column = pa.array(numbers, kind)
             except (ValueError, OverflowError, pa.ArrowException):
                 continue

@@ -147,7 +147,7 @@ class LongConv(StateSpaceLayer):
         if self.smoothing == 1:
             taps = taps[..., :length]
         if self.lam:
-            taps = F.softshrink(taps, self.lam)
+            taps = F.softshrink(taps, float(self.lam))
         taps = F.dropout(taps, self.kernel_dropout, self.training)
         if self.smoothing > 1:
             taps = F.avg_pool1d(taps, self.smoothing, stride=1, padding=self.smoothing // 2)[..., :length]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import InvalidVersion, Version
 from transformers import GenerationConfig, PreTrainedConfig
@@ -17,27 +18,16 @@ from hf_hybrid.suggestions import did_you_mean
 logger = logging.get_logger(__name__)
 
 RELATIVE_ATTENTION_INITS = ("normal", "recency")
-# fields of every config that transformers sets when it loads or saves one, or did in earlier releases
-TRANSFORMERS_FIELDS = frozenset(
-    (
-        *(
-            "model_type",
-            "name_or_path",
-            "attn_implementation",
-            "experts_implementation",
-            "auto_map",
-            "tokenizer_class",
-        ),
-        *("quantization_config", "transformers_weights", "custom_pipelines", "task_specific_params", "prefix"),
-        *("add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "tie_word_embeddings"),
-        *("tie_last_hidden_states", "is_decoder", "finetuning_task", "pruned_heads", "gradient_checkpointing"),
-        *("torchscript", "use_bfloat16", "tf_legacy_loss", "pad_token_id", "bos_token_id", "eos_token_id"),
-        *("sep_token_id", "mask_token_id", "decoder_start_token_id", "output_past", "n_positions"),
-        # of BART's checkpoints
-        *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings", "normalize_before"),
-        *("normalize_embedding", "static_position_embeddings", "force_bos_token_to_be_generated"),
-    )
-)
+# fields that transformers sets when it loads or saves a config, or did in earlier releases, or BART's checkpoints have
+TRANSFORMERS_FIELDS = """
+    model_type name_or_path attn_implementation experts_implementation auto_map tokenizer_class quantization_config
+    transformers_weights custom_pipelines task_specific_params prefix add_cross_attention cross_attention_hidden_size
+    tie_encoder_decoder tie_word_embeddings tie_last_hidden_states is_decoder finetuning_task pruned_heads
+    gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss pad_token_id bos_token_id eos_token_id sep_token_id
+    mask_token_id decoder_start_token_id output_past n_positions
+    add_bias_logits add_final_layer_norm classif_dropout extra_pos_embeddings normalize_before normalize_embedding
+    static_position_embeddings force_bos_token_to_be_generated
+"""
 
 
 @functools.cache
@@ -51,7 +41,7 @@ def known_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
             *vars(config_class()),  # T5 and BART have fields that are no dataclass fields
             *of_every_config,
             *GenerationConfig._get_default_generation_params(),
-            *TRANSFORMERS_FIELDS,
+            *TRANSFORMERS_FIELDS.split(),
         )
     )
 
@@ -92,20 +82,55 @@ def _is_newer(version: str | None) -> bool:
         return False
 
 
-def check_positive_integers(config: PreTrainedConfig, fields: Iterable[str]):
-    """Raise ValueError unless each of these fields is None or at least 1."""
+# Beyond any model there is. A slip of the keyboard is to be an error in words, and not a process that hangs on a
+# billion layers, or dies of a table that no memory holds.
+MAX_LAYERS = 10_000
+MAX_STATE_SIZE = 4096  # S4's constants come from the eigenvectors of a matrix of that many rows
+MAX_SIZE = 2**24
+MAX_NUMBER, MIN_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+def check_positive_integers(config: PreTrainedConfig, fields: Iterable[str], at_most: int = MAX_SIZE):
+    """Raise ValueError unless each of these fields is None, or at least 1 and not absurdly large."""
     for field in fields:
         value = getattr(config, field)
         if value is not None and value < 1:
             raise ValueError(f"{field} must be a positive integer; got {value}")
+        check_not_absurd(field, value, at_most)
+
+
+def check_not_absurd(field: str, value: int | None, at_most: int = MAX_SIZE):
+    """Raise ValueError if a size is larger than any that can be meant."""
+    if value is not None and value > at_most:
+        raise ValueError(f"{field} must be at most {at_most}; got {value}")
+
+
+def check_number_of_layers(config: PreTrainedConfig, fields: Iterable[str]):
+    """Raise ValueError if there are more layers than can be meant; asked before anything is made for each of them."""
+    for field in fields:
+        check_not_absurd(field, getattr(config, field), MAX_LAYERS)
 
 
 def check_positive_numbers(config: PreTrainedConfig, fields: Iterable[str]):
-    """Raise ValueError unless each of these fields is None, or positive and finite."""
+    """Raise ValueError unless each of these fields is None, or positive and finite, in float32 too."""
     for field in fields:
         value = getattr(config, field)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{field} must be positive and finite; got {value}")
+        if value is not None and not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise ValueError(
+                f"{field} must be positive and finite; got {value}{in_float32(value) if value > 0 else ''}"
+            )
+
+
+def in_float32(value: float) -> str:
+    """Say, for an error, that a number is refused which is finite, but not in the precision that models have."""
+    return ", which is beyond float32's normal numbers" if 0 < abs(value) < math.inf else ""
+
+
+def check_given(config: PreTrainedConfig, fields: Iterable[str]):
+    """Raise ValueError if one of these fields is None."""
+    for field in fields:
+        if getattr(config, field) is None:
+            raise ValueError(f"{field} must be given; got None")
 
 
 def check_probabilities(config: PreTrainedConfig, fields: Iterable[str]):
@@ -131,18 +156,24 @@ def check_choices(config: PreTrainedConfig, choices: Mapping[str, Iterable[str |
             raise ValueError(f"{field} must be one of {names}{where}; got {value!r}.{hint}")
 
 
-def check_activation(config: PreTrainedConfig):
-    """Raise ValueError unless `hidden_act` is an activation that transformers knows."""
-    if config.hidden_act not in ACT2FN:
+def check_activation(config: PreTrainedConfig, field: str = "hidden_act"):
+    """Raise ValueError unless this field is an activation that transformers knows."""
+    name = getattr(config, field)
+    if name not in ACT2FN:
         raise ValueError(
-            f"hidden_act must name an activation of transformers; got {config.hidden_act!r}."
-            f"{did_you_mean(config.hidden_act, ACT2FN)}"
+            f"{field} must name an activation of transformers; got {name!r}.{did_you_mean(str(name), ACT2FN)}"
         )
 
 
 def check_relative_attention(config: PreTrainedConfig):
-    """Raise ValueError unless there can be such a table of T5's relative position biases."""
+    """Raise ValueError unless there can be such a table of T5's relative position biases, begun in such a way."""
     check_choices(config, {"relative_attention_init": RELATIVE_ATTENTION_INITS})
+    check_relative_buckets(config)
+
+
+def check_relative_buckets(config: PreTrainedConfig):
+    """Raise ValueError unless there can be such a table of T5's relative position biases."""
+    check_positive_integers(config, ("relative_attention_num_buckets", "relative_attention_max_distance"))
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
     if buckets < 4 or buckets % 2:
         raise ValueError(f"relative_attention_num_buckets must be even and at least 4; got {buckets}")

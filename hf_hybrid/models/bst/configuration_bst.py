@@ -7,9 +7,11 @@ from hf_hybrid.suggestions import did_you_mean
 
 from ..cache import SLIDING_LAYER_TYPE
 from ..config_checks import (
+    MAX_STATE_SIZE,
     check_activation,
     check_adaptive_vocabulary,
     check_choices,
+    check_number_of_layers,
     check_positive_integers,
     check_positive_numbers,
     check_probabilities,
@@ -39,11 +41,10 @@ POSITIVE_FIELDS = (
     "head_dim",
     "intermediate_size",
     "window",
-    "relative_attention_max_distance",
     "num_context_states",
-    "state_size",
     "filter_length",
     "filter_size",
+    "filter_embedding_size",
     "adaptive_factor",
 )
 
@@ -219,6 +220,7 @@ class BstConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
+        check_number_of_layers(self, ("num_hidden_layers",))
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -240,6 +242,7 @@ class BstConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Check every field against its rule; part of the strict dataclass validation."""
+        check_positive_integers(self, ("state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         check_probabilities(
             self, ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout")

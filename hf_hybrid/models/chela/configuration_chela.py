@@ -9,14 +9,19 @@ from hf_hybrid.suggestions import did_you_mean
 
 from ..cache import LAYER_TYPE
 from ..config_checks import (
+    MAX_NUMBER,
+    MAX_STATE_SIZE,
     check_activation,
     check_adaptive_vocabulary,
     check_choices,
+    check_not_absurd,
+    check_number_of_layers,
     check_positive_integers,
     check_positive_numbers,
     check_probabilities,
     check_token_ids,
     check_unknown_fields,
+    in_float32,
 )
 
 ATTENTION_FNS = ("norm", "laplace", "laplace_feature")
@@ -37,7 +42,6 @@ POSITIVE_FIELDS = (
     "training_length",
     "long_kernel_size",
     "long_kernel_groups",
-    "mixer_state_size",
     "chunk_size",
     "adaptive_factor",
     "input_size",
@@ -325,6 +329,7 @@ class ChelaConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
+        check_number_of_layers(self, ("num_hidden_layers",))
         for field, default in {
             "final_norm": self.norm_position == "pre",
             "scale_embeddings": self.norm_position == "post",
@@ -341,6 +346,7 @@ class ChelaConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Check every field against its rule; part of the strict dataclass validation."""
+        check_positive_integers(self, ("mixer_state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         for field, divided in {"num_attention_heads": "heads", "long_kernel_groups": "groups"}.items():
             if self.hidden_size % getattr(self, field):
@@ -387,16 +393,19 @@ class ChelaConfig(PreTrainedConfig):
         sizes = self.short_kernel_sizes
         if not sizes or any(size < 1 for size in sizes):
             raise ValueError(f"short_kernel_sizes must be positive integers, one at least; got {sizes}")
+        check_not_absurd("short_kernel_sizes", max(sizes))
         if not self.is_decoder and any(size % 2 == 0 for size in sizes):
             raise ValueError(
                 f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
             )
-        if not 0 <= self.kernel_lam < math.inf:
-            raise ValueError(f"kernel_lam must be finite and not negative; got {self.kernel_lam}")
-        if self.alpha_init is not None and not math.isfinite(self.alpha_init):
-            raise ValueError(f"alpha_init must be finite; got {self.alpha_init}")
+        if not 0 <= self.kernel_lam <= MAX_NUMBER:
+            hint = in_float32(self.kernel_lam) if self.kernel_lam > 0 else ""
+            raise ValueError(f"kernel_lam must be finite and not negative; got {self.kernel_lam}{hint}")
+        if self.alpha_init is not None and not abs(self.alpha_init) <= MAX_NUMBER:
+            raise ValueError(f"alpha_init must be finite; got {self.alpha_init}{in_float32(self.alpha_init)}")
         if self.kernel_smoothing < 1 or self.kernel_smoothing % 2 == 0:
             raise ValueError(f"kernel_smoothing must be a positive odd integer; got {self.kernel_smoothing}")
+        check_not_absurd("kernel_smoothing", self.kernel_smoothing)
         if self.mixer == "s4d" and self.mixer_state_size % 2:
             raise ValueError(f"mixer_state_size must be even for mixer s4d; got {self.mixer_state_size}")
 

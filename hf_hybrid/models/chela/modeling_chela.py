@@ -298,7 +298,7 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
                 if self.config.alpha_init is None:
                     init.normal_(alpha, std=self.config.initializer_range)
                 else:
-                    init.constant_(alpha, self.config.alpha_init)
+                    init.constant_(alpha, float(self.config.alpha_init))
             if module.gate_bias is not None:
                 init.zeros_(module.gate_bias)
 

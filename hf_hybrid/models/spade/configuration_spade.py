@@ -1,6 +1,7 @@
 """Configuration of SPADE models: the encoder-decoder, the encoder, the causal language model."""
 
 import copy
+import re
 from itertools import chain
 
 from huggingface_hub.dataclasses import strict
@@ -9,9 +10,13 @@ from transformers import PreTrainedConfig
 from hf_hybrid.suggestions import did_you_mean
 
 from ..config_checks import (
+    MAX_LAYERS,
+    MAX_STATE_SIZE,
     check_activation,
     check_adaptive_vocabulary,
     check_choices,
+    check_not_absurd,
+    check_number_of_layers,
     check_positive_integers,
     check_positive_numbers,
     check_probabilities,
@@ -64,13 +69,12 @@ POSITIVE_FIELDS = (
     "head_dim",
     "intermediate_size",
     "chunk_size",
-    "relative_attention_max_distance",
     "max_decoder_position_embeddings",
-    "ssm_state_size",
     "ssm_n_ssm",
     "ssm_l_max",
     "ssm_blocks",
     "hyena_filter_size",
+    "hyena_embedding_size",
     "hyena_short_kernel_size",
     "adaptive_factor",
 )
@@ -314,6 +318,7 @@ class SpadeConfig(PreTrainedConfig):
         check_unknown_fields(self, kwargs)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_hidden_layers
+        check_number_of_layers(self, ("num_hidden_layers", "num_decoder_layers"))
         self._spell_out_layers()
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
@@ -362,9 +367,11 @@ class SpadeConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Check every field against its rule; part of the strict dataclass validation."""
         self._spell_out_layers()  # they may have been set anew
+        check_positive_integers(self, ("ssm_state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         if self.local_radius < 0:
             raise ValueError(f"local_radius must not be negative; got {self.local_radius}")
+        check_not_absurd("local_radius", self.local_radius)
         if (self.ssm_state_size or 0) % 2:
             raise ValueError(f"ssm_state_size must be even; got {self.ssm_state_size}")
         if self.hidden_size % (self.ssm_n_ssm or 1):
@@ -444,6 +451,7 @@ class SpadeConfig(PreTrainedConfig):
             )
         if self.hyena_order < 2:
             raise ValueError(f"hyena_order must be at least 2; got {self.hyena_order}")
+        check_not_absurd("hyena_order", self.hyena_order, MAX_LAYERS)
         if self.hyena_embedding_size < 3 or self.hyena_embedding_size % 2 == 0:
             raise ValueError(f"hyena_embedding_size must be odd and at least 3; got {self.hyena_embedding_size}")
         if self.ssm_type == "hyena" or self.ssm_l_max is None:
@@ -514,7 +522,7 @@ def _layer_list(field: str, value: list[int] | str, num_layers: int) -> list[int
         end, _, count = value.partition("-")
         if value in ("none", "all"):
             count = "0" if value == "none" else str(num_layers)
-        elif end not in ("bottom", "top") or (count and not count.isdigit()):
+        elif end not in ("bottom", "top") or not re.fullmatch("[0-9]{0,9}", count):
             raise ValueError(
                 f"{field} must be a list of layer indices or one of none, all, bottom, top, bottom-K, top-K; "
                 f"got {value!r}"

@@ -1,20 +1,28 @@
 """Configuration of SRformer: that of T5 or BART, and how their decoder reads the document."""
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, PreTrainedConfig, T5Config
+from transformers.activations import ACT2FN
 
 from hf_hybrid.suggestions import did_you_mean
 
 from ..config_checks import (
+    MAX_NUMBER,
+    check_activation,
     check_choices,
+    check_given,
+    check_number_of_layers,
     check_positive_integers,
     check_positive_numbers,
+    check_probabilities,
+    check_relative_buckets,
+    check_token_ids,
     check_unknown_fields,
+    in_float32,
     known_fields,
 )
 
@@ -66,6 +74,10 @@ class SegmentedCrossAttentionFields:
 
     def validate_segments(self):
         """Check every field against its rule; part of the strict dataclass validation."""
+        if not self.is_encoder_decoder:
+            raise ValueError(
+                f"is_encoder_decoder must be True, since an SRformer reads a document; got {self.is_encoder_decoder}"
+            )
         check_positive_integers(self, ("segment_size", "decoder_horizon"))
         check_choices(
             self,
@@ -87,8 +99,8 @@ class SegmentedCrossAttentionFields:
                 f"cross_attention_mode {self.cross_attention_mode!r}"
             )
         check_positive_numbers(self, ("kv_clamp", "threshold_init"))
-        if not math.isfinite(self.leak_init):
-            raise ValueError(f"leak_init must be finite; got {self.leak_init}")
+        if not abs(self.leak_init) <= MAX_NUMBER:
+            raise ValueError(f"leak_init must be finite; got {self.leak_init}{in_float32(self.leak_init)}")
 
     @property
     def has_states(self) -> bool:
@@ -144,6 +156,7 @@ class SegmentedCrossAttentionFields:
         values = cls._of_parent(config.to_dict())
         for name in ("model_type", "architectures", "transformers_version"):
             values.pop(name, None)
+        values["is_encoder_decoder"] = True  # a T5EncoderModel that shared the config has switched it off
         return cls.from_dict({**values, "attn_implementation": config._attn_implementation, **fields})
 
     @classmethod
@@ -191,6 +204,21 @@ class SRformerT5Config(SegmentedCrossAttentionFields, T5Config):
     parent_model_type = "t5"
     default_leak = 0.1
 
+    def validate_parent(self):
+        """Check T5's own fields, which T5 does not; part of the strict dataclass validation."""
+        check_number_of_layers(self, ("num_layers", "num_decoder_layers"))
+        check_positive_integers(self, ("num_layers", "num_decoder_layers"))
+        check_positive_integers(self, ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads"))
+        check_positive_numbers(self, ("layer_norm_epsilon", "initializer_factor"))
+        check_probabilities(self, ("dropout_rate", "classifier_dropout"))
+        if self.dense_act_fn not in ACT2FN:
+            raise ValueError(
+                f"feed_forward_proj must be an activation of transformers, or that behind 'gated-'; got "
+                f"{self.feed_forward_proj!r}.{did_you_mean(self.dense_act_fn, ACT2FN)}"
+            )
+        check_relative_buckets(self)
+        check_token_ids(self, ("pad_token_id", "eos_token_id"))
+
 
 @strict
 class SRformerBartConfig(SegmentedCrossAttentionFields, BartConfig):
@@ -203,6 +231,26 @@ class SRformerBartConfig(SegmentedCrossAttentionFields, BartConfig):
     attribute_map = {**BartConfig.attribute_map, "num_decoder_layers": "decoder_layers"}
 
     kv_clamp: float | int | None = 2.0
+
+    def validate_parent(self):
+        """Check BART's own fields, which BART does not; part of the strict dataclass validation."""
+        stacks = ("encoder", "decoder")
+        layers, heads = ([f"{stack}_{what}" for stack in stacks] for what in ("layers", "attention_heads"))
+        sizes = ["vocab_size", "d_model", *(f"{stack}_ffn_dim" for stack in stacks), "max_position_embeddings", *heads]
+        dropouts = ["dropout", "attention_dropout", "activation_dropout", "classifier_dropout"]
+        dropouts += [f"{stack}_layerdrop" for stack in stacks]
+        check_given(self, [*layers, *sizes, *dropouts, "init_std"])
+        check_number_of_layers(self, layers)
+        check_positive_integers(self, [*layers, *sizes])
+        for field in heads:
+            if self.d_model % getattr(self, field):
+                raise ValueError(f"{field} must divide d_model; got {getattr(self, field)} and d_model {self.d_model}")
+        check_positive_numbers(self, ("init_std",))
+        check_probabilities(self, dropouts)
+        check_activation(self, "activation_function")
+        check_token_ids(
+            self, ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id")
+        )
 
 
 __all__ = ["SRformerBartConfig", "SRformerT5Config"]

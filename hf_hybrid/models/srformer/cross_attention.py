@@ -21,6 +21,12 @@ from .segments import Reading, SegmentCache, SegmentMemory, previous_slot
 
 NORM_FLOOR = 1e-6
 THRESHOLD_FLOOR = 1e-3
+FLOAT16_LIMIT = torch.finfo(torch.float16).max - 1000
+
+
+def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Turn into this dtype; into float16, as T5 does, with a clamp: infinities become NaN in the next product."""
+    return x.clamp(-FLOAT16_LIMIT, FLOAT16_LIMIT).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 class RAF(nn.Module):
@@ -36,7 +42,7 @@ class RAF(nn.Module):
 
     def __init__(self, width: int, *, leak: float, threshold: float):
         super().__init__()
-        self.initial = (leak, threshold)
+        self.initial = (float(leak), float(threshold))
         self.linear = nn.Linear(width, width, bias=False)
         self.leak = nn.Parameter(torch.full((1,), float(leak)))
         self.threshold = nn.Parameter(torch.full((1,), float(threshold)))
@@ -119,7 +125,7 @@ class SegmentedCrossAttention:
                 past_key_values.is_updated[self.layer_idx] = True
         query = query.unflatten(2, self.segment_shape)
         if self._is_step(query, memory, reading):
-            return self._step(query[:, 0], memory, reading).flatten(1)[:, None], None
+            return _in_range(self._step(query[:, 0], memory, reading), query.dtype).flatten(1)[:, None], None
         query = reading.lay_out(query) * self.scaling
         segmented = probabilities = recurrent = None
         if memory.keys is not None:
@@ -128,7 +134,8 @@ class SegmentedCrossAttention:
             recurrent = torch.matmul(query, reading.pick(memory.states))
             if memory.norm is not None:
                 recurrent = recurrent / reading.of_rows(memory.norm)[:, :, None]
-        output = reading.collect(self._mixed(segmented, recurrent)).flatten(2)
+        mixed = self._mixed(segmented, recurrent)
+        output = reading.collect(_in_range(mixed, mixed.dtype)).flatten(2)
         if probabilities is not None and self.config._attn_implementation == "eager":
             return output, reading.collect(probabilities).transpose(1, 2)
         return output, None
@@ -178,7 +185,7 @@ class SegmentedCrossAttention:
         visited = segments.visited()
         states = norm = mean_keys = mean_values = None
         if self.config.has_states:
-            states, norm = self._states(key, value, visited), self._norm(key)
+            states, norm = self._states_and_norm(key, value, visited)
         if mode == "recurrent":
             return SegmentMemory(None, None, states=states, norm=norm)
         if mode == "longt5":
@@ -189,6 +196,17 @@ class SegmentedCrossAttention:
         if mode == "transformer_xl":
             key, value = self._with_previous(key, self.rnn_k), self._with_previous(value, self.rnn_v)
         return SegmentMemory(key, value, mean_keys, mean_values, states, norm)
+
+    def _states_and_norm(
+        self, key: torch.Tensor, value: torch.Tensor, visited: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States, and what remains to divide by what is read of them."""
+        if key.dtype != torch.float16:
+            return self._states(key, value, visited), self._norm(key)
+        # Sums over a long document, divided by a threshold of 0.1, leave float16's range; divided by the norm too, they
+        # seldom do.
+        states, norm = self._states(key.float(), value.float(), visited), self._norm(key.float())
+        return _in_range(states if norm is None else states / norm[:, :, None], key.dtype), None
 
     def _states(self, key: torch.Tensor, value: torch.Tensor, visited: torch.Tensor | None) -> torch.Tensor:
         neurons = self.raf(key) if self.config.has_neurons else {}

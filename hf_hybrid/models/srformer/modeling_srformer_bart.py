@@ -9,12 +9,33 @@ Shapes: B batch · T target length · L source length · D width · H heads · K
 import torch
 from transformers import BartForConditionalGeneration, BartModel
 from transformers.generation import GenerationMixin
-from transformers.models.bart.modeling_bart import BartAttention, BartDecoder
+from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartLearnedPositionalEmbedding
 
 from .configuration_srformer import SRformerBartConfig
 from .cross_attention import SegmentedCrossAttention
 from .modeling_srformer import SegmentedDecoder, SegmentedGeneration, SegmentedModel
 from .segments import Reading
+
+
+class SRformerBartPositions(BartLearnedPositionalEmbedding):
+    """BART's positions, with an error in words, before a device asserts, for a text that is longer than they are."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values_length: int | torch.Tensor = 0,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        positions = self.num_embeddings - self.offset
+        # a tensor, as a static cache counts in, is not read by the host
+        if position_ids is None and isinstance(past_key_values_length, int):
+            length = past_key_values_length + input_ids.shape[1]
+            if length > positions:
+                raise ValueError(
+                    f"input_ids must hold at most max_position_embeddings = {positions} tokens, cached ones included; "
+                    f"got {length}"
+                )
+        return super().forward(input_ids, past_key_values_length, position_ids)
 
 
 class SRformerBartAttention(SegmentedCrossAttention, BartAttention):
@@ -89,6 +110,8 @@ class SRformerBartModel(SegmentedModel, BartModel):
     def __init__(self, config: SRformerBartConfig):
         super().__init__(config)
         self.decoder = SRformerBartDecoder(config)
+        for stack in (self.encoder, self.decoder):
+            stack.embed_positions = SRformerBartPositions(config.max_position_embeddings, config.d_model)
         self.post_init()
 
 

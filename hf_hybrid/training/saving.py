@@ -45,7 +45,7 @@ class SavingMixin:
             if args.should_save:
                 begin_saving(folder)
             super().save_model(output_dir, _internal_call=True)  # type: ignore[misc]
-            if _internal_call:
+            if self.is_saving:
                 args.save_total_limit = None  # Trainer deletes old checkpoints before this one could be marked
             elif args.should_save:
                 finish_saving(folder)

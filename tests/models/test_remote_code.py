@@ -18,11 +18,12 @@ from transformers import dynamic_module_utils
 import hf_hybrid
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models import remote_code
+from hf_hybrid.models.adapters import LORA_TARGETS
 from hf_hybrid.models.auto import ARCHITECTURES
 
 from ..tolerances import TOLERANCES, assert_close
 from . import without_package
-from .tiny import ADAPTED, ROLES, tiny_config, tiny_inputs, tiny_model
+from .tiny import ROLES, tiny_config, tiny_inputs, tiny_model
 
 # model type -> the head that is exported, from which all others are loaded too
 EXPORTED = {
@@ -160,7 +161,7 @@ def test_a_folder_needs_nothing_but_torch_and_transformers(model_type, tmp_path)
     for path in files.values():
         source = path.read_text(encoding="utf-8")
         libraries = set(dynamic_module_utils.get_imports(path)) - sys.stdlib_module_names
-        assert libraries <= {"torch", "transformers", "huggingface_hub", "numpy"}, path
+        assert libraries <= {"torch", "transformers", "huggingface_hub", "numpy", "packaging"}, path
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 siblings = [node.module] if node.module else [alias.name for alias in node.names]
@@ -207,7 +208,7 @@ def test_overwriting_replaces_what_an_export_wrote(tmp_path):
 
 def test_adapters_are_merged_first(tmp_path):
     base = tiny_model("chela", "AutoModelForCausalLM")
-    config = peft.LoraConfig(target_modules=ADAPTED["chela"], init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=LORA_TARGETS["chela"], init_lora_weights=False)
     torch.manual_seed(0)
     adapted = peft.get_peft_model(base, config)
     inputs = tiny_inputs(base)

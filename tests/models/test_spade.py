@@ -199,7 +199,7 @@ def test_zeroing_half_of_the_aggregate_leaves_the_other_branch(half):
     local = mixer.local_norm(mixer.attention(x)[0])
     alone = local if half == "local" else mixer.global_norm(mixer.ssm(x))
     part = mixer.aggregate.weight[:, slice(0, 32) if half == "local" else slice(32, None)]
-    assert_close(mixer(x, None, None, None), alone @ part.T + mixer.aggregate.bias, "float32 model")
+    assert_close(mixer(x, None, None, bias_table=None), alone @ part.T + mixer.aggregate.bias, "float32 model")
 
 
 def test_concat_order_permutes_columns():
@@ -208,29 +208,29 @@ def test_concat_order_permutes_columns():
     state["aggregate.weight"] = state["aggregate.weight"].roll(32, dims=1)
     theirs.load_state_dict(state)
     x = torch.randn(2, 13, 32)
-    assert_close(theirs(x, None, None, None), ours(x, None, None, None), "float32 model")
+    assert_close(theirs(x, None, None, bias_table=None), ours(x, None, None, bias_table=None), "float32 model")
 
 
 @pytest.mark.parametrize("alpha", [0, 0.25, 1])
 def test_add_weighs_the_branches(alpha):
     mixer, x = first_mixer(encoder(combine_mode="add", combine_alpha=alpha)), torch.randn(2, 13, 32)
     local, glob = mixer.local_norm(mixer.attention(x)[0]), mixer.global_norm(mixer.ssm(x))
-    assert_close(mixer(x, None, None, None), (1 - alpha) * local + alpha * glob, "float32")
+    assert_close(mixer(x, None, None, bias_table=None), (1 - alpha) * local + alpha * glob, "float32")
 
 
 def test_stack_attends_to_the_state_space_model():
     mixer, x = first_mixer(encoder(combine_mode="stack")), torch.randn(2, 13, 32)
-    assert_close(mixer(x, None, None, None), mixer.attention(mixer.ssm(x))[0], "exact")
+    assert_close(mixer(x, None, None, bias_table=None), mixer.attention(mixer.ssm(x))[0], "exact")
     assert not hasattr(mixer, "aggregate")
 
 
 def test_residual_starts_as_local_attention_and_adds_the_mapped_branch():
     mixer, x = first_mixer(encoder(combine_mode="residual")), torch.randn(2, 13, 32)
     local = mixer.attention(x)[0]
-    assert_close(mixer(x, None, None, None), local, "exact")
+    assert_close(mixer(x, None, None, bias_table=None), local, "exact")
     nn.init.normal_(mixer.global_proj.weight)
     mapped = mixer.global_norm(mixer.ssm(x)) @ mixer.global_proj.weight.T
-    assert_close(mixer(x, None, None, None), local + mapped, "float32")
+    assert_close(mixer(x, None, None, bias_table=None), local + mapped, "float32")
     assert mixer.global_proj.bias is None
     assert not hasattr(mixer, "local_norm")
 
@@ -292,7 +292,7 @@ def test_gradient_through_the_global_branch(stop):
     with torch.no_grad():
         mixer.aggregate.weight[:, :32] = 0
     x = torch.randn(1, 9, 32, requires_grad=True)
-    mixer(x, None, None, None).square().sum().backward()
+    mixer(x, None, None, bias_table=None).square().sum().backward()
     assert (x.grad.abs().max() == 0) == stop
 
 

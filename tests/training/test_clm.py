@@ -557,7 +557,10 @@ def test_a_memory_shorter_than_the_blocks_is_warned_of(caplog):
             caplog.clear()
             config = SpadeConfig(is_decoder=True, is_encoder_decoder=False, ssm_type="hyena", ssm_l_max=memory)
             clm._fit_lengths(
-                config, types.SimpleNamespace(block_size=lengths[0], eval_sequence_length=lengths[1]), new=True
+                config,
+                types.SimpleNamespace(block_size=lengths[0], eval_sequence_length=lengths[1]),
+                new=True,
+                permitted=True,
             )
             assert (f"ssm_l_max {memory} is shorter than --{flag} 64" in caplog.text) == warned
 

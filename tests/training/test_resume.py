@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM
 
 import hf_hybrid
-from hf_hybrid.training import summarization, trainer
+from hf_hybrid.training import saving, summarization
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.output_folder import (
     check_resumed_model,
@@ -445,8 +445,8 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_whole(arguments, tmp_pa
             raise ZeroDivisionError
         mark(folder)
 
-    mark = trainer.mark_complete
-    monkeypatch.setattr(trainer, "mark_complete", fail)
+    mark = saving.mark_complete
+    monkeypatch.setattr(saving, "mark_complete", fail)
     with pytest.raises(ZeroDivisionError) as caught:
         summarization.main(arguments("t5", tmp_path / "out", *STEPS, "--save_total_limit", "1"))
     assert [Path(path).name for path in complete_checkpoints(tmp_path / "out")] == ["checkpoint-2"]

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import hf_hybrid
 from hf_hybrid.training import summarization
-from hf_hybrid.training.trainer import SummarizationTrainer, TrainerMixin, separate_ssm_parameters
+from hf_hybrid.training.processes import ProcessesMixin
+from hf_hybrid.training.trainer import SummarizationTrainer, separate_ssm_parameters
 
 
 class _Model(nn.Module):
@@ -127,7 +128,7 @@ def test_predictions_keep_the_order_of_their_documents(arguments, tmp_path, monk
 
 
 class _Prepared:
-    """What stands behind `TrainerMixin`: a trainer with an accelerator whose FSDP would cast to bfloat16."""
+    """What stands behind `ProcessesMixin`: a trainer with an accelerator whose FSDP would cast to bfloat16."""
 
     def __init__(self, model, plugin):
         self.model, self.plugin = model, plugin
@@ -143,7 +144,7 @@ class _Prepared:
 
 @pytest.mark.parametrize(("freeze", "casts"), [("all", True), ("none", False)])
 def test_fsdp_casts_no_trained_state_space(freeze, casts):
-    class Mixed(TrainerMixin, _Prepared):
+    class Mixed(ProcessesMixin, _Prepared):
         pass
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -27,7 +27,7 @@ PRECISIONS = {
 
 
 def long_inputs(name: str, repeated: bool) -> dict:
-    """A document of 16,384 tokens; for SRformer, whose encoder is its parent's and quadratic, what that makes of it."""
+    """A document of 16,384 tokens; for SRformer, whose encoder is quadratic, what its encoder would make of one."""
     model = build(name, torch.float32)
     inputs = tiny_inputs(model, batch=1, length=LENGTH, target_length=200)
     if repeated:

@@ -14,6 +14,8 @@ from hf_hybrid.suggestions import did_you_mean
 __all__ = ["parse_config_overrides"]
 
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
+_DEEPEST = 20  # no field holds lists of lists of lists
+_SHOWN = 200  # characters of a text that are shown in an error
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -73,8 +75,10 @@ def _is_choice(config_class: Any, name: str, text: str, annotation: Any) -> bool
 def _parse_json_object(text: str) -> list[tuple[str, Any]]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--config_overrides starts like a JSON object but is none: {error}; got {text!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"--config_overrides starts like a JSON object but is none: {error}; got {text!r:.{_SHOWN}}"
+        ) from error
     return list(value.items())
 
 
@@ -87,6 +91,10 @@ def _split_outside_brackets(text: str) -> list[str]:
             quote = character
         elif character in _CLOSING:
             expected.append(_CLOSING[character])
+            if len(expected) > _DEEPEST:
+                raise ValueError(
+                    f"--config_overrides: brackets must not be nested this deeply; got {text!r:.{_SHOWN}}"
+                )
         elif expected and character == expected[-1]:
             expected.pop()
         elif character == "," and not expected:
@@ -159,7 +167,7 @@ def _parse_container(name: str, text: str) -> Any:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError):
             continue
     if text.startswith("["):  # words without quotes: [full_attention,sliding_attention]
         return [_parse_value(name, part.strip(), Any) for part in _split_outside_brackets(text[1:-1])]

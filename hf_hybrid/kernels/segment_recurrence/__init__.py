@@ -110,7 +110,7 @@ def _check(
         fits = visited.dim() == 2 and visited.shape[0] in (1, key.shape[0]) and visited.shape[1] > 0
         if not fits or visited.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"visited must be int64 (B or 1, N) with B = {key.shape[0]} and N > 0; got "
+                f"visited must be integers (B or 1, N) with B = {key.shape[0]} and N > 0; got "
                 f"{tuple(visited.shape)} of {visited.dtype}"
             )
     check_devices(key, value=value, weight=weight, visited=visited)

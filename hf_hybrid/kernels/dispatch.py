@@ -36,6 +36,27 @@ _forced: str | None = None
 _told: set[tuple[str, str]] = set()
 
 
+def check_devices(x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Check that the tensors of a call, by the names of its arguments, are on the device of its first one.
+
+    Raises:
+        ValueError: One of them is elsewhere.
+    """
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} must be on {x.device}, like the first argument; got {tensor.device}")
+
+
+def check_integer(name: str, value: int | None) -> None:
+    """Check that a number of tokens is an integer, before an op says so in its own words.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is not None and not isinstance(value, (int, torch.SymInt)):
+        raise ValueError(f"{name} must be an integer; got {value!r}")
+
+
 def _check_name(name: str, source: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}; got {name!r}")

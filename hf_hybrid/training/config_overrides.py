@@ -24,6 +24,8 @@ _NOT_GIVEN = {
     "runtime_config", "task_type", "use_dora",
 }  # fmt: skip
 """Fields of an adapter's configuration that other flags decide, or peft."""
+_DEEPEST = 20  # no field holds lists of lists of lists
+_SHOWN = 200  # characters of a text that are shown in an error
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -132,8 +134,8 @@ def _is_choice(config_class: Any, name: str, text: str, annotation: Any) -> bool
 def _parse_json_object(text: str) -> list[tuple[str, Any]]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f" starts like a JSON object but is none: {error}; got {text!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f" starts like a JSON object but is none: {error}; got {text!r:.{_SHOWN}}") from error
     return list(value.items())
 
 
@@ -146,6 +148,10 @@ def _split_outside_brackets(text: str) -> list[str]:
             quote = character
         elif character in _CLOSING:
             expected.append(_CLOSING[character])
+            if len(expected) > _DEEPEST:
+                raise ValueError(
+                    f"--config_overrides: brackets must not be nested this deeply; got {text!r:.{_SHOWN}}"
+                )
         elif expected and character == expected[-1]:
             expected.pop()
         elif character == "," and not expected:
@@ -218,7 +224,7 @@ def _parse_container(name: str, text: str) -> Any:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError):
             continue
     if text.startswith("["):  # words without quotes: [full_attention,sliding_attention]
         return [_parse_value(name, part.strip(), Any) for part in _split_outside_brackets(text[1:-1])]

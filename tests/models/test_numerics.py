@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..tolerances import assert_close, assert_close_on_average
-from .tiny import PADDED_SIDES, main_output, tiny_inputs, tiny_model
+from .tiny import MODEL_CLASSES, PADDED_SIDES, main_output, tiny_inputs, tiny_model
 
 LENGTH = 16_384
 MODELS = {
@@ -27,7 +27,7 @@ PRECISIONS = {
 
 
 def long_inputs(name: str, repeated: bool) -> dict:
-    """A document of 16,384 tokens; for SRformer, whose encoder is its parent's and quadratic, what it makes of one."""
+    """A document of 16,384 tokens; for SRformer, whose encoder is quadratic, what its encoder would make of one."""
     model = build(name, torch.float32)
     inputs = tiny_inputs(model, batch=1, length=LENGTH, target_length=200)
     if repeated:
@@ -130,3 +130,41 @@ def test_nan_in_a_row_stays_in_it_and_shows(model_type, auto_class, overrides):
         output = main_output(model(inputs_embeds=embeddings, **inputs))
     assert torch.isnan(output[1]).any()
     assert_close(output[[0, 2]], clean[[0, 2]], "float32 model")
+
+
+@pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
+def test_no_token_is_an_error_in_words(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    inputs = tiny_inputs(model)
+    for field, ids in inputs.items():
+        with pytest.raises(ValueError, match=r"input_ids must hold at least one token; got \(2, 0\)"):
+            model(**{**inputs, field: ids[:, :0]})
+
+
+@pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
+def test_a_row_that_is_all_padding_gives_no_nan_and_changes_no_other(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    inputs = tiny_inputs(model)
+    mask = torch.ones_like(inputs["input_ids"])
+    with torch.no_grad():
+        plain = main_output(model(**inputs, attention_mask=mask))
+        mask[1] = 0
+        output = main_output(model(**inputs, attention_mask=mask))
+        nothing = main_output(model(**inputs, attention_mask=torch.zeros_like(mask)))
+    assert_close(output[0], plain[0], "float32 model")
+    assert torch.isfinite(output).all()
+    assert torch.isfinite(nothing).all()
+
+
+def test_more_tokens_than_positions_are_an_error_in_words():
+    model = tiny_model("srformer_bart", "AutoModelForSeq2SeqLM", max_position_embeddings=8)
+    inputs = tiny_inputs(model, length=8, target_length=8)
+    assert main_output(model(**inputs)).shape[1] == 8
+    for field in inputs:
+        longer = torch.cat([inputs[field], inputs[field][:, :1]], dim=1)
+        with pytest.raises(
+            ValueError, match="at most max_position_embeddings = 8 tokens, cached ones included; got 9"
+        ):
+            model(**{**inputs, field: longer})
+    with pytest.raises(ValueError, match="at most max_position_embeddings = 8 tokens, cached ones included; got 9"):
+        model.generate(inputs["input_ids"], min_new_tokens=12, max_new_tokens=12)

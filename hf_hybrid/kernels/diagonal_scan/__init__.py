@@ -6,6 +6,7 @@ B batch · T length · P states · N packed sequences
 import torch
 from torch import Tensor
 
+from ..dispatch import check_devices
 from ..packed import check_cu_seqlens
 from . import torch_impl
 
@@ -63,6 +64,7 @@ def _check(a: Tensor, b: Tensor, initial_state: Tensor | None, cu_seqlens: Tenso
     if initial_state is not None and initial_state.shape != shape:
         rows = "B" if cu_seqlens is None else "N"
         raise ValueError(f"initial_state must be ({rows}, P) = {shape}; got {tuple(initial_state.shape)}")
+    check_devices(a, b=b, initial_state=initial_state)
     narrow = a.dtype == torch.float32 and b.dtype in (torch.bfloat16, torch.float16)
     for name, tensor in (("b", None if narrow else b), ("initial_state", initial_state)):
         if tensor is not None and tensor.dtype != a.dtype:

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..dispatch import check_devices, check_integer
 from . import torch_impl
 
 __all__ = ["laplace", "laplace_attention"]
@@ -85,6 +86,8 @@ def laplace_attention(
         raise ValueError(f"attention_mask must be (B, S) = {tuple(key.shape[:2])}; got {tuple(attention_mask.shape)}")
     if first is not None and first.shape != key.shape[:1]:
         raise ValueError(f"first must be (B,) = {tuple(key.shape[:1])}; got {tuple(first.shape)}")
+    check_devices(query, key=key, value=value, attention_mask=attention_mask, first=first)
+    check_integer("chunk_size", chunk_size)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
     if not 0 <= dropout < 1:

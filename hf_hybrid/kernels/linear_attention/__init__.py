@@ -5,7 +5,7 @@ B batch · T length · H heads · K key dim · V value dim · N packed sequences
 
 from torch import Tensor
 
-from ..dispatch import forces_triton
+from ..dispatch import check_devices, forces_triton
 from ..packed import check_cu_seqlens
 from . import torch_impl
 
@@ -61,6 +61,7 @@ def linear_attention(
     """
     _check(query, key, value, causal, state, cu_seqlens)
     _check_epilogue(query, value, norm_eps, gate)
+    check_devices(query, key=key, value=value, gate=gate, state=state)
     last = None
     if not causal:
         output = torch_impl.bidirectional(query, key, value, cu_seqlens, backend)

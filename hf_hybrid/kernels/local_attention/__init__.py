@@ -1,7 +1,10 @@
 """Softmax attention to a window or a chunk of the sequence, with a relative bias: linear in T in time and memory."""
 
+import math
+
 from torch import Tensor
 
+from ..dispatch import check_devices, check_integer
 from ..packed import check_cu_seqlens
 from . import torch_impl
 from .step import local_attention_step
@@ -65,7 +68,7 @@ def local_attention(
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
-    _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, dropout)
+    _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, scale, dropout)
     return torch_impl.local_attention(
         query,
         key,
@@ -92,6 +95,7 @@ def _check(
     causal: bool,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    scale: float | None,
     dropout: float,
 ) -> None:
     # The messages are only put together where they are raised: torch.compile cannot format a symbolic number.
@@ -115,6 +119,8 @@ def _check(
         raise ValueError(
             f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
         )
+    check_integer("radius", radius)
+    check_integer("chunk_size", chunk_size)
     if radius is not None and radius < 0:
         raise ValueError(f"radius must be at least 0; got {radius}")
     if chunk_size is not None and chunk_size < 1:
@@ -131,8 +137,11 @@ def _check(
             )
         if not bias.is_floating_point():
             raise ValueError(f"bias must be of a floating dtype; got {bias.dtype}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
     if attention_mask is not None and attention_mask.shape != query.shape[:2]:
         raise ValueError(
             f"attention_mask must have shape (B, T) = {tuple(query.shape[:2])}; got {tuple(attention_mask.shape)}"
         )
+    check_devices(query, key=key, value=value, bias=bias, attention_mask=attention_mask)
     check_cu_seqlens(cu_seqlens, query, "query")

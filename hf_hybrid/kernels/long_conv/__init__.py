@@ -10,6 +10,7 @@ B batch · T length · T_k taps · D width · C filters · N packed sequences ·
 
 import torch
 
+from ..dispatch import check_devices
 from ..packed import check_cu_seqlens
 from . import filter_bank, torch_impl
 from .online import ConvState, online_conv, start_online_conv
@@ -48,6 +49,8 @@ def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:
     if taps.dim() != 2 or taps.shape[0] == 0 or (width is not None and width % taps.shape[0]):
         rule = "" if width is None else f" = {width}, or a divisor of it,"
         raise ValueError(f"{name} must be (D, taps) with D{rule} rows; got {tuple(taps.shape)}")
+    if taps.is_complex():
+        raise ValueError(f"{name} must be real; got {taps.dtype}")
 
 
 def _check_input(u: torch.Tensor, skip: torch.Tensor | None) -> None:
@@ -148,6 +151,7 @@ def spectral_conv(
         raise ValueError(f"n_fft must be even; got {n_fft}")
     if cu_seqlens is None and u.shape[1] > n_fft:
         raise ValueError(f"n_fft must be at least the length {u.shape[1]}; got {n_fft}")
+    check_devices(u, spectrum=spectrum, skip=skip, input_gate=input_gate, gate=gate)
     return torch_impl.spectral_conv(
         u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, activation == "silu", False, backend
     )
@@ -208,6 +212,7 @@ def long_conv(
                 f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
             )
         reverse_kernel = reverse_kernel[:, : length - 1]
+    check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
     # float64 in means float64 throughout, whatever the taps are stored in
     dtype = torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u))
     kernel = kernel.to(dtype)
@@ -241,4 +246,5 @@ def filter_bank_conv(
         raise ValueError(f"kernel must be (C, {u.shape[2]}, taps); got {tuple(kernel.shape)}")
     if skip is not None and skip.shape != kernel.shape[:2]:
         raise ValueError(f"skip must be {tuple(kernel.shape[:2])} like kernel; got {tuple(skip.shape)}")
+    check_devices(u, kernel=kernel, skip=skip)
     return filter_bank.filter_bank_conv(u, kernel, skip, backend)

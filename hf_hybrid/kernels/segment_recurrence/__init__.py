@@ -1,7 +1,9 @@
 """States of SRformer's recurrent attention: one matrix per segment of a document, from its keys and values alone."""
 
+import torch
 from torch import Tensor
 
+from ..dispatch import check_devices
 from . import torch_impl
 from .step import segment_step
 
@@ -106,11 +108,12 @@ def _check(
             raise ValueError(f"{name} must hold one number; got {tuple(tensor.shape)}")
     if visited is not None:
         fits = visited.dim() == 2 and visited.shape[0] in (1, key.shape[0]) and visited.shape[1] > 0
-        if not fits or visited.is_floating_point():
+        if not fits or visited.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"visited must be integers (B or 1, N) with B = {key.shape[0]} and N > 0; got "
                 f"{tuple(visited.shape)} of {visited.dtype}"
             )
+    check_devices(key, value=value, weight=weight, visited=visited)
     if source not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}; got {source!r}")
     if clamp is not None and not clamp > 0:

@@ -7,7 +7,7 @@ a slot · `K` key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, choose_backend, full_precision, may_run_triton, needs_gradient
+from ..dispatch import NAMESPACE, check_devices, choose_backend, full_precision, may_run_triton, needs_gradient
 
 
 def segment_step(
@@ -58,7 +58,15 @@ def segment_step(
     differentiated = needs_gradient("segment_step", backend, query, key, value, state, norm, sigma)
     if not differentiated and may_run_triton(backend, query):
         return _step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
-    return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+    if torch.compiler.is_compiling():
+        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+    try:
+        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+    except IndexError as error:  # a CPU's; a GPU asserts
+        raise ValueError(
+            f"index must lie among the slots of all documents and heads, and documents among norm's rows; got index "
+            f"{index.tolist()} and documents {None if documents is None else documents.tolist()}"
+        ) from error
 
 
 def _check(
@@ -114,6 +122,9 @@ def _check(
             raise ValueError(
                 f"visible must be (B or 1, S) of bool for a key; got {tuple(visible.shape)} of {visible.dtype}"
             )
+    check_devices(
+        query, key=key, value=value, state=state, index=index, visible=visible, norm=norm, documents=documents
+    )
     if sigma is not None and (sigma.numel() != 1 or key is None or state is None):
         raise ValueError(f"sigma must hold one number, beside key and state; got {tuple(sigma.shape)}")
 

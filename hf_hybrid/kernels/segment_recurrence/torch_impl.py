@@ -39,6 +39,20 @@ class _Products(NamedTuple):
     """Where K^T V was, `(B, H, 1, K, V)`."""
 
 
+def _check_values(number: int, visited: Tensor | None, threshold: Tensor | None) -> None:
+    """Check what a CPU reads free of charge; a GPU asserts, or gives NaN.
+
+    Raises:
+        ValueError: A visited segment is none of the `number` that there are, or the threshold is not positive.
+    """
+    if visited is not None and visited.device.type == "cpu" and visited.numel():
+        first, last = (x.item() for x in visited.aminmax())
+        if first < 0 or last >= number:
+            raise ValueError(f"visited must lie between 0 and M - 1 = {number - 1}; got {first} to {last}")
+    if threshold is not None and threshold.device.type == "cpu" and (threshold <= 0).any():
+        raise ValueError(f"threshold must be positive; got {threshold.item()}")
+
+
 def _index(x: Tensor, visited: Tensor) -> Tensor:
     return visited[:, None, :, None, None].expand(*x.shape[:2], visited.shape[1], *x.shape[3:])
 
@@ -82,6 +96,7 @@ def _forward(
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> Tensor:  # fmt: skip
     on_triton = _runs_on_triton(backend, key, value, weight, leak, threshold, visited)
+    _check_values(key.shape[2], visited, threshold)
     with full_precision(key.device):
         if on_triton:
             from . import triton_kernels

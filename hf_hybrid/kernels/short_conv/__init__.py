@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from ..dispatch import forces_triton
+from ..dispatch import check_devices, forces_triton
 from ..packed import check_cu_seqlens
 from . import torch_impl
 
@@ -101,6 +101,7 @@ def short_conv(
     if state is not None and state.shape != shape:
         rows = "B" if cu_seqlens is None else "N"
         raise ValueError(f"state must be ({rows}, J - 1, D) = {shape}; got {tuple(state.shape)}")
+    check_devices(u, kernel=kernel, bias=bias, state=state)
     if state is not None:
         state = state.to(u.dtype)
     if u.shape[1] == 1 and state is not None and cu_seqlens is None and not forces_triton(backend):

@@ -406,6 +406,8 @@ class ChelaModel(ChelaPreTrainedModel):
             inputs_embeds = self._embed(input_ids, input_values)
         elif input_ids is not None or input_values is not None:
             raise ValueError("only one of input_ids, input_values and inputs_embeds may be given")
+        if inputs_embeds.shape[1] == 0:
+            raise ValueError(f"input_ids must hold at least one token; got {tuple(inputs_embeds.shape[:2])}")
         if not self.config.is_decoder:
             past_key_values = None
         elif use_cache and past_key_values is None:

@@ -421,6 +421,8 @@ class SpadeStack(SpadePreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.shape[1] == 0:
+            raise ValueError(f"input_ids must hold at least one token; got {tuple(inputs_embeds.shape[:2])}")
         if not self.config.is_decoder:
             past_key_values = None
         elif use_cache and past_key_values is None:

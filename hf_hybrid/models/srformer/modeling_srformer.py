@@ -24,6 +24,13 @@ from .cross_attention import RAF, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
+def check_not_empty(name: str, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+    """Raise ValueError if there is no token, of which the parents' attention cannot tell its heads."""
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    if inputs is not None and inputs.shape[1] == 0:
+        raise ValueError(f"{name} must hold at least one token; got {tuple(inputs.shape[:2])}")
+
+
 class SegmentedPreTrainedModel(ModelCardMixin):
     """Mixin for a parent's models: initialises what SRformer adds."""
 
@@ -70,6 +77,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         decoder_horizon: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
+        check_not_empty("decoder_input_ids", input_ids, inputs_embeds)
         if encoder_hidden_states is not None:
             if encoder_hidden_states.shape[1] == 0:
                 raise ValueError(
@@ -188,6 +196,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
         **kwargs,
     ) -> Seq2SeqModelOutput:
         if encoder_outputs is None:
+            check_not_empty("input_ids", input_ids, inputs_embeds)
             encoder_outputs = self.encoder(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -237,6 +246,7 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             use_cache = False if use_cache is None else use_cache
         if encoder_outputs is None:
+            check_not_empty("input_ids", input_ids, inputs_embeds)
             encoder_outputs = self.get_encoder()(
                 input_ids=input_ids,
                 attention_mask=attention_mask,

@@ -27,13 +27,12 @@ class SRformerBartPositions(BartLearnedPositionalEmbedding):
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         positions = self.num_embeddings - self.offset
-        # a tensor, as a static cache counts in, is not read by the host
-        if position_ids is None and isinstance(past_key_values_length, int):
-            length = past_key_values_length + input_ids.shape[1]
-            if length > positions:
+        if isinstance(past_key_values_length, int):  # a tensor, as a static cache counts in, is not read by the host
+            tokens = input_ids.shape[1] if position_ids is None else position_ids.shape[-1]
+            if past_key_values_length + tokens > positions:
                 raise ValueError(
                     f"input_ids must hold at most max_position_embeddings = {positions} tokens, cached ones included; "
-                    f"got {length}"
+                    f"got {past_key_values_length + tokens}"
                 )
         return super().forward(input_ids, past_key_values_length, position_ids)
 

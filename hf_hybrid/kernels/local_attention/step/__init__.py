@@ -5,10 +5,12 @@ For tokens that want no gradient. Where one is needed, the same runs, and is dif
 B batch · S cached keys · P positions of a mask · H heads · K key dim · V value dim
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from ...dispatch import NAMESPACE, choose_backend, may_run_triton, needs_gradient
+from ...dispatch import NAMESPACE, check_devices, check_integer, choose_backend, may_run_triton, needs_gradient
 from . import torch_impl
 
 __all__ = ["local_attention_step"]
@@ -57,7 +59,7 @@ def local_attention_step(
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
-    _check(query, key, value, bias, radius, chunk_size, attention_mask, query_start, key_start)
+    _check(query, key, value, bias, radius, chunk_size, attention_mask, query_start, key_start, scale)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     query_place, query_number = _place(query_start)
     key_place, key_number = _place(key_start)
@@ -114,7 +116,7 @@ def _(
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, radius: int | None, chunk_size: int | None,
-    attention_mask: Tensor | None, query_start: int | Tensor, key_start: int | Tensor,
+    attention_mask: Tensor | None, query_start: int | Tensor, key_start: int | Tensor, scale: float | None,
 ) -> None:  # fmt: skip
     if query.dim() != 4 or query.shape[1] != 1 or not query.is_floating_point():
         raise ValueError(f"query must be a floating-point (B, 1, H, K); got {tuple(query.shape)} of {query.dtype}")
@@ -133,6 +135,8 @@ def _check(
         raise ValueError(
             f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
         )
+    check_integer("radius", radius)
+    check_integer("chunk_size", chunk_size)
     if radius is not None and radius < 0:
         raise ValueError(f"radius must be at least 0; got {radius}")
     if chunk_size is not None and chunk_size < 1:
@@ -140,6 +144,8 @@ def _check(
     columns = radius + 1 if radius is not None else chunk_size
     if bias is not None and (bias.dim() != 2 or bias.shape[0] != query.shape[2] or bias.shape[1] != columns):
         raise ValueError(f"bias must be (H, reach + 1) = {(query.shape[2], columns)}; got {tuple(bias.shape)}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
     if attention_mask is not None and (
         attention_mask.dim() != 2 or attention_mask.shape[0] != query.shape[0] or attention_mask.shape[1] == 0
     ):
@@ -151,3 +157,6 @@ def _check(
             raise ValueError(
                 f"{name} must be an int or one of int32 or int64; got {tuple(start.shape)} of {start.dtype}"
             )
+        if isinstance(start, int) and start < 0:
+            raise ValueError(f"{name} must not be negative; got {start}")
+    check_devices(query, key=key, value=value, bias=bias, attention_mask=attention_mask)

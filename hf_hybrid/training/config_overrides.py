@@ -149,9 +149,7 @@ def _split_outside_brackets(text: str) -> list[str]:
         elif character in _CLOSING:
             expected.append(_CLOSING[character])
             if len(expected) > _DEEPEST:
-                raise ValueError(
-                    f"--config_overrides: brackets must not be nested this deeply; got {text!r:.{_SHOWN}}"
-                )
+                raise ValueError(f": brackets must not be nested this deeply; got {text!r:.{_SHOWN}}")
         elif expected and character == expected[-1]:
             expected.pop()
         elif character == "," and not expected:

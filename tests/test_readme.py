@@ -74,7 +74,10 @@ NOT_RUN_WITH = {
     "--deepspeed": "wants DeepSpeed",
     "--fsdp": "wants several GPUs",
 }
-ADAPTER_TABLES = (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING)
+ADAPTER_TABLES = (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+)
 # sizes that a run of a test is cut down to; a flag that is given twice counts as it is given last
 FEWER = "--max_steps 2 --per_device_train_batch_size 2 --max_train_samples 4 --max_eval_samples 2"
 SMALLER = {

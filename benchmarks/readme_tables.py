@@ -44,6 +44,9 @@ FEATURES = {
     "reads in both directions": ("its encoder", "yes", "", "its encoder"),
     "`generate` from a cache of constant size": ("language model", "yes", "yes", ""),
     "gradient checkpointing": ("yes", "yes", "yes", "yes"),
+    "several GPUs": ("DDP, FSDP", "DDP, FSDP", "DDP, FSDP", "DDP; FSDP by transformers"),
+    "LoRA, DoRA, IA3 know where to go": ("yes", "yes", "yes", "as in T5, BART"),
+    "loads without this package (`export_remote_code`)": ("yes", "yes", "yes", "yes"),
     "padding": ("both sides", "both sides", "both sides", "both; BART's: right"),
     "begins with a checkpoint of": ("the T5 family", "", "", "T5, BART"),
     "Triton kernels of": (

@@ -39,6 +39,7 @@ napoleon_use_rtype = False  # "`(B, T)`: what it holds" is a sentence
 html_theme = "alabaster"
 html_theme_options = {"description": "Long-sequence models for Transformers", "page_width": "1150px"}
 html_show_sourcelink = False
+html_static_path = ["_static"]  # the theme takes custom.css
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = {"README.md": "index", "CONTRIBUTING.md": "contributing"}  # outside this folder -> the page that includes it

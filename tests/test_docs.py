@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_the_documentation_builds_without_a_warning_and_names_everything_public(
 
 
 def test_the_build_sees_what_is_wrong(tmp_path):
-    (tmp_path / "docs").mkdir()
+    shutil.copytree(ROOT / "docs" / "_static", tmp_path / "docs" / "_static")
     (tmp_path / "docs" / "conf.py").write_text((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"), "utf-8")
     (tmp_path / "LICENSE").write_text("")
     (tmp_path / "docs" / "index.md").write_text("# A\n\n[b](none.md) [c](../LICENSE) [d](../none)\n\n### E\n")

@@ -15,6 +15,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from peft.utils.constants import (
+    TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+)
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -27,6 +31,7 @@ from benchmarks import readme_tables
 from benchmarks.bench_language_models import tensors_of
 from hf_hybrid.data import sources
 from hf_hybrid.data.tokenizer import byte_tokenizer
+from hf_hybrid.models.adapters import PARENTS
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments, SummarizationTrainingArguments
@@ -34,6 +39,8 @@ from hf_hybrid.training.command_line import parse_arguments
 from hf_hybrid.training.data_arguments import ClmArguments, GlueArguments, SummarizationArguments
 
 from .data.conftest import write_package
+from .models.sharding import CASES as SHARDED
+from .models.test_remote_code import EXPORTED
 from .models.tiny import PADDED_SIDES, tiny_inputs, tiny_model
 from .tolerances import assert_close
 
@@ -67,6 +74,10 @@ NOT_RUN_WITH = {
     "--deepspeed": "wants DeepSpeed",
     "--fsdp": "wants several GPUs",
 }
+ADAPTER_TABLES = (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+)
 # sizes that a run of a test is cut down to; a flag that is given twice counts as it is given last
 FEWER = "--max_steps 2 --per_device_train_batch_size 2 --max_train_samples 4 --max_eval_samples 2"
 SMALLER = {
@@ -391,6 +402,14 @@ def test_the_readmes_table_of_architectures_is_true():
         assert bool(has["`generate` from a cache of constant size"]) == constant
         starts = hasattr(classes[0], "from_t5") or "srformer" in model_types[0]
         assert bool(has["begins with a checkpoint of"]) == starts
+        assert ("FSDP" in has["several GPUs"]) == ({*model_types} <= {name for name, *_ in SHARDED})
+        adapted = all({*model_types} <= table.keys() for table in ADAPTER_TABLES)
+        inherited = all(table[name] == table[PARENTS[name]] for table in ADAPTER_TABLES for name in model_types
+                        if name in PARENTS)  # fmt: skip
+        word = "as in T5, BART" if {*model_types} <= PARENTS.keys() and inherited else "yes" if adapted else ""
+        assert has["LoRA, DoRA, IA3 know where to go"] == word
+        exported = {*model_types} <= EXPORTED.keys()
+        assert (has["loads without this package (`export_remote_code`)"] == "yes") == exported
 
 
 def sees_the_future(model_type: str) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "one_line",
     "parse_arguments",
     "run_command_line",
+    "show_command",
     "translate_removed_flags",
     "without_secrets",
 ]
@@ -114,6 +116,23 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         else:
             shown.append(_HIDDEN if hides_next and not argument.startswith("--") else _SECRET.sub(_HIDDEN, argument))
         hides_next = is_secret and not equals
+    return shown
+
+
+def show_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a run as a shell takes it, without its secrets: the script, then each flag with its values.
+
+    Args:
+        script: Name of the script's file. Where ``python -m hf_hybrid.training`` stood in for it, that is shown.
+        arguments: The command line behind it.
+    """
+    module = f"python -m hf_hybrid.training {script.removeprefix('run_').removesuffix('.py')}"
+    shown = [module if sys.argv[0] == module else f"python {script}"]
+    for argument in map(shlex.quote, without_secrets(arguments)):
+        if argument.lstrip("'").startswith("--"):
+            shown.append(argument)
+        else:
+            shown[-1] += f" {argument}"
     return shown
 
 

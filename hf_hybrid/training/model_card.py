@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from transformers.modelcard import (
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.hub import loading_lines
 from hf_hybrid.training.arguments import ModelArguments
-from hf_hybrid.training.command_line import without_secrets
+from hf_hybrid.training.command_line import show_command
 from hf_hybrid.training.data_arguments import DataArguments
 from hf_hybrid.version import __version__
 
-__all__ = ["CARD_FILE", "command_of", "is_written_by_hand", "write_model_card"]
+__all__ = ["CARD_FILE", "is_written_by_hand", "write_model_card"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def write_model_card(
         _data(data_args, metrics),
         _results(metrics),
         _training(trainer),
-        "## Command\n\n```sh\n" + command_of(SCRIPTS[task], arguments) + "\n```",
+        "## Command\n\n```sh\n" + " \\\n    ".join(show_command(SCRIPTS[task], arguments)) + "\n```",
         _versions(),
     ]
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n").save(path)
@@ -106,17 +105,6 @@ def _without_versions(card: str) -> str:
     """The text of a card, without metadata and without the versions that PEFT adds where it saves an adapter."""
     text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
     return text.split("### Framework versions")[0].strip()
-
-
-def command_of(script: str, arguments: Sequence[str]) -> str:
-    """The command line of a run for a shell, a flag a line, without its secrets."""
-    lines = [f"python {script}"]
-    for argument in map(shlex.quote, without_secrets(arguments)):
-        if argument.lstrip("'").startswith("--"):
-            lines.append(argument)
-        else:
-            lines[-1] += f" {argument}"
-    return " \\\n    ".join(lines)
 
 
 # ---- metadata ----

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hf_hybrid.training.command_line import without_secrets
 from hf_hybrid.training.curves import Panel, describe, draw_svg
 
-__all__ = ["Page", "Sample", "Section", "Table", "excerpt", "format_value", "show_command", "write_page"]
+__all__ = ["Page", "Sample", "Section", "Table", "excerpt", "format_value", "write_page"]
 
 Cell = str | int | float | None
 """What stands in a cell; None where there is nothing."""
@@ -93,7 +91,7 @@ class Page:
         summary: What was done, in a sentence.
         tiles: A few numbers to begin with, by name.
         facts: What was run.
-        command: The words of the command line.
+        command: The command line, in pieces that are better not broken.
         sections: Scores and samples.
         curves: Diagrams over the steps.
         measured: Time and memory.
@@ -166,8 +164,3 @@ def format_value(value: Cell) -> str:
         return f"{value:,}" if isinstance(value, int) else "0"
     magnitude = math.floor(math.log10(abs(value)))
     return f"{value:.3g}" if not -4 < magnitude < 15 else f"{value:,.{max(0, min(4, 3 - magnitude))}f}"
-
-
-def show_command(script: str, argv: Sequence[str]) -> list[str]:
-    """The words of the command line that was given, without its secrets, as a shell takes them."""
-    return ["python", *map(shlex.quote, [script, *without_secrets(argv)])]

@@ -6,7 +6,6 @@ import platform
 import random
 import re
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,11 +16,12 @@ import transformers
 from transformers import PreTrainedModel, Trainer
 
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.command_line import read_arguments, show_command
 from hf_hybrid.training.curves import draw_picture, find_panels
 from hf_hybrid.training.data_arguments import DataArguments
 from hf_hybrid.training.measuring import Measurements, peak_memory
 from hf_hybrid.training.output_folder import CURVES_FILE, REPORT_FILE
-from hf_hybrid.training.report import Cell, Page, Section, show_command, write_page
+from hf_hybrid.training.report import Cell, Page, Section, write_page
 from hf_hybrid.version import __version__
 
 __all__ = ["choose_rows", "environment", "guarded", "write_report"]
@@ -98,7 +98,7 @@ def write_report(
             summary=_summary(trainer),
             tiles={name: metrics[key] for key, name in tiles.items() if key in metrics},
             facts=facts,
-            command=show_command(script, sys.argv[1:] if argv is None else argv),
+            command=show_command(script, read_arguments(argv)),
             sections=[section for section in sections if section is not None],
             curves=panels,
             measured=_measured(trainer, metrics),

@@ -10,7 +10,7 @@ bootstrap estimate of it.
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +406,7 @@ def _report(
 ) -> None:
     tokenizer: Any = trainer.processing_class
 
+    @cache
     def texts() -> dict[str, dict[str, list[str]]]:
         """Documents, references and summaries of each split for which summaries were generated."""
         return {

@@ -13,8 +13,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from hf_hybrid.training import clm, summarization
-from hf_hybrid.training.command_line import read_arguments
-from hf_hybrid.training.model_card import MARK, command_of, is_written_by_hand
+from hf_hybrid.training.command_line import read_arguments, show_command
+from hf_hybrid.training.model_card import MARK, is_written_by_hand
 from tests.hub import READER, WRITER, LoopbackHub
 from tests.training.conftest import MODELS
 
@@ -189,22 +189,21 @@ def check_card(text, metrics, model_type, auto_class, name):
     assert loading.startswith("python\nimport hf_hybrid")
     assert f"{auto_class}.from_pretrained('{name}')" in loading
     assert f"--hub_model_id {name}" in text
+    assert re.search(r"^```sh\npython run_\w+\.py \\\n    --model_type", text, re.MULTILINE)
     assert "--hub_token ..." in text
 
 
 def test_a_command_line_without_its_secrets(tmp_path):
     argv = ["--token", "hf_a", "--hub-token=hf_b", "--output_dir", "my folder", "--push_to_hub_token", "hf_c"]
     argv += ["--forced_bos_token", "<de>", "--use_auth_token", "hf_d", "--do_train"]
-    command = command_of("run_clm.py", argv)
-    assert command == (
-        "python run_clm.py \\\n    --token ... \\\n    --hub-token=... \\\n    --output_dir 'my folder' \\\n"
-        "    --push_to_hub_token ... \\\n    --forced_bos_token '<de>' \\\n    --use_auth_token ... \\\n    --do_train"
-    )
+    assert show_command("run_clm.py", argv) == [
+        *("python run_clm.py", "--token ...", "--hub-token=...", "--output_dir 'my folder'"),
+        *("--push_to_hub_token ...", "--forced_bos_token '<de>'", "--use_auth_token ...", "--do_train"),
+    ]
     path = tmp_path / "arguments.json"
     path.write_text(json.dumps({"hub_token": "hf_a", "do_train": True}), encoding="utf-8")
-    assert command_of("run_clm.py", read_arguments([str(path)])) == (
-        "python run_clm.py \\\n    --hub_token=... \\\n    --do_train=True"
-    )
+    shown = show_command("run_clm.py", read_arguments([str(path)]))
+    assert shown == ["python run_clm.py", "--hub_token=...", "--do_train=True"]
 
 
 def test_whose_card_it_is():

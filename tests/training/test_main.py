@@ -7,6 +7,7 @@ import pytest
 
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.__main__ import TASKS, main
+from hf_hybrid.training.command_line import show_command
 
 
 @pytest.mark.parametrize("module", [summarization, glue, clm])
@@ -20,6 +21,9 @@ def test_a_task_is_its_script(module, monkeypatch):
     main()
     assert called[1] == ["--do_train"]
     assert sys.argv == [f"python -m hf_hybrid.training {task}", "--do_train"]
+    assert show_command(f"run_{task}.py", ["--do_train"]) == [f"python -m hf_hybrid.training {task}", "--do_train"]
+    monkeypatch.setattr(sys, "argv", ["python -m hf_hybrid.training demo"])  # which calls a script itself
+    assert show_command(f"run_{task}.py", ["--do_train"]) == [f"python run_{task}.py", "--do_train"]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from sklearn.dummy import DummyClassifier
 
 from hf_hybrid.data.preprocessing import guess_labels, majority_label, unigram_losses
 from hf_hybrid.training import clm, run_report, summarization
+from hf_hybrid.training.command_line import show_command
 from hf_hybrid.training.curves import Panel, describe, draw_picture, draw_svg, find_panels
-from hf_hybrid.training.report import Page, Sample, Section, Table, excerpt, format_value, show_command, write_page
+from hf_hybrid.training.report import Page, Sample, Section, Table, excerpt, format_value, write_page
 from tests.training.pages import read_page
 
 HOSTILE = {

@@ -11,7 +11,7 @@ import time
 import torch
 from transformers import TrainerCallback, modeling_utils
 
-from hf_hybrid.training import clm, glue, summarization, trainer
+from hf_hybrid.training import clm, glue, saving, summarization, trainer
 from hf_hybrid.training.command_line import run_command_line
 
 SCRIPTS = {"clm": clm, "glue": glue, "summarization": summarization}
@@ -99,7 +99,7 @@ def _save_slowly(events):
         modeling_utils.safe_save_file,
         torch.save,
     )
-    mark, rotate = trainer.mark_complete, trainer.rotate_checkpoints
+    mark, rotate = saving.mark_complete, saving.rotate_checkpoints
 
     def counted(self, *args, **kwargs):
         step[0] = self.state.global_step
@@ -141,5 +141,5 @@ def _save_slowly(events):
     trainer.TrainerMixin._save_checkpoint = counted
     modeling_utils.safe_save_file = slow_tensors
     torch.save = slow_save
-    trainer.mark_complete = slow_mark
-    trainer.rotate_checkpoints = slow_rotation
+    saving.mark_complete = slow_mark
+    saving.rotate_checkpoints = slow_rotation

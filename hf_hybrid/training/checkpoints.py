@@ -1,10 +1,8 @@
-"""What is whole on the disk: markers of finished saving, files that appear at once, and disks that are full."""
+"""What is whole on the disk: markers of finished saving, files that appear at once, and what a full disk leaves."""
 
 import contextlib
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from hf_hybrid.training.command_line import RunFailed
+from hf_hybrid.training.full_disk import no_room
 
 __all__ = [
     "MARKER",
@@ -22,7 +21,6 @@ __all__ = [
     "explain_full_disk",
     "faults_on_disk",
     "finish_saving",
-    "is_full_disk",
     "mark_complete",
     "replacing",
     "was_cut_off",
@@ -33,8 +31,6 @@ MARKER = "complete.json"
 UNFINISHED = "_incomplete"
 """Lies in a folder while a model or a checkpoint is saved into it. The Hub's uploads leave out such names."""
 _CHUNK = 1 << 22
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos")
 
 
 class CannotSave(RunFailed):
@@ -139,30 +135,14 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         _sync(temporary)
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # writing and closing leave it out, and nobody knows the other name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 # ---- full disks ----
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Whether an error, or what caused it, is that there is no more room on the disk for this user or this file."""
-    return _no_room(error) is not None
-
-
-def _no_room(error: BaseException | None) -> tuple[str, BaseException] | None:
-    """The operating system's words, and who spoke them; torch's writer of archives has none, nor another reason."""
-    while error is not None:
-        number = error.errno if isinstance(error, OSError) else None
-        if match := re.search(r"os error (\d+)", str(error)):  # libraries in Rust: safetensors, tokenizers
-            number = int(match[1])
-        if number in _NO_ROOM:
-            return os.strerror(number), error
-        if isinstance(error, RuntimeError) and _TORCH.search(str(error)):
-            return "the disk is full, or a limit is reached", error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @contextlib.contextmanager
@@ -180,7 +160,7 @@ def explain_full_disk(folder: Path, what: str, advise: Callable[[], str]) -> Ite
     try:
         yield
     except Exception as error:
-        if (found := _no_room(error)) is None:
+        if (found := no_room(error)) is None:
             raise
         reason, source = found
         parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

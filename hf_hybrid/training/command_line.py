@@ -18,10 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from transformers import HfArgumentParser
 
 from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.full_disk import no_room
 from hf_hybrid.training.processes import is_first_process
 
 __all__ = [
     "CONFIG_ERRORS",
+    "HungUp",
     "RunFailed",
     "Terminated",
     "explain_config_error",
@@ -35,10 +37,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
-TERMINATED = 143
-"""Exit code after SIGTERM, likewise."""
+INTERRUPTED, TERMINATED, HUNG_UP = 130, 143, 129
+"""Exit codes after Ctrl-C, SIGTERM and SIGHUP, as shells use them: 128 + the number of the signal."""
 CONFIG_ERRORS = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
     StrictDataclassError,
@@ -57,6 +57,10 @@ class RunFailed(RuntimeError):
 
 class Terminated(KeyboardInterrupt):
     """Training was stopped by SIGTERM, as it is by Ctrl-C."""
+
+
+class HungUp(KeyboardInterrupt):
+    """Training was stopped by SIGHUP: its terminal was closed."""
 
 
 def parse_arguments(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -269,26 +273,41 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
     """Run a script's main function and leave the process with its exit code.
 
     A `ValueError` raised by this package is the user's to mend: its message becomes one line, ``error: ...``, and the
-    exit code 2. One raised inside a library keeps its traceback. `RunFailed` gives one line and the exit code 1,
-    Ctrl-C the exit code 130 and SIGTERM 143. An integer that main returns is the exit code.
+    exit code 2. One raised inside a library keeps its traceback. `RunFailed`, and a disk that is full whoever met it,
+    give one line and the exit code 1, Ctrl-C the exit code 130, SIGTERM 143 and SIGHUP 129. An integer that main
+    returns is the exit code.
     """
     try:
         result = main()
-    except (ValueError, RunFailed) as error:
-        if isinstance(error, ValueError) and not _raised_in_package(error):
-            raise
+    except RunFailed as error:
         _report(error)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(1)
+    except Exception as error:
+        if isinstance(error, ValueError) and _raised_in_package(error):
+            _report(error)
+            sys.exit(2)
+        if isinstance(error.__context__, KeyboardInterrupt):  # a library failed while it made way for it
+            _leave(error.__context__)
+        if (found := no_room(error)) is None:
+            raise
+        _report(error, f"there is no room on a disk: {one_line(found[1])}. Make some and run the same command again.")
+        sys.exit(1)
     except KeyboardInterrupt as interrupt:
-        print(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr)
-        sys.exit(TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
+        _leave(interrupt)
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def _report(error: Exception) -> None:
+def _leave(interrupt: KeyboardInterrupt) -> NoReturn:
+    print(f"interrupted: {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr)
+    sys.exit({Terminated: TERMINATED, HungUp: HUNG_UP}.get(type(interrupt), INTERRUPTED))
+
+
+def _report(error: Exception, message: str | None = None) -> None:
     """Print a message, once for all processes: torchrun shows those of the others in its summary."""
     if is_first_process() or "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        print(f"error: {' '.join([one_line(error), *getattr(error, '__notes__', ())])}", file=sys.stderr, flush=True)
+        message, notes = message or one_line(error), getattr(error, "__notes__", ())
+        end = "." if notes and message[-1:] not in ".!?" else ""
+        print(f"error: {' '.join([message + end, *notes])}", file=sys.stderr, flush=True)
     else:
         ErrorHandler().record_exception(error)
 

@@ -18,7 +18,7 @@ from hf_hybrid.training.checkpoints import explain_full_disk, replacing
 from hf_hybrid.training.command_line import read_arguments
 from hf_hybrid.training.data_arguments import SPLITS, DataArguments
 from hf_hybrid.training.hub import check_hub_access, push
-from hf_hybrid.training.interruption import stop_gently
+from hf_hybrid.training.interruption import how_to_continue, stop_gently
 from hf_hybrid.training.model_card import write_model_card
 from hf_hybrid.training.output_folder import check_output_folder, find_resume_checkpoint
 from hf_hybrid.training.processes import on_first_process, replica_log_level
@@ -33,6 +33,7 @@ __all__ = [
     "publish",
     "require_splits",
     "save_and_log",
+    "save_text",
     "train",
     "used_splits",
 ]
@@ -263,15 +264,26 @@ def save_and_log(trainer: Trainer, split: str, metrics: dict[str, float]) -> Non
     trainer.log_metrics(split, metrics)
     if not trainer.is_world_process_zero():
         return
-    folder = Path(str(trainer.args.output_dir))
-    path = folder / "all_results.json"
+    path = Path(str(trainer.args.output_dir), "all_results.json")
     older = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     kept = {name: value for name, value in older.items() if not name.startswith(f"{split}_")}
-    with explain_full_disk(folder, "the results", lambda: "The model is saved."):
+    for name, results in ((f"{split}_results.json", metrics), (path.name, kept | metrics)):
+        save_text(trainer, name, json.dumps(results, indent=4, sort_keys=True))
+
+
+def save_text(trainer: Trainer, name: str, text: str) -> None:
+    """Write a file of results into the output folder, whole or, as before, not at all; on the main process alone.
+
+    Raises:
+        CannotSave: The disk is full.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(str(trainer.args.output_dir))
+    advice = f"The model is saved. {how_to_continue(trainer)}" if trainer.args.do_train else "Make room and try again."
+    with explain_full_disk(folder, "the results", lambda: advice), replacing(folder / name) as path:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, results in ((f"{split}_results.json", metrics), (path.name, kept | metrics)):
-            with replacing(folder / name) as temporary:
-                temporary.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
 
 
 def publish(

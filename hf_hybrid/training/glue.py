@@ -10,7 +10,6 @@ error: a label that is not in the training split, columns that cannot be told ap
 import logging
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,7 @@ from hf_hybrid.training.common import (
     publish,
     require_splits,
     save_and_log,
+    save_text,
     train,
     used_splits,
 )
@@ -394,8 +394,7 @@ def _predict(
             values = _outputs(output.predictions, labels)
             words = [f"{value:3.3f}" if labels.are_numbers else labels.names[value] for value in values]
             lines = ["index\tprediction", *(f"{index}\t{word}" for index, word in enumerate(words))]
-            path = Path(str(trainer.args.output_dir), _predictions_file(data_args, name))
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            save_text(trainer, _predictions_file(data_args, name), "\n".join(lines) + "\n")
     save_and_log(trainer, "predict", metrics)
     return metrics
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and errors in training: finish the step, save what is done, and say how to go on."""
+"""Ctrl-C, SIGTERM, SIGHUP and errors in training: finish the step, save what is done, and say how to go on."""
 
 import contextlib
 import logging
@@ -7,16 +7,18 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from hf_hybrid.training.checkpoints import CannotSave, is_full_disk
-from hf_hybrid.training.command_line import Terminated, one_line
+from hf_hybrid.training.checkpoints import CannotSave, was_cut_off
+from hf_hybrid.training.command_line import HungUp, Terminated, one_line
+from hf_hybrid.training.full_disk import is_full_disk
 from hf_hybrid.training.non_finite import NonFiniteLoss
 
 __all__ = ["how_to_continue", "stop_gently"]
@@ -24,6 +26,10 @@ __all__ = ["how_to_continue", "stop_gently"]
 logger = logging.getLogger(__name__)
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_KINDS: dict[int, type[KeyboardInterrupt]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    _NAMES[signal.SIGHUP] = "the terminal was closed"
+    _KINDS[signal.SIGHUP] = HungUp
 
 
 class _Watch(TrainerCallback):
@@ -107,19 +113,20 @@ class _Watch(TrainerCallback):
 
 @contextlib.contextmanager
 def stop_gently(trainer: Trainer) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM or an error end training without losing the steps that are done.
+    """Let Ctrl-C, SIGTERM, a closed terminal or an error end training without losing the steps that are done.
 
-    The first Ctrl-C and SIGTERM finish the running step and save a checkpoint, in all processes after the same step; a
-    second Ctrl-C stops at once, but not several processes, whom torchrun forwards the first one twice. After an error
-    a checkpoint of the last finished step is saved, unless the weights are not those of any step, or the error came
-    out of saving, or there are several processes of which one alone failed. In a thread, signals are left alone.
+    The first Ctrl-C, SIGTERM and SIGHUP finish the running step and save a checkpoint, in all processes after the
+    same step; a second Ctrl-C stops at once, but not several processes, whom torchrun forwards the first one twice.
+    After an error a checkpoint of the last finished step is saved, unless the weights are not those of any step, or
+    the error came out of saving, or there are several processes of which one alone failed. Signals that the process
+    was started to ignore, by nohup say, stay ignored; in a thread, all are left alone.
 
     Args:
         trainer: One of this package's trainers.
 
     Raises:
         KeyboardInterrupt: Training was stopped; the message says where, and how to continue. After SIGTERM it is a
-            `Terminated`.
+            `Terminated`, after SIGHUP a `HungUp`.
     """
     watch = _Watch(trainer)
     trainer.add_callback(watch)
@@ -155,12 +162,15 @@ def _signals_noted(watch: _Watch) -> Iterator[None]:
         if watch.signal is not None and signum == signal.SIGINT and alone:
             raise KeyboardInterrupt("training was stopped at once. " + how_to_continue(watch.trainer))
         if watch.signal is None:
+            if _KINDS[signum] is HungUp:
+                _silence_closed_terminal()
             watch.signal = signum
             watch.trainer.stop_wished = True  # type: ignore[attr-defined]
             again = "; press it again to stop at once" if signum == signal.SIGINT and alone else ""
             logger.warning("%s: stopping after this step or evaluation%s.", _NAMES[signal.Signals(signum)], again)
 
-    previous = {signum: signal.signal(signum, handle) for signum in _NAMES}
+    noted = [signum for signum in _NAMES if signal.getsignal(signum) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handle) for signum in noted}
     try:
         yield
     finally:
@@ -168,9 +178,19 @@ def _signals_noted(watch: _Watch) -> Iterator[None]:
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
 
+def _silence_closed_terminal() -> None:
+    """Let what is printed go nowhere: an error for each line of it would keep the checkpoint from being saved."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"\n")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
 def _interrupt(watch: _Watch, advice: str) -> KeyboardInterrupt:
-    state = watch.trainer.state
-    kind = Terminated if watch.signal == signal.SIGTERM else KeyboardInterrupt
+    state, kind = watch.trainer.state, _KINDS.get(watch.signal or 0, KeyboardInterrupt)
     return kind(f"training stopped after step {state.global_step} of {state.max_steps}. {advice}")
 
 
@@ -217,6 +237,9 @@ def how_to_continue(trainer: Trainer) -> str:
         return "There is no checkpoint to continue from: --save_strategy is no."
     if trainer.args.save_only_model:
         return "There is no checkpoint to continue from: --save_only_model leaves out the optimizer."
+    saved = Path(str(trainer.args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")
+    if all(was_cut_off(path.parent) for path in saved):
+        return f"There is no checkpoint in {trainer.args.output_dir} to continue from."
     return (
         f"To continue from the last checkpoint in {trainer.args.output_dir}, run the same command with "
         "--resume_from_checkpoint auto"

@@ -20,6 +20,7 @@ from transformers.modelcard import (
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.hub import loading_lines
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.checkpoints import replacing
 from hf_hybrid.training.command_line import show_command
 from hf_hybrid.training.data_arguments import DataArguments
 from hf_hybrid.version import __version__
@@ -91,7 +92,9 @@ def write_model_card(
         "## Command\n\n```sh\n" + " \\\n    ".join(show_command(SCRIPTS[task], arguments)) + "\n```",
         _versions(),
     ]
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n").save(path)
+    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n")
+    with replacing(path) as whole:  # one that is cut off would pass for somebody's own
+        card.save(whole)
 
 
 def is_written_by_hand(text: str) -> bool:

@@ -5,10 +5,12 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
@@ -78,7 +80,8 @@ def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
     """Why a checkpoint cannot be resumed from; nothing if it can.
 
     A checkpoint without a marker of its completeness was saved by plain transformers, and is taken if it has the files
-    that it needs, unless its neighbours have markers: then it was being saved, or deleted, when the run was cut off.
+    that it needs, none of them cut off, unless its neighbours have markers: then it was being saved, or deleted, when
+    the run was cut off.
 
     Args:
         checkpoint: The folder.
@@ -91,16 +94,33 @@ def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
         if any((path / name).exists() for path in neighbours for name in (MARKER, UNFINISHED)):
             return [f"{MARKER} missing"]
     missing = []
-    try:  # written last: where it is whole, so is everything else
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        missing.append("trainer_state.json missing")
+    if not (state := checkpoint / "trainer_state.json").is_file():
+        missing.append(f"{state.name} missing")
     sharded = any(path.is_dir() for pattern in _SHARDED for path in checkpoint.glob(pattern))
     if not sharded and not any((checkpoint / name).is_file() for name in WEIGHTS_FILES):
         missing.append("model.safetensors missing")
     if not sharded and not any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin")):
         missing.append("optimizer.pt missing")
-    return missing
+    if not sharded and not (checkpoint / "scheduler.pt").is_file():  # Trainer would leave out the optimizer too
+        missing.append("scheduler.pt missing")
+    return [*missing, *(f"{path.name} damaged" for path in sorted(checkpoint.iterdir()) if _is_cut_off(path))]
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether a file of a checkpoint ends too early or is something else, as far as that shows without a marker."""
+    if path.is_dir():
+        return False
+    if path.suffix in (".pt", ".pth"):
+        return not zipfile.is_zipfile(path)  # the table of contents stands at the end
+    try:
+        if path.name == "trainer_state.json":
+            return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):  # compares the size of the file with that of its tensors
+                return False
+    except (OSError, ValueError, SafetensorError):
+        return True
+    return False
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -209,11 +229,16 @@ def check_output_folder(
 
     Raises:
         ValueError: The folder holds another run and there is no permission, a source lies in a checkpoint that would
-            be deleted, or the folder is a file.
+            be deleted, or the folder is a file or cannot be written to.
     """
     folder = Path(str(training_args.output_dir))
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file; it must be a folder")
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"--output_dir {folder} must be a folder that can be written to; {place} cannot")
+    if folder.is_dir() and (odd := [path for path in folder.iterdir() if _step(path.name) >= 0 and not path.is_dir()]):
+        raise ValueError(f"--output_dir {folder} must hold no file named like a checkpoint; {odd[0].name} is one")
     permitted = getattr(training_args, "overwrite_output_dir", False)
     content = sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
     if not training_args.do_train:

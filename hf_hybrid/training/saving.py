@@ -73,7 +73,7 @@ class SavingMixin:
         self.is_saving = False
         if args.should_save:
             best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-            rotate_checkpoints(run_folder, args.save_total_limit, best, use_mtime=True)
+            rotate_checkpoints(run_folder, args.save_total_limit, best)  # by step: clocks go back, copies are new
 
     def _mark_checkpoint(self, folder: Path) -> None:
         if self._is_marked:
@@ -100,9 +100,15 @@ class SavingMixin:
         )
 
     def save_state(self) -> None:
-        """Write ``trainer_state.json`` into the output folder."""
+        """Write ``trainer_state.json`` into the output folder.
+
+        Raises:
+            CannotSave: The disk is full.
+        """
         if self.is_world_process_zero():  # type: ignore[attr-defined]
-            with replacing(Path(self.args.output_dir, "trainer_state.json")) as path:  # type: ignore[attr-defined]
+            target = Path(self.args.output_dir, "trainer_state.json")  # type: ignore[attr-defined]
+            with explain_full_disk(target.parent, "the state", self._advise), replacing(target) as path:
+                target.parent.mkdir(parents=True, exist_ok=True)
                 self.state.save_to_json(str(path))  # type: ignore[attr-defined]
 
     def _load_best_model(self) -> None:

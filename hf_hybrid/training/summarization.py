@@ -11,7 +11,6 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,7 @@ from hf_hybrid.training.common import (
     publish,
     require_splits,
     save_and_log,
+    save_text,
     train,
     used_splits,
 )
@@ -385,8 +385,7 @@ def _predict(trainer: SummarizationTrainer, dataset: Dataset, tokenizer: PreTrai
     if trainer.is_world_process_zero() and getattr(trainer.args, "predict_with_generate", False):
         # splitlines() knows more line ends than "\n": each prediction must stay on the line of its document
         lines = ["\\n".join(text.splitlines()) for text in _decode(tokenizer, output.predictions)]
-        path = Path(str(trainer.args.output_dir), PREDICTIONS_FILE)
-        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        save_text(trainer, PREDICTIONS_FILE, "".join(line + "\n" for line in lines))
     return metrics
 
 

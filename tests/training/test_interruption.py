@@ -1,5 +1,6 @@
 import errno
 import json
+import shutil
 import signal
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from hf_hybrid.training import common, summarization
-from hf_hybrid.training.command_line import RunFailed, Terminated, run_command_line
+from hf_hybrid.training import checkpoints, common, summarization
+from hf_hybrid.training.checkpoints import CannotSave
+from hf_hybrid.training.command_line import HungUp, RunFailed, Terminated, run_command_line
 from hf_hybrid.training.output_folder import complete_checkpoints
 from hf_hybrid.training.trainer import SummarizationTrainer
 from tests.tolerances import assert_close
@@ -171,6 +173,51 @@ def test_sigterm_stops_like_ctrl_c(arguments, tmp_path, monkeypatch, straight):
     _assert_same_run(out, straight)
 
 
+def test_signals_that_are_ignored_stay_ignored(arguments, tmp_path, monkeypatch):
+    def signalled(self, *args, **kwargs):
+        signal.raise_signal(signal.SIGHUP)
+        return step(self, *args, **kwargs)
+
+    step = SummarizationTrainer.training_step
+    monkeypatch.setattr(SummarizationTrainer, "training_step", signalled)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        summarization.main(arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "2"))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "train_results.json", "generated_predictions.txt"])
+def test_results_for_which_there_is_no_room(arguments, tmp_path, monkeypatch, name):
+    def full(path):
+        if name in path.name and path.parent == tmp_path / "out":
+            raise OSError(errno.ENOSPC, "No space left on device")  # without a name, as writing raises it
+        sync(path)
+
+    sync = checkpoints._sync
+    monkeypatch.setattr(checkpoints, "_sync", full)
+    argv = arguments("t5", tmp_path / "out", *STEPS, "--do_predict", "--predict_with_generate")
+    with pytest.raises(CannotSave, match=rf"while {name} was written; .*--resume_from_checkpoint auto") as caught:
+        summarization.main(argv)
+    assert "could not be saved" in str(caught.value)
+    assert not [path.name for path in tmp_path.glob(f"out/*{name}*")]
+    monkeypatch.undo()
+    summarization.main([*argv, "--resume_from_checkpoint", "auto"])
+    assert (tmp_path / "out" / name).is_file() or name == "train_results.json"  # the run that trained has lost it
+
+
+def test_an_output_folder_that_is_deleted_meanwhile(arguments, tmp_path, monkeypatch):
+    def deleting(self):
+        shutil.rmtree(tmp_path / "out")
+        save_state(self)
+
+    save_state = SummarizationTrainer.save_state
+    monkeypatch.setattr(SummarizationTrainer, "save_state", deleting)
+    summarization.main(arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "1"))
+    assert (tmp_path / "out" / "trainer_state.json").is_file()
+
+
 def test_a_signal_that_ends_a_helper_too_still_counts(arguments, tmp_path, monkeypatch):
     """A supervisor may signal all processes at once; then those that load the data are gone."""
 
@@ -191,8 +238,15 @@ def test_a_signal_that_ends_a_helper_too_still_counts(arguments, tmp_path, monke
     ("error", "code", "line"),
     [
         (Terminated("stopped"), 143, "interrupted: stopped"),
+        (HungUp("stopped"), 129, "interrupted: stopped"),
         (KeyboardInterrupt("stopped"), 130, "interrupted: stopped"),
-        (RunFailed("no room"), 1, "error: no room Do that."),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/cache/rows.arrow"),
+            1,
+            "error: there is no room on a disk: [Errno 28] No space left on device: '/cache/rows.arrow'. Make some "
+            "and run the same command again.",
+        ),
+        (RunFailed("no room"), 1, "error: no room. Do that."),
     ],
 )
 def test_exit_codes(capsys, error, code, line):
@@ -205,3 +259,18 @@ def test_exit_codes(capsys, error, code, line):
         run_command_line(main)
     assert left.value.code == code
     assert capsys.readouterr().err.strip() == line
+
+
+def test_ctrl_c_counts_where_a_library_stumbles_over_it(capsys):
+    """So does `datasets`, whose processes do not answer any more."""
+
+    def main():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise TimeoutError
+
+    with pytest.raises(SystemExit) as left:
+        run_command_line(main)
+    assert left.value.code == 130
+    assert capsys.readouterr().err.strip() == "interrupted"

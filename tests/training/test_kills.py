@@ -138,6 +138,22 @@ def test_sigterm_saves_and_gives_its_exit_code(commands, tmp_path):
     assert f"interrupted: training stopped after step {step} of 100000" in log
 
 
+def test_a_closed_terminal_saves_too(commands, tmp_path):
+    """It sends SIGHUP, and each line that is printed then is an error."""
+    terminal, end = os.openpty()
+    argv = [*commands("summarization", "out"), "--save_steps", "500", "--max_steps", "100000"]
+    child = Child("summarization", [*argv, "--logging_strategy", "no"], os.ttyname(end))
+    child.read(lambda event: event == ("step", 2))
+    os.close(end)
+    os.close(terminal)
+    os.kill(child.process.pid, signal.SIGHUP)
+    child.read()
+    child.process.join(120)
+    assert child.process.exitcode == 129
+    (step,) = _steps_on_disk(tmp_path / "out")
+    assert step >= 3
+
+
 def _sizes(folder):
     return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
 

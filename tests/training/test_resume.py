@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import json
+import os
 import re
 import shutil
 import signal
@@ -109,6 +110,12 @@ def test_the_second_ctrl_c_stops_at_once(arguments, tmp_path, monkeypatch):
     assert [Path(path).name for path in complete_checkpoints(tmp_path / "out")] == ["checkpoint-2"]
 
 
+def test_the_second_ctrl_c_before_the_first_checkpoint(arguments, tmp_path, monkeypatch):
+    _press_ctrl_c(monkeypatch, in_step=1, times=2)
+    with pytest.raises(KeyboardInterrupt, match=r"at once. There is no checkpoint in .*out to continue from"):
+        summarization.main(arguments("t5", tmp_path / "out", *STEPS))
+
+
 def test_ctrl_c_without_checkpoints_says_so(arguments, tmp_path, monkeypatch):
     _press_ctrl_c(monkeypatch, in_step=2)
     with pytest.raises(KeyboardInterrupt, match="no checkpoint to continue from"):
@@ -166,7 +173,7 @@ def _content(folder):
         (["--resume_from_checkpoint", "checkpoint-9"], "no such folder"),
         (
             ["--resume_from_checkpoint", "."],
-            r"is not a complete checkpoint: optimizer.pt missing. Did you mean .*checkpoint-6",
+            r"is not a complete checkpoint: optimizer.pt missing and scheduler.pt missing. Did you .*checkpoint-6",
         ),
     ],
 )
@@ -184,8 +191,23 @@ def test_any_file_makes_a_folder_used(arguments, tmp_path):
         summarization.main(arguments("t5", tmp_path, *STEPS))
     with pytest.raises(ValueError, match="is a file"):
         summarization.main(arguments("t5", tmp_path / "notes.txt", *STEPS))
+    with pytest.raises(ValueError, match=r"notes.txt/out must be a folder that can be written to; .*notes.txt cannot"):
+        summarization.main(arguments("t5", tmp_path / "notes.txt" / "out", *STEPS))
     with pytest.raises(ValueError, match="already holds a run"):
         summarization.main(arguments("t5", tmp_path, *STEPS, "--resume_from_checkpoint", "auto"))
+
+
+def test_a_file_in_a_checkpoints_place(arguments, used):
+    (used / "checkpoint-8").write_text("mine", encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold no file named like a checkpoint; checkpoint-8 is one"):
+        summarization.main(arguments("t5", used, *STEPS, "--resume_from_checkpoint", "auto"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_once(arguments, tmp_path, monkeypatch, no_data):
+    no_data()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # to root, all folders can be
+    with pytest.raises(ValueError, match=rf"out must be a folder that can be written to; {tmp_path} cannot"):
+        summarization.main(arguments("t5", tmp_path / "out", *STEPS))
 
 
 def test_a_finished_run_keeps_its_results_when_it_is_resumed(arguments, used, caplog):
@@ -425,6 +447,35 @@ def test_checkpoints_of_plain_transformers_have_no_marker(used):
         marker.unlink()
     (used / "checkpoint-6" / "optimizer.pt").unlink()
     assert [Path(path).name for path in complete_checkpoints(used)] == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+)
+def test_files_that_end_too_early_show_without_a_marker_too(used, caplog, name):
+    for marker in used.glob("checkpoint-*/complete.json"):
+        marker.unlink()
+    path = used / "checkpoint-6" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (used / "checkpoint-4" / "scheduler.pt").unlink()
+    args = SimpleNamespace(resume_from_checkpoint="auto", do_train=True, output_dir=str(used), process_index=0)
+    assert find_resume_checkpoint(args) == str(used / "checkpoint-2")
+    assert f"{used / 'checkpoint-6'} is passed over: {name} damaged." in caplog.text
+    assert f"{used / 'checkpoint-4'} is passed over: scheduler.pt missing." in caplog.text
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step(arguments, tmp_path, monkeypatch):
+    """Whatever the clock says, or a copy by hand has made of it."""
+
+    def saving(self, *args, **kwargs):
+        for path in tmp_path.glob("out/checkpoint-*"):
+            os.utime(path, (4e9, 4e9))
+        save_checkpoint(self, *args, **kwargs)
+
+    save_checkpoint = SummarizationTrainer._save_checkpoint
+    monkeypatch.setattr(SummarizationTrainer, "_save_checkpoint", saving)
+    summarization.main(arguments("t5", tmp_path / "out", *STEPS, "--save_total_limit", "1"))
+    assert [path.name for path in tmp_path.glob("out/checkpoint-*")] == ["checkpoint-6"]
 
 
 def test_a_run_that_was_cut_off_in_its_first_save_begins_anew(arguments, tmp_path):

@@ -203,8 +203,8 @@ class SegmentedCrossAttention:
         """States, and what remains to divide by what is read of them."""
         if key.dtype != torch.float16:
             return self._states(key, value, visited), self._norm(key)
-        # Sums over a long document, divided by a threshold of 0.1, leave float16's range; divided by the norm too, they
-        # seldom do.
+        # Sums over a long document, divided by a threshold of 0.1, leave float16's range; divided by the norm too,
+        # they seldom do.
         states, norm = self._states(key.float(), value.float(), visited), self._norm(key.float())
         return _in_range(states if norm is None else states / norm[:, :, None], key.dtype), None
 

@@ -9,9 +9,11 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
@@ -20,14 +22,17 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer,
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from hf_hybrid import peft_config
+from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.command_line import one_line
 from hf_hybrid.training.config_overrides import parse_peft_config
 from hf_hybrid.training.output_folder import BASE_CONFIG, BASE_MODEL, MERGED_MODEL
+from hf_hybrid.training.processes import shards_weights
 
 __all__ = [
     "Base",
     "adapter_base",
+    "adapter_folder",
     "attach_adapter",
     "check_adapter",
     "check_resumed_adapter",
@@ -46,6 +51,7 @@ _COMPARED = (
     "peft_type", "r", "lora_alpha", "use_dora", "use_rslora", "target_modules", "feedforward_modules",
     "modules_to_save", "rank_pattern", "alpha_pattern", "bias",
 )  # fmt: skip
+_NOT_NEEDED = ["checkpoint-*", f"{MERGED_MODEL}/*", "training_args.bin"]
 _HEADS = ("classifier", "score")  # which peft itself saves with every adapter of a classifier
 
 
@@ -66,36 +72,45 @@ def adapter_base(model_args: ModelArguments) -> Base | None:
         ValueError: The adapter names no base, or its base is not there.
     """
     name = model_args.model_name_or_path
-    if name is None or Path(name, "config.json").is_file():
+    if (folder := adapter_folder(model_args)) is None:
         return None
-    if Path(name).is_dir():
-        path = find_adapter_config_file(name)
-    else:
-        path = _find_on_hub(name, model_args.cache_dir, model_args.token, model_args.model_revision)
-    if path is None:
-        return None
+    path = folder / ADAPTER_CONFIG_NAME
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
         base = config["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG_NAME} cannot be read. {error}") from error
     if not base:
         raise ValueError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG_NAME} names no base_model_name_or_path")
     if os.path.isabs(base) and not Path(base).is_dir():
-        beside = [folder for folder in (Path(name, BASE_MODEL), Path(name).parent / BASE_MODEL) if folder.is_dir()]
+        beside = [place for place in (folder / BASE_MODEL, folder.parent / BASE_MODEL) if place.is_dir()]
         if Path(base).name != BASE_MODEL or not beside:
             raise ValueError(
                 f"--model_name_or_path {name} is an adapter of {base}, which is not there; if that was moved, write "
                 f"its place into base_model_name_or_path in {path}"
             )
-        base = os.path.abspath(beside[0])  # the whole folder was moved
+        base = os.path.abspath(beside[0])  # the whole folder was moved, or pushed
     return Base(str(base), config.get("revision") or "main")
 
 
+def adapter_folder(model_args: ModelArguments) -> Path | None:
+    """The folder of the adapter in ``--model_name_or_path``, downloaded if need be; None where that is no adapter."""
+    name = model_args.model_name_or_path
+    if name is None or Path(name, "config.json").is_file():
+        return None
+    if not Path(name).is_dir():
+        return _download(name, model_args.cache_dir, model_args.token, model_args.model_revision)
+    return Path(name) if find_adapter_config_file(name) is not None else None
+
+
 @functools.cache
-def _find_on_hub(name: str, cache_dir: str | None, token: str | None, revision: str) -> str | None:
+def _download(name: str, cache_dir: str | None, token: str | None, revision: str) -> Path | None:
+    where: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "revision": revision}
     try:
-        return find_adapter_config_file(name, cache_dir=cache_dir, token=token, revision=revision)
+        if find_adapter_config_file(name, **where) is None:
+            return None
+        # beside the adapter: its base's labels, the tokenizer, a base that is nowhere else
+        return Path(snapshot_download(name, ignore_patterns=_NOT_NEEDED, **where))
     except (OSError, HFValidationError):  # no name of the Hub either: what loads the model says so
         return None
 
@@ -107,7 +122,7 @@ def uses_adapter(model_args: ModelArguments) -> bool:
 
 def load_base_config(model_args: ModelArguments, **hub_arguments: Any) -> PreTrainedConfig | None:
     """The configuration of the model that an adapter was trained on, its labels among it, if its folder has that."""
-    path = Path(str(model_args.model_name_or_path), BASE_CONFIG)
+    path = Path(str(adapter_folder(model_args)), BASE_CONFIG)
     return AutoConfig.from_pretrained(path, **hub_arguments) if path.is_file() else None
 
 
@@ -137,6 +152,11 @@ def check_resumed_adapter(
             raise ValueError(f"--{flag} needs --do_train")
     if model_args.merge_adapter and not trains_adapter:
         raise ValueError("--merge_adapter needs an adapter: give --peft, or the folder of one as --model_name_or_path")
+    if model_args.merge_adapter and shards_weights(training_args):
+        raise ValueError(
+            "--merge_adapter needs whole weights, and FSDP and DeepSpeed divide them: merge the saved adapter later, "
+            "with peft's merge_and_unload in one process"
+        )
     if resume_from is None:
         return
     is_adapter = Path(resume_from, ADAPTER_CONFIG_NAME).is_file()
@@ -205,8 +225,11 @@ def attach_adapter(
 def _attach_new(model: PreTrainedModel, model_args: ModelArguments, *, task_type: str | None) -> PeftModel:
     method = str(model_args.peft)
     fields = parse_peft_config(model_args.peft_config or "{}", method)
+    _check_saved_modules(model, fields)
     if task_type is not None:
         fields["task_type"] = task_type
+    if isinstance(fields.get("init_lora_weights"), str) and model.device.type == "meta":
+        del fields["init_lora_weights"]  # computed from the weights, which are not there yet
     try:
         config: Any = peft_config(model, method, **fields)
         config.modules_to_save = _trained_beside(model, config)
@@ -214,6 +237,18 @@ def _attach_new(model: PreTrainedModel, model_args: ModelArguments, *, task_type
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         given = "" if model_args.peft_config is None else f" --peft_config {model_args.peft_config}"
         raise ValueError(f"--peft {method}{given}: {one_line(error)}") from error
+
+
+def _check_saved_modules(model: PreTrainedModel, fields: Mapping[str, Any]) -> None:
+    """Refuse names that no module has: peft passes over them in silence."""
+    named = [name for name, _ in model.named_modules() if name]
+    for asked in fields.get("modules_to_save") or []:
+        if not any(name.endswith(asked) for name in named):  # as peft finds them
+            known = {name.rpartition(".")[2] for name in named}
+            raise ValueError(
+                f"--peft_config: modules_to_save names no module of {type(model).__name__}: {asked!r}."
+                f"{did_you_mean(asked, sorted(known))}"
+            )
 
 
 def _trained_beside(model: PreTrainedModel, config: Any) -> list[str] | None:
@@ -239,14 +274,7 @@ def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Bas
     name = str(model_args.model_name_or_path)
     new = [key for key, weight in model.named_parameters() if weight.requires_grad]
     try:
-        adapted = PeftModel.from_pretrained(
-            model,
-            name,
-            is_trainable=trains,
-            revision=model_args.model_revision,
-            cache_dir=model_args.cache_dir,
-            token=model_args.token,
-        )
+        adapted = PeftModel.from_pretrained(model, str(adapter_folder(model_args)), is_trainable=trains)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"--model_name_or_path {name}: the adapter cannot be loaded. {one_line(error)}") from error
     kept = {key for key, _ in model.named_parameters()}  # what the adapter replaces is called otherwise now

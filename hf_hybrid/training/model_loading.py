@@ -28,6 +28,7 @@ from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.adapters import (
     Base,
     adapter_base,
+    adapter_folder,
     check_adapter,
     freeze_loaded,
     load_base_config,
@@ -236,8 +237,9 @@ def load_tokenizer(
         ValueError: The tokenizer cannot be loaded, has no end-of-sequence token, or is larger than the vocabulary.
     """
     checkpoint = model_args.model_name_or_path
-    if (base := adapter_base(model_args)) is not None and not _has_tokenizer(str(checkpoint)):
-        checkpoint = base.name
+    if (base := adapter_base(model_args)) is not None:
+        folder = str(adapter_folder(model_args))
+        checkpoint = folder if _has_tokenizer(folder) else base.name
     names = {
         "tokenizer_name": model_args.tokenizer_name,
         "model_name_or_path": checkpoint,

@@ -12,7 +12,14 @@ from torch import distributed
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import find_batch_size
 
-__all__ = ["Agreement", "ProcessesMixin", "is_first_process", "on_first_process", "replica_log_level"]
+__all__ = [
+    "Agreement",
+    "ProcessesMixin",
+    "is_first_process",
+    "on_first_process",
+    "replica_log_level",
+    "shards_weights",
+]
 
 Result = TypeVar("Result")
 
@@ -58,6 +65,12 @@ def replica_log_level(training_args: TrainingArguments) -> int:
     if training_args.log_level_replica in ("passive", "warning"):
         return logging.ERROR
     return training_args.get_process_log_level()
+
+
+def shards_weights(training_args: TrainingArguments) -> bool:
+    """Whether FSDP or DeepSpeed divides the weights among the processes, by a flag or by ``accelerate launch``."""
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return launched or training_args.fsdp_plugin_args is not None or training_args.deepspeed_plugin is not None
 
 
 class Agreement:

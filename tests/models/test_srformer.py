@@ -207,6 +207,8 @@ def test_each_document_of_a_batch_is_read_as_if_alone(model_type, lengths, targe
             alone = source[row : row + 1, mask[row].bool()]
             expected = algorithm_1(module, hidden[row : row + 1], alone, horizon)
             assert_close(output[row : row + 1], expected, "float64")
+            one = slice(row, row + 1)  # padded, and in a batch by itself
+            assert_close(attend(module, hidden[one], dirty[one], mask=mask[one], horizon=horizon), expected, "float64")
 
 
 def test_queries_of_a_segment_share_its_keys():

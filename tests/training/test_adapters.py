@@ -220,6 +220,7 @@ def test_a_new_model_takes_no_adapter():
     [
         (["--peft_config", "r=0"], "--peft lora --peft_config r=0: `r` should be a positive integer"),
         (["--peft_config", "target_modules=[query]"], "Target modules {'query'} not found in the base model"),
+        (["--peft_config", "modules_to_save=[lm_haed]"], "no module of SpadeForConditionalGeneration: 'lm_haed'."),
         (["--max_source_length", "48", "--resume_from_checkpoint", "BASE"], "is not a complete checkpoint"),
     ],
 )
@@ -228,6 +229,22 @@ def test_what_does_not_fit_the_model(adapt, summarizer, no_data, tmp_path, more,
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is looked at below
         adapt(tmp_path, *(str(summarizer) if flag == "BASE" else flag for flag in more))
     assert message in str(raised.value)
+
+
+def test_weights_that_are_divided_are_not_merged(adapt, no_data, tmp_path, monkeypatch):
+    """One process alone would wait for the others' parts for ever."""
+    no_data()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="--merge_adapter needs whole weights, and FSDP and DeepSpeed divide them"):
+        adapt(tmp_path, "--merge_adapter")
+
+
+def test_an_adapter_that_begins_with_what_the_weights_are_made_of(adapt, arguments, tmp_path):
+    """PiSSA: the checkpoint's weights are taken apart, which cannot be tried before they are there."""
+    output = tmp_path / "out"
+    trained = adapt(output, "--do_eval", "--max_steps", "1", "--peft_config", "init_lora_weights=pissa,r=2")
+    alone = summarization.main([*from_checkpoint(arguments("spade", tmp_path / "alone"), output), "--do_eval"])
+    assert alone["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
 
 
 def test_runs_that_do_not_fit_each_other(adapt, summarizer, arguments, tmp_path):

@@ -81,6 +81,9 @@ def test_scripts_and_the_hub(commands, tmp_path):
         step(f"{script} again", script, "--do_eval", source=f"user/{script}")
     evaluate = ["--do_eval", "--push_to_hub", "--hub_model_id", "user/clm"]
     step("only evaluated", "clm", *evaluate, source="user/clm")
+    adapt = ["--peft", "lora", "--hub_model_id", "user/adapter"]  # the labels are the adapter's, not its base's
+    step("adapter", "glue", *train, *adapt, source="user/clm")
+    step("adapter again", "glue", "--do_eval", source="user/adapter")
     bad = {
         "no token": {"token": None},
         "refused": {"token": "hf_unknown"},
@@ -122,6 +125,11 @@ def test_scripts_and_the_hub(commands, tmp_path):
         check_card(there["README.md"].decode(), done["metrics"], model_type, auto_class, f"user/{script}")
     assert found["only evaluated"]["code"] == 0, found["only evaluated"]["said"]
     assert MARK.encode() in hub.files("user/clm")["README.md"]
+
+    done, again = found["adapter"], found["adapter again"]
+    assert (done["code"], again["code"]) == (0, 0), done["said"] + again["said"]
+    assert again["metrics"]["eval_loss"] == pytest.approx(done["metrics"]["eval_loss"], rel=1e-5)
+    assert "model.safetensors" not in hub.files("user/adapter")
 
     for name, message in {
         "no token": "--push_to_hub needs a token for the Hub: give --hub_token",

@@ -202,7 +202,7 @@ class Reading:
         if documents is not None and slots.shape[0] > 1:
             slots = slots[documents]
         # a whole target and a batch without padding: every slot in turn, where it lies
-        in_turn = documents is None and slots.shape[0] == 1 and isinstance(past, int) and past == 0
+        in_turn = documents is None and segments.counts is None and isinstance(past, int) and past == 0
         if in_turn and length == segments.horizon:
             self.tiles = min(length, segments.number)
             self.rows = -(-length // self.tiles)

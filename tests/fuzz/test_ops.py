@@ -195,7 +195,7 @@ def diagonal_scan(draw):
 
 def segment_recurrence(draw):
     dtype, segments, size = draw.one_of(FLOATS), draw.one_of([1, 2, 4]), draw.one_of([1, 5])
-    visits = [0, 0, segments - 1, segments - 1, segments if draw.chance(0.1) else 0, -1 if draw.chance(0.1) else 0]
+    visits = [0, 0, segments - 1, *([segments, -1] if draw.chance(0.3) else [])]
     options = {
         "visited": draw.maybe(lambda: torch.tensor([[draw.one_of(visits) for _ in range(3)]])),
         "source": draw.one_of(["complement", "complement", "segment", "x"]),

@@ -222,7 +222,7 @@ def _parse_container(name: str, text: str) -> Any:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError, RecursionError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
             continue
     if text.startswith("["):  # words without quotes: [full_attention,sliding_attention]
         return [_parse_value(name, part.strip(), Any) for part in _split_outside_brackets(text[1:-1])]

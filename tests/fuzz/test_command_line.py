@@ -1,7 +1,7 @@
 """Text from a command line ends in values, or in one error that names the flag."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
@@ -50,6 +50,9 @@ def check_refusal(error: ValueError):
 
 @pytest.mark.parametrize("model_type", ["bst", "chela", "spade", "srformer_t5", "srformer_bart", "gpt2"])
 @examples(60)
+@example(text=f"global_layers=[{'-' * 20_000}1]")
+@example(text=f"global_layers={'[' * 2000}{']' * 2000}")
+@example(text='{"global_layers": ' + "[" * 100_000)
 @given(text=TEXTS)
 def test_overrides_are_parsed_or_refused(model_type, text):
     with no_hang():

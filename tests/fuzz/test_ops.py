@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from random import Random
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ class Draw:
     """Random arguments: mostly right, in sizes that are small, strides that are odd, and now and then wrong.
 
     Args:
-        random: Hypothesis' random numbers, which it can shrink.
+        seed: Of them all. Drawn one by one by hypothesis they would be simple ones, and mistakes be made together.
     """
 
-    def __init__(self, random):
-        self.random = random
+    def __init__(self, seed: int):
+        self.random = random = Random(seed)
         self.one_of = random.choice
         self.batch, self.length = random.choice([1, 2, 3]), random.choice([1, 2, 5, 9, 17, 33])
         self.heads, self.width, self.value_width = (random.choice([1, 2, 3, 4, 8]) for _ in range(3))
@@ -195,7 +196,7 @@ def diagonal_scan(draw):
 
 def segment_recurrence(draw):
     dtype, segments, size = draw.one_of(FLOATS), draw.one_of([1, 2, 4]), draw.one_of([1, 5])
-    visits = [0, 0, segments - 1, segments - 1, segments if draw.chance(0.1) else 0, -1 if draw.chance(0.1) else 0]
+    visits = [0, 0, segments - 1, *([segments, -1] if draw.chance(0.3) else [])]
     options = {
         "visited": draw.maybe(lambda: torch.tensor([[draw.one_of(visits) for _ in range(3)]])),
         "source": draw.one_of(["complement", "complement", "segment", "x"]),
@@ -263,9 +264,9 @@ def test_every_public_op_is_fuzzed():
 
 @pytest.mark.parametrize("name", OPS)
 @examples(150)
-@given(random=st.randoms(use_true_random=False))
-def test_an_op_refuses_in_words_or_gives_what_its_reference_gives(name, random):
-    op, (tensors, options) = getattr(kernels, name), OPS[name][0](Draw(random))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_an_op_refuses_in_words_or_gives_what_its_reference_gives(name, seed):
+    op, (tensors, options) = getattr(kernels, name), OPS[name][0](Draw(seed))
     with no_hang():
         try:
             outputs = outputs_of(op(*tensors, **options))

@@ -78,7 +78,7 @@ def block_steps(u: Tensor, n_fft: int) -> tuple[int, int]:
     channels = max(1, budget // n_fft)
     if u.device.type != "cpu" and channels > 16:
         channels -= channels % 16  # every block's first channel lies where many can be read at once
-    return max(1, budget // (n_fft * max(1, u.shape[2]))), min(u.shape[2], channels)
+    return max(1, budget // (n_fft * max(1, u.shape[2]))), max(1, min(u.shape[2], channels))
 
 
 def ranges(size: int, step: int) -> Iterator[slice]:

@@ -58,15 +58,25 @@ def segment_step(
     differentiated = needs_gradient("segment_step", backend, query, key, value, state, norm, sigma)
     if not differentiated and may_run_triton(backend, query):
         return _step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
-    if torch.compiler.is_compiling():
-        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
-    try:
-        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
-    except IndexError as error:  # a CPU's; a GPU asserts
-        raise ValueError(
-            f"index must lie among the slots of all documents and heads, and documents among norm's rows; got index "
-            f"{index.tolist()} and documents {None if documents is None else documents.tolist()}"
-        ) from error
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        kept = next(x for x in (key, state) if x is not None)
+        _check_within("index", index, kept.shape[:3].numel())
+        if norm is not None:
+            _check_within("documents", documents, norm.shape[0])
+    return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+
+
+def _check_within(name: str, index: Tensor | None, size: int) -> None:
+    """Check what a CPU reads almost free of charge; a GPU asserts.
+
+    Raises:
+        ValueError: An index points at nothing.
+    """
+    if index is None or index.numel() == 0:
+        return
+    first, last = (x.item() for x in index.aminmax())
+    if first < 0 or last >= size:
+        raise ValueError(f"{name} must be at least 0 and below {size}; got {first} to {last}")
 
 
 def _check(

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import hf_hybrid
@@ -143,8 +145,10 @@ def test_a_folder_that_is_no_checkpoint(base, tmp_path, content, expected):
 def test_a_run_folder_with_checkpoints_is_told_from_a_checkpoint(base, tmp_path):
     checkpoint = tmp_path / "model" / "checkpoint-7"
     checkpoint.mkdir(parents=True)
-    for name in ("trainer_state.json", "model.safetensors", "optimizer.pt"):
-        (checkpoint / name).write_text("{}", encoding="utf-8")
+    (checkpoint / "trainer_state.json").write_text("{}", encoding="utf-8")
+    save_file({"weight": torch.zeros(1)}, checkpoint / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, checkpoint / name)
     with pytest.raises(ValueError, match=r"Did you mean .*checkpoint-7"):
         summarization.main([*base[2:], "--model_name_or_path", str(tmp_path / "model")])
 
@@ -350,21 +354,12 @@ def test_config_overrides_that_are_refused(text, message):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--num_beams", "0"], "--num_beams must be a positive integer; got 0"),
-        (
-            ["--model_type", "spade", "--config_overrides", "ssm_state_size=3"],
-            "--config_overrides ssm_state_size=3: ssm_state_size must be even; got 3",
-        ),
-    ],
-)
-def test_the_command_prints_one_line_and_exits_with_2(base, more, message):
+def test_the_command_prints_one_line_and_exits_with_2(base):
+    more = ["--model_type", "spade", "--config_overrides", "ssm_state_size=3"]
     command = [sys.executable, str(ROOT / "run_summarization.py"), *base, *more]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
     assert result.returncode == 2
-    assert result.stderr == f"error: {message}\n"
+    assert result.stderr == "error: --config_overrides ssm_state_size=3: ssm_state_size must be even; got 3\n"
 
 
 def test_the_script_is_short():

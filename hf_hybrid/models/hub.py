@@ -7,6 +7,7 @@ import transformers
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
+PACKAGE = "hf_hybrid"
 # Auto class -> the Hub's name of its task
 PIPELINE_TAGS = {
     "AutoModelForCausalLM": "text-generation",
@@ -29,23 +30,26 @@ def auto_class_of(model: PreTrainedModel) -> str | None:
             classes = mapping[type(model.config)]
             if type(model) in (classes if isinstance(classes, (list, tuple)) else (classes,)):
                 return name
-    return None
+    brought = getattr(model.config, "auto_map", None) or {}  # of a class that came along with a checkpoint
+    ends = f".{type(model).__name__}"
+    return next((name for name in PIPELINE_TAGS if str(brought.get(name)).endswith(ends)), None)
 
 
-def loading_lines(model: PreTrainedModel, name: str, *, own: bool) -> str:
-    """Python that loads a model.
+def came_along(model: PreTrainedModel) -> bool:
+    """Whether a model's class came along with a checkpoint; its code is saved with it."""
+    return type(model).__module__.startswith("transformers_modules.")
 
-    Args:
-        model: The model.
-        name: Where it lies, a folder or a repository.
-        own: Whether it is an architecture of ours, which must be registered first.
-    """
-    auto_class = auto_class_of(model)
-    loader = auto_class or type(model).__name__
-    if auto_class is None and own:
-        return f"from hf_hybrid import {loader}\n\nmodel = {loader}.from_pretrained({name!r})"
-    register = "import hf_hybrid  # registers the architecture with transformers' Auto classes\n" if own else ""
-    return f"{register}from transformers import {loader}\n\nmodel = {loader}.from_pretrained({name!r})"
+
+def loading_lines(model: PreTrainedModel, name: str) -> str:
+    """Python that loads a model, from a folder or a repository of this name."""
+    auto_class, module = auto_class_of(model), type(model).__module__
+    is_own = module.startswith(f"{PACKAGE}.")
+    if auto_class is None:
+        loader = type(model).__name__
+        return f"from {PACKAGE if is_own else module} import {loader}\n\nmodel = {loader}.from_pretrained({name!r})"
+    register = f"import {PACKAGE}  # registers the architecture with transformers' Auto classes\n" if is_own else ""
+    trust = ", trust_remote_code=True" if came_along(model) else ""
+    return f"{register}from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained({name!r}{trust})"
 
 
 class ModelCardMixin:
@@ -58,7 +62,8 @@ class ModelCardMixin:
         path = Path(working_dir, "README.md")
         if path.is_file() and UNTOUCHED in path.read_text(encoding="utf-8"):
             card = ModelCard.load(path)
-            tags = [self.config.model_type, "hf_hybrid", *(card.data.tags or [])]
+            home = "custom_code" if came_along(self) else PACKAGE
+            tags = [self.config.model_type, home, *(card.data.tags or [])]
             card.data.tags = list(dict.fromkeys(tags))
             card.data.pipeline_tag = PIPELINE_TAGS.get(auto_class_of(self) or "")
             card.text = self._describe(repo_id)
@@ -72,6 +77,6 @@ class ModelCardMixin:
             f"# {repo_id.split('/')[-1]}\n\n"
             f"A `{type(self).__name__}` (`{self.config.model_type}`) of {self.num_parameters():,} parameters: "
             f"{settings}; all else is in `config.json`.\n\n"
-            f"## Load it\n\n```python\n{loading_lines(self, repo_id, own=True)}\n```\n\n"
+            f"## Load it\n\n```python\n{loading_lines(self, repo_id)}\n```\n\n"
             "## Training\n\nWhat it was trained on, and how well it does, its author has not said here yet.\n"
         )

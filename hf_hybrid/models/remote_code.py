@@ -10,6 +10,7 @@ to that.
 import ast
 import copy
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -33,6 +34,7 @@ PACKAGE = "hf_hybrid"
 TRITON = "triton_kernels"
 MARK = f"# From {PACKAGE} "
 CARD_NAME = "README.md"
+LICENSE_NAME = f"LICENSE.{PACKAGE}"  # of the code; a file named LICENSE would be that of the weights
 # classes that no Auto class is registered for -> the one that loads them where their code comes along
 UNREGISTERED = {"ChelaForSequencePairClassification": "AutoModelForSequenceClassification"}
 
@@ -65,8 +67,9 @@ model = {auto_class}.from_pretrained("{name}", trust_remote_code=True)
 `trust_remote_code=True` runs the Python files that lie here, with all the rights that you have. Read them first, and
 load a repository with `revision=` and the hash of the commit that you have read, so that what runs is what you read.
 
-The files are those of {package} {version} (Apache-2.0) without its Triton kernels. Where {package} is installed and
-imported, it loads the checkpoint with its own code, and a GPU runs its kernels.
+The Python files are those of {package} {version} without its Triton kernels, under the Apache License 2.0
+(`{license}`). Where {package} is installed and imported, it loads the checkpoint with its own code, and a GPU runs its
+kernels.
 
 | loaded by | class |
 | --- | --- |
@@ -94,9 +97,9 @@ def export_remote_code(
 ):
     """Save a model together with the code that runs it, so that it loads where this package is not installed.
 
-    The folder holds what `save_pretrained` writes, the Python files (torch alone, no Triton kernels) and a card that
-    says how to load it; every Auto class of the model's type can, with `trust_remote_code=True`. It can be uploaded as
-    it is. Where this package is imported, its own classes load the folder.
+    The folder holds what `save_pretrained` writes, the Python files (torch alone, no Triton kernels), their licence
+    and a card that says how to load it; every Auto class of the model's type can, with `trust_remote_code=True`. It is
+    uploaded as it is. Where this package is imported, its own classes load the folder.
 
     `ChelaForSequencePairClassification`, which no Auto class is registered for, is loaded by
     `AutoModelForSequenceClassification` where it brings its code along.
@@ -111,13 +114,15 @@ def export_remote_code(
 
     Raises:
         ValueError: The model is of another class, or not plain (it has adapters that are not merged, or is quantized),
-            or has no weights; the folder is a file, or holds files; this package was installed without its source.
+            or has no weights; the folder is a file, or holds files; this package was installed without its source or
+            its licence.
     """
     folder = Path(folder)
     auto_class, models = _check_model(model)
     _check_folder(folder, overwrite)
     config_class = ARCHITECTURES[model.config.model_type][0]
     files = collect_sources({cls.__module__ for cls in (config_class, *models.values())})
+    terms = _license()
     causal = models.get("AutoModelForCausalLM")
     if causal is not None:
         suffix = SHIFTED_LABELS.format(model_type=model.config.model_type, class_name=causal.__name__)
@@ -131,6 +136,7 @@ def export_remote_code(
             stale.unlink()
     for name, source in files.items():
         (folder / name).write_text(source, encoding="utf-8")
+    (folder / LICENSE_NAME).write_text(terms, encoding="utf-8")
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     config["auto_map"] = {
         name: f"{_flat_name(cls.__module__)}.{cls.__name__}"
@@ -273,8 +279,18 @@ def _check_folder(folder: Path, overwrite: bool):
         raise ValueError(f"folder must not hold an adapter, which would be loaded into the model; got {folder}")
 
 
-def _card(model: PreTrainedModel, folder: Path, auto_class: str, models: dict[str, type[PreTrainedModel]]) -> str:
+def _license() -> str:
+    """The terms of this package's code, which go along with every copy of it."""
+    clone = Path(__file__).resolve().parents[2] / "LICENSE"
+    if clone.is_file() and clone.with_name("pyproject.toml").is_file():
+        return clone.read_text(encoding="utf-8")
+    for path in importlib.metadata.files(PACKAGE) or ():
+        if path.name == "LICENSE":
+            return path.read_text(encoding="utf-8")
+    raise ValueError(f"{PACKAGE} must be installed with its LICENSE to be exported; got none")
 
+
+def _card(model: PreTrainedModel, folder: Path, auto_class: str, models: dict[str, type[PreTrainedModel]]) -> str:
     return CARD.format(
         auto_class=auto_class,
         class_name=type(model).__name__,
@@ -285,5 +301,6 @@ def _card(model: PreTrainedModel, folder: Path, auto_class: str, models: dict[st
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
+        license=LICENSE_NAME,
         version=__version__,
     )

@@ -9,6 +9,7 @@ from huggingface_hub import constants, get_token, whoami
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 from hf_hybrid.training.command_line import one_line
 from hf_hybrid.training.model_card import CARD_FILE
@@ -93,6 +94,28 @@ class HubMixin:
             args: Any = self.args  # type: ignore[attr-defined]
             name = args.hub_model_id or Path(args.output_dir).absolute().name
             raise ValueError(f"--push_to_hub: {name} cannot be made on the Hub: {_reason(error)}") from error
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        args: Any = self.args  # type: ignore[attr-defined]
+        whole = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+        if args.save_total_limit is not None and args.hub_strategy in whole:
+            self._finish_current_push()  # or the checkpoint before is deleted while it is read
+        self._name_failed_pushes()
+        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()  # type: ignore[misc]
+        self._name_failed_pushes()
+
+    def _name_failed_pushes(self) -> None:
+        """Say which pushes of checkpoints could not be made; they run beside the training, and Trainer never looks."""
+        push = getattr(self, "push_in_progress", None)
+        if push is None or not push.is_done():
+            return
+        for error in filter(None, (job.exception() for job in push.jobs)):
+            name: Any = self.hub_model_id  # type: ignore[attr-defined]
+            logger.warning("--push_to_hub: a checkpoint could not be pushed to %s: %s", name, _reason(error))
+        self.push_in_progress = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write Trainer's own card where a trained model has none: it knows less than ours, and replaces any."""

@@ -186,9 +186,7 @@ def _introduction(model: PreTrainedModel, base: str | None, data_args: DataArgum
 
 
 def _loading(model: PreTrainedModel, trainer: Trainer) -> str:
-    place = trainer.args.hub_model_id if trainer.args.push_to_hub else None
-    place = place or trainer.hub_model_id or str(trainer.args.output_dir)
-    lines = loading_lines(model, place, own=model.config.model_type in ARCHITECTURES)
+    lines = loading_lines(model, trainer.hub_model_id or str(trainer.args.output_dir))
     return f"## Load it\n\n```python\n{lines}\n```\n\nIts tokenizer lies beside it, for `AutoTokenizer`."
 
 

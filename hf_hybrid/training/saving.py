@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
 from hf_hybrid.training.checkpoints import (
     CannotSave,
@@ -84,10 +84,16 @@ class SavingMixin:
         self._is_marked = True
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a checkpoint, which is complete by now."""
+        """Copy a checkpoint, which is complete by now, into the output folder, and upload it."""
         self._mark_checkpoint(Path(checkpoint_folder))
-        self.args.save_total_limit = self._save_total_limit  # type: ignore[attr-defined]
+        args: Any = self.args  # type: ignore[attr-defined]
+        args.save_total_limit = self._save_total_limit
+        copies = self.is_world_process_zero() and args.hub_strategy != HubStrategy.END  # type: ignore[attr-defined]
+        if copies:
+            begin_saving(Path(args.output_dir))
         super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+        if copies:
+            finish_saving(Path(args.output_dir))
 
     def _advise(self) -> str:
         """Words for a run that found no room on the disk."""

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -18,7 +20,6 @@ from transformers import dynamic_module_utils
 import hf_hybrid
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models import remote_code
-from hf_hybrid.models.adapters import LORA_TARGETS
 from hf_hybrid.models.auto import ARCHITECTURES
 
 from ..tolerances import TOLERANCES, assert_close
@@ -37,6 +38,7 @@ EXPORTED = {
 FIELDS = {**ROLES, ("chela", "AutoModelForMaskedLM"): {"is_decoder": False, "ignore_mismatched_sizes": True}}
 GENERATIVE = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 TEXT = "Kurz und weit."
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def pair_model():
@@ -142,6 +144,8 @@ def test_the_package_loads_a_folder_with_its_own_classes(trust, tmp_path, own_mo
     assert type(loaded) is hf_hybrid.ChelaForCausalLM
     assert type(loaded.config) is hf_hybrid.ChelaConfig
     assert not hasattr(model.config, "auto_map")  # the exported model stays as it was
+    loaded.save_pretrained(tmp_path / "again")
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())  # there is no code
     with torch.no_grad():
         inputs = tiny_inputs(model)
         assert_close(loaded.eval()(**inputs).logits, model(**inputs).logits, "exact")
@@ -161,6 +165,7 @@ def test_a_folder_needs_nothing_but_torch_and_transformers(model_type, tmp_path)
     for path in files.values():
         source = path.read_text(encoding="utf-8")
         libraries = set(dynamic_module_utils.get_imports(path)) - sys.stdlib_module_names
+        # the last three are what transformers itself cannot do without
         assert libraries <= {"torch", "transformers", "huggingface_hub", "numpy", "packaging"}, path
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -185,6 +190,25 @@ def test_a_folder_is_a_whole_checkpoint(tmp_path, monkeypatch):
     assert type(names["model"]) is hf_hybrid.SpadeForConditionalGeneration
     assert names["model"].generation_config.max_new_tokens == 7
     assert transformers.AutoTokenizer.from_pretrained("shared")(TEXT) == byte_tokenizer()(TEXT)
+    terms = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert Path("shared", "LICENSE.hf_hybrid").read_text(encoding="utf-8") == terms
+    assert "`LICENSE.hf_hybrid`" in card.text
+
+
+def test_the_licence_of_a_wheel_goes_along(tmp_path, monkeypatch):
+    """Where the package is installed, its licence lies with the metadata."""
+    (tmp_path / "LICENSE").write_text("Terms.", encoding="utf-8")
+    installed = metadata.PackagePath("LICENSE")
+    installed.dist = SimpleNamespace(locate_file=tmp_path.joinpath)
+    monkeypatch.setattr(remote_code, "__file__", str(tmp_path / "lib" / "hf_hybrid" / "models" / "remote_code.py"))
+    monkeypatch.setattr(metadata, "files", lambda name: [installed])
+    model = tiny_model("bst", "AutoModel")
+    hf_hybrid.export_remote_code(model, tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE.hf_hybrid").read_text(encoding="utf-8") == "Terms."
+    monkeypatch.setattr(metadata, "files", lambda name: None)
+    with pytest.raises(ValueError, match="hf_hybrid must be installed with its LICENSE"):
+        hf_hybrid.export_remote_code(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_overwriting_replaces_what_an_export_wrote(tmp_path):
@@ -193,7 +217,7 @@ def test_overwriting_replaces_what_an_export_wrote(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1\n")
     (tmp_path / ".gitattributes").write_text("")
     model = tiny_model("bst", "AutoModelForCausalLM")
-    with pytest.raises(ValueError, match=r"folder must be empty unless overwrite=True; got .*, which holds README.md"):
+    with pytest.raises(ValueError, match=r"folder must be empty unless overwrite=True; got .*, which holds LICENSE"):
         hf_hybrid.export_remote_code(model, tmp_path)
     hf_hybrid.export_remote_code(model, tmp_path, overwrite=True)
     assert (tmp_path / "README.md").read_text() == "Mine."
@@ -208,7 +232,7 @@ def test_overwriting_replaces_what_an_export_wrote(tmp_path):
 
 def test_adapters_are_merged_first(tmp_path):
     base = tiny_model("chela", "AutoModelForCausalLM")
-    config = peft.LoraConfig(target_modules=LORA_TARGETS["chela"], init_lora_weights=False)
+    config = peft.LoraConfig(init_lora_weights=False)
     torch.manual_seed(0)
     adapted = peft.get_peft_model(base, config)
     inputs = tiny_inputs(base)

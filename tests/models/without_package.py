@@ -61,6 +61,10 @@ def check_folder(name, case, hub_name):
     saved = case["heads"][case["saved"]]
     model = load(case["saved"], name)
 
+    card = model._describe("you/model")  # of what it pushes
+    assert f"{case['saved']}.from_pretrained('you/model', trust_remote_code=True)" in card, card
+    assert "import hf_hybrid" not in card, card
+
     # saved where the package is not, and loaded once more; then as a repository of the Hub, in its cache
     model.save_pretrained(f"{name}-again")
     for copy in (f"{name}-again", hub_name):

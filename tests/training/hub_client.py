@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ from hf_hybrid.training.command_line import run_command_line
 def run(script, argv):
     """The exit code, the metrics and the standard error of a script; a traceback has no exit code."""
     metrics, said, code = {}, io.StringIO(), None
+    handler = logging.StreamHandler(said)  # what is set up for a script's first run writes to that one's stream
+    logging.getLogger("hf_hybrid").addHandler(handler)
     main = importlib.import_module(f"hf_hybrid.training.{script}").main
     try:
         with contextlib.redirect_stderr(said):
@@ -31,6 +34,7 @@ def run(script, argv):
         code = exit_.code
     except BaseException:
         said.write(traceback.format_exc())
+    logging.getLogger("hf_hybrid").removeHandler(handler)
     return {"code": code, "metrics": metrics, "said": said.getvalue()}
 
 

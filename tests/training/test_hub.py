@@ -6,22 +6,30 @@ import random
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers.trainer_utils import HubStrategy
 
 from hf_hybrid.training import clm, summarization
+from hf_hybrid.training.checkpoints import MARKER as COMPLETE
+from hf_hybrid.training.checkpoints import was_cut_off
 from hf_hybrid.training.command_line import read_arguments, show_command
 from hf_hybrid.training.model_card import MARK, is_written_by_hand
+from hf_hybrid.training.output_folder import faults
+from hf_hybrid.training.saving import SavingMixin
 from tests.hub import READER, WRITER, LoopbackHub
 from tests.training.conftest import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = "hidden_size=32,num_hidden_layers=2,intermediate_size=48"
-RUNS = {  # script -> model type, its configuration, its own flags, the class that loads it
-    "summarization": ("spade", MODELS["spade"], ["--predict_with_generate"], "AutoModelForSeq2SeqLM"),
+RUNS = {  # script and, after a space, what else is special -> model type, its configuration, its own flags, its class
+    "summarization": ("spade", "", ["--predict_with_generate"], "AutoModelForSeq2SeqLM"),
+    "summarization srformer": ("srformer_t5", MODELS["t5"], ["--predict_with_generate"], "AutoModelForSeq2SeqLM"),
     "glue": ("chela", f"{SIZES},long_kernel_size=8", ["--max_seq_length", "48"], "AutoModelForSequenceClassification"),
     "clm": ("bst", f"{SIZES},num_attention_heads=4,window=8", ["--block_size", "32"], "AutoModelForCausalLM"),
 }
@@ -39,10 +47,11 @@ def commands(arguments, tmp_path_factory):
         (folder / f"{split}.glue.jsonl").write_text("\n".join(rows), encoding="utf-8")
         (folder / f"{split}.clm.txt").write_text("\n".join(texts), encoding="utf-8")
 
-    def build(script, output, *more):
-        model_type, sizes, own, _ = RUNS[script]
+    def build(name, output, *more):
+        model_type, sizes, own, _ = RUNS[name]
+        script = name.split()[0]
         if script == "summarization":
-            return [*arguments(model_type, output, *own), *more]
+            return [*arguments(model_type, output, *own, overrides=sizes), *more]
         suffix = {"glue": "glue.jsonl", "clm": "clm.txt"}[script]
         files = [word for split in ("train", "validation", "test")
                  for word in (f"--{split}_file", str(folder / f"{split}.{suffix}"))]  # fmt: skip
@@ -50,6 +59,7 @@ def commands(arguments, tmp_path_factory):
             "--model_type", model_type, "--config_overrides", sizes, *files, "--tokenizer_type", "bytes", *own,
             "--cache_dir", str(folder / "cache"), "--per_device_train_batch_size", "4", "--logging_steps", "1",
             "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(output), *more,
+            "--report", str(output.name == "clm"),
         ]  # fmt: skip
 
     return build
@@ -74,11 +84,17 @@ def test_scripts_and_the_hub(commands, tmp_path):
 
     def step(name, script, *more, source=None, **client):
         argv = commands(script, tmp_path / name, *more)
-        plan.append({"name": name, "script": script, "argv": from_hub(argv, source) if source else argv, **client})
+        plan.append(
+            {"name": name, "script": script.split()[0], "argv": from_hub(argv, source) if source else argv, **client}
+        )
 
-    for script in RUNS:
-        step(script, script, *train, "--hub_model_id", f"user/{script}", "--hub_token", WRITER)
-        step(f"{script} again", script, "--do_eval", source=f"user/{script}")
+    repositories = {script: f"user/{script.replace(' ', '-')}" for script in RUNS}
+    own = {script: ["--hub_model_id", name] for script, name in repositories.items()}
+    own["glue"] = ["--hub_model_id", "glue"]  # of the token's owner
+    own["clm"] += ["--hub_strategy", "checkpoint", "--save_steps", "1", "--save_total_limit", "1"]
+    for script, name in repositories.items():
+        step(script, script, *train, *own[script], "--hub_token", WRITER)
+        step(f"{script} again", script, "--do_eval", source=name)
     evaluate = ["--do_eval", "--push_to_hub", "--hub_model_id", "user/clm"]
     step("only evaluated", "clm", *evaluate, source="user/clm")
     adapt = ["--peft", "lora", "--hub_model_id", "user/adapter"]  # the labels are the adapter's, not its base's
@@ -100,7 +116,8 @@ def test_scripts_and_the_hub(commands, tmp_path):
         else:
             step(name, "clm", *train, "--hub_model_id", names.get(name, "user/new"), **client)
     for failure in ("error", "drop"):
-        step(failure, "clm", *train, "--hub_model_id", f"user/{failure}", "--save_strategy", "no")
+        saved = "steps" if failure == "error" else "no"
+        step(failure, "clm", *train, "--hub_model_id", f"user/{failure}", "--save_strategy", saved)
         (tmp_path / failure).mkdir()
     (tmp_path / "error" / "README.md").write_text(HAND, encoding="utf-8")
     next(run for run in plan if run["name"] == "error")["argv"].append("--overwrite_output_dir")
@@ -115,14 +132,20 @@ def test_scripts_and_the_hub(commands, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
 
     for script, (model_type, _, _, auto_class) in RUNS.items():
+        assert not was_cut_off(tmp_path / script), "what was pushed is marked as cut off"
         done, again = found[script], found[f"{script} again"]
         assert (done["code"], again["code"]) == (0, 0), done["said"] + again["said"]
         assert again["metrics"]["eval_loss"] == pytest.approx(done["metrics"]["eval_loss"], rel=1e-5)
-        there = hub.files(f"user/{script}")
+        there = hub.files(repositories[script])
         assert {"config.json", "model.safetensors", "tokenizer.json", "all_results.json", "README.md"} <= there.keys()
+        assert script != "clm" or {"report.html", "curves.png"} <= there.keys()
+        assert not [path for path in there if path.startswith(("_", "checkpoint-"))], (
+            "what is not for others was pushed"
+        )
         assert not [path for path, content in there.items() if WRITER.encode() in content], "the token was pushed"
         assert torch.load(io.BytesIO(there["training_args.bin"]), weights_only=False).hub_token is None
-        check_card(there["README.md"].decode(), done["metrics"], model_type, auto_class, f"user/{script}")
+        check_card(there["README.md"].decode(), done["metrics"], model_type, auto_class, repositories[script])
+    resume_from_hub(commands, hub.files("user/clm"), tmp_path)
     assert found["only evaluated"]["code"] == 0, found["only evaluated"]["said"]
     assert MARK.encode() in hub.files("user/clm")["README.md"]
 
@@ -151,15 +174,60 @@ def test_scripts_and_the_hub(commands, tmp_path):
     for name in ("error", "drop"):
         folder, line = tmp_path / name, last_line(found[name])
         assert found[name]["code"] == 2, found[name]["said"]
-        assert line.startswith(f"error: --push_to_hub: the model could not be pushed to user/{name}: ")
+        assert f"error: --push_to_hub: the model could not be pushed to user/{name}: " in line  # after a progress bar
         assert f"model card are in {folder}. To push them later: hf upload user/{name} {folder} ." in line
         assert not hub.files(f"user/{name}"), "a part of it was pushed"
         saved = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
         assert {"train_loss", "eval_loss", "predict_loss"} <= saved.keys()
         again = evaluate_without_hub(commands, folder, tmp_path / f"{name} later")
         assert again["eval_loss"] == pytest.approx(saved["eval_loss"], rel=1e-5)
+    assert "a checkpoint could not be pushed to user/error: " in found["error"]["said"]
+    assert "a checkpoint could not be pushed" not in found["clm"]["said"]
     assert (tmp_path / "error" / "README.md").read_text(encoding="utf-8") == HAND
     assert MARK in (tmp_path / "drop" / "README.md").read_text(encoding="utf-8")
+
+
+def resume_from_hub(commands, files, folder):
+    """A checkpoint that was pushed is whole, and says so; a run goes on from it."""
+    checkpoint = folder / "downloaded"
+    checkpoint.mkdir()
+    for path, content in files.items():
+        if path.startswith("last-checkpoint/"):
+            (checkpoint / Path(path).name).write_bytes(content)
+    assert (checkpoint / COMPLETE).is_file()
+    assert not faults(checkpoint, named=True)
+    argv = commands("clm", folder / "resumed", "--do_train", "--max_steps", "3", "--save_strategy", "no")
+    clm.main([*argv, "--resume_from_checkpoint", str(checkpoint)])
+    state = json.loads((folder / "resumed" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry][-2:] == [2, 3]
+
+
+class _Copying:
+    """A Trainer that is about to copy a checkpoint into the output folder."""
+
+    def __init__(self, folder, error):
+        self.args = SimpleNamespace(output_dir=str(folder), hub_strategy=HubStrategy.EVERY_SAVE, save_total_limit=None)
+        self.error, self.was_marked = error, None
+
+    def is_world_process_zero(self):
+        return True
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        self.was_marked = was_cut_off(Path(self.args.output_dir))
+        if self.error:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, OSError("broken")])
+def test_a_checkpoint_that_is_copied_for_a_push_is_whole_or_marked(error, tmp_path):
+    class Pushing(SavingMixin, _Copying):
+        _is_marked, _save_total_limit = True, 1
+
+    trainer = Pushing(tmp_path, error)
+    with pytest.raises(OSError, match="broken") if error else nullcontext():
+        trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert trainer.was_marked
+    assert was_cut_off(tmp_path) == (error is not None)
 
 
 def last_line(run):
@@ -196,7 +264,7 @@ def check_card(text, metrics, model_type, auto_class, name):
     loading = text.split("## Load it")[1].split("```")[1]
     assert loading.startswith("python\nimport hf_hybrid")
     assert f"{auto_class}.from_pretrained('{name}')" in loading
-    assert f"--hub_model_id {name}" in text
+    assert re.search(rf"--hub_model_id (user/)?{name.partition('/')[2]} ", text)
     assert re.search(r"^```sh\npython run_\w+\.py \\\n    --model_type", text, re.MULTILINE)
     assert "--hub_token ..." in text
 

@@ -18,6 +18,7 @@ from ..config_checks import (
     check_relative_attention,
     check_token_ids,
     check_unknown_fields,
+    forget_code,
 )
 
 CONTEXT_FILTERS = ("s4", "unstructured")
@@ -220,6 +221,7 @@ class BstConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
+        forget_code(self, kwargs)
         check_number_of_layers(self, ("num_hidden_layers",))
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:

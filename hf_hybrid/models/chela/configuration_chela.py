@@ -21,6 +21,7 @@ from ..config_checks import (
     check_probabilities,
     check_token_ids,
     check_unknown_fields,
+    forget_code,
     in_float32,
 )
 
@@ -329,6 +330,7 @@ class ChelaConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
+        forget_code(self, kwargs)
         check_number_of_layers(self, ("num_hidden_layers",))
         for field, default in {
             "final_norm": self.norm_position == "pre",

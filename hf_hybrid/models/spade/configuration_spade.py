@@ -23,6 +23,7 @@ from ..config_checks import (
     check_relative_attention,
     check_token_ids,
     check_unknown_fields,
+    forget_code,
 )
 
 ATTENTION_TYPES = ("window", "chunk", "full", "none")
@@ -316,6 +317,7 @@ class SpadeConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         """Fill in the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
+        forget_code(self, kwargs)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_hidden_layers
         check_number_of_layers(self, ("num_hidden_layers", "num_decoder_layers"))

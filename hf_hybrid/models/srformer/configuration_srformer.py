@@ -22,6 +22,7 @@ from ..config_checks import (
     check_relative_buckets,
     check_token_ids,
     check_unknown_fields,
+    forget_code,
     in_float32,
     known_fields,
 )
@@ -68,6 +69,7 @@ class SegmentedCrossAttentionFields:
     def __post_init__(self, **kwargs):
         """Fill in the leak that the published code starts the parent with."""
         check_unknown_fields(self, kwargs)
+        forget_code(self, kwargs)
         if self.leak_init is None:
             self.leak_init = self.default_leak
         super().__post_init__(**kwargs)

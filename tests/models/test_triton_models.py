@@ -39,8 +39,9 @@ MORE = {
 
 
 def cases(model_type):
+    """Of the classes that only add a head, one stands for all."""
     for name, auto_class in MODEL_CLASSES:
-        if name == model_type:
+        if name == model_type and auto_class.endswith(("CausalLM", "Seq2SeqLM", "SequenceClassification")):
             first, *others = DECODERS.get((model_type, auto_class), [""])
             yield from ((auto_class, case) for case in (first, *others) if case == first or case in MORE[model_type])
 

@@ -24,6 +24,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_conf
 from hf_hybrid import peft_config
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.checkpoints import saving_into
 from hf_hybrid.training.command_line import one_line
 from hf_hybrid.training.config_overrides import parse_peft_config
 from hf_hybrid.training.output_folder import BASE_CONFIG, BASE_MODEL, MERGED_MODEL
@@ -322,16 +323,22 @@ def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
         base.config.to_json_file(Path(folder, BASE_CONFIG))
 
 
-def save_base_model(trainer: Trainer) -> None:
-    """Write the base of an adapter beside it, where there is no other place from which it could be loaded."""
+def save_base_model(trainer: Trainer, *, new: bool) -> None:
+    """Write the base of an adapter beside it, where there is no other place from which it could be loaded.
+
+    Args:
+        trainer: The trainer, before its work.
+        new: Whether training begins anew, with a base of its own; what is there may be cut off, or another run's.
+    """
     model: Any = trainer.model
     folder = Path(str(trainer.args.output_dir), BASE_MODEL)
     if not isinstance(model, PeftModel) or model.peft_config["default"].base_model_name_or_path != os.path.abspath(
         folder
     ):
         return
-    if trainer.is_world_process_zero() and not folder.is_dir():
-        _copy_without_saved_modules(model).unload().save_pretrained(folder)
+    if trainer.is_world_process_zero() and (new or not folder.is_dir()):
+        with saving_into(folder):
+            _copy_without_saved_modules(model).unload().save_pretrained(folder)
 
 
 def save_merged_model(trainer: Trainer) -> None:
@@ -341,9 +348,10 @@ def save_merged_model(trainer: Trainer) -> None:
     folder = Path(str(trainer.args.output_dir), MERGED_MODEL)
     model: Any = trainer.model
     merged = _copy_without_saved_modules(model).merge_and_unload()
-    merged.save_pretrained(folder)
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(folder)
+    with saving_into(folder):
+        merged.save_pretrained(folder)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
     logger.info("The model with its adapter merged is in %s.", folder)
 
 

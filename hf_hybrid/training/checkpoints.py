@@ -23,6 +23,7 @@ __all__ = [
     "finish_saving",
     "mark_complete",
     "replacing",
+    "saving_into",
     "was_cut_off",
 ]
 
@@ -53,6 +54,14 @@ def finish_saving(folder: Path) -> None:
     """Say that what was saved into the folder is whole."""
     (folder / UNFINISHED).unlink(missing_ok=True)
     _sync(folder)
+
+
+@contextlib.contextmanager
+def saving_into(folder: Path) -> Iterator[None]:
+    """Save a model into a folder that is not to be trusted until all of it is there."""
+    begin_saving(folder)
+    yield
+    finish_saving(folder)
 
 
 def mark_complete(checkpoint: Path) -> None:

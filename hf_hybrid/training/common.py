@@ -232,7 +232,7 @@ def train(trainer: Trainer, resume_from: str | None) -> dict[str, float]:
         trainer.save_state()
         path = Path(str(trainer.args.output_dir), "train_results.json")
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    save_base_model(trainer)
+    save_base_model(trainer, new=resume_from is None)
     with stop_gently(trainer):
         result = trainer.train(resume_from_checkpoint=resume_from)
     trainer.save_model()

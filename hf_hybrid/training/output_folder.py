@@ -255,8 +255,9 @@ def check_output_folder(
             f"--resume_from_checkpoint {resume_from}: --output_dir also holds {', '.join(whole)}, which the run would "
             "overwrite; resume from the last one, or give --overwrite_output_dir"
         )
-    if getattr(training_args, "resume_from_checkpoint", None) == "auto":  # a run may be cut off in its first save
-        content = [name for name in content if _step(name) < 0 or not was_cut_off(folder / name)]
+    if getattr(training_args, "resume_from_checkpoint", None) == "auto":  # a run may be cut off before its first save
+        first = [name for name in content if _step(name) >= 0 and was_cut_off(folder / name)]
+        content = [name for name in content if name not in (BASE_MODEL, *first)]
     if not permitted and not _is_resumed(folder, resume_from) and content:
         resume = "" if resume_from or not complete_checkpoints(folder) else "--resume_from_checkpoint auto to go on, "
         raise ValueError(

@@ -129,6 +129,19 @@ def test_what_a_new_architecture_adds_is_trained_with_its_adapter(adapt, t5, arg
     assert alone["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)  # S4's taps, now without gradients
 
 
+def test_a_run_that_is_cut_off_while_its_base_is_written_begins_anew(adapt, t5, tmp_path):
+    base = tmp_path / "out" / "base_model"
+    base.mkdir(parents=True)
+    for name in ("_incomplete", "model.safetensors"):
+        (base / name).touch()
+    more = ["--init_from", "t5", "--config_overrides", "local_radius=5,ssm_state_size=8", "--max_steps", "1"]
+    with pytest.raises(ValueError, match=r"already holds a run \(base_model\)"):
+        adapt(tmp_path / "out", *more, base=t5)
+    adapt(tmp_path / "out", *more, "--resume_from_checkpoint", "auto", base=t5)
+    assert load_file(base / "model.safetensors")
+    assert not (base / "_incomplete").exists()
+
+
 def test_neurons_are_trained_with_the_adapter_of_an_srformer(adapt, t5, tmp_path):
     more = ["--init_from", "t5", "--model_type", "srformer_t5", "--config_overrides", "segment_size=6"]
     adapt(tmp_path, *more, "--max_steps", "2", base=t5, method="dora")

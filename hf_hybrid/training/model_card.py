@@ -43,7 +43,16 @@ SCRIPTS = {
 _METRIC_TYPES = {"matthews_correlation": "matthews_correlation", "pearson": "pearsonr", "spearmanr": "spearmanr"}
 _NO_SCORES = ("runtime", "samples", "per_second", "epoch", "flos", "steps", "gen_len", "tokens")
 _SPLITS = {"train": "training", "eval": "validation", "predict": "test"}
-_SAID_ELSEWHERE = {"model_type", "architectures", "transformers_version", "dtype", "id2label", "label2id", "auto_map"}
+_SAID_ELSEWHERE = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "id2label",
+    "label2id",
+    "auto_map",
+    "use_cache",
+}
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 

@@ -43,7 +43,7 @@ from hf_hybrid.training.common import (
     train,
     used_splits,
 )
-from hf_hybrid.training.data_arguments import ClmArguments, check_split_sources
+from hf_hybrid.training.data_arguments import PREFIXES, ClmArguments, check_split_sources
 from hf_hybrid.training.model_loading import (
     check_tokenizer_source,
     fit_positions,
@@ -67,7 +67,6 @@ _METRICS = ("loss", "accuracy", "perplexity", "tokens")
 _DEFAULT_BLOCK = 1024
 _LARGEST = math.log(np.finfo(np.float64).max)
 _TOKENS = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})
-_PREFIXES = {"validation": "eval", "test": "predict"}
 _SCORES = {
     "loss": "loss (nats per token)",
     "perplexity": "perplexity",
@@ -105,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     new = model_args.model_name_or_path is None
     config = load_config(model_args, AutoModelForCausalLM, preset=data_args.default_preset, role=_ROLE)
     asked = asked_splits(training_args)
-    outputs = [f"{prefix}_results.json" for split, prefix in _PREFIXES.items() if split in asked]
+    outputs = [f"{prefix}_results.json" for split, prefix in PREFIXES.items() if split in asked]
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
     resized_positions = _fit_lengths(config, data_args, new=new, permitted=not uses_adapter(model_args))
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
@@ -145,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if training_args.do_train:
         metrics |= train(trainer, resume_from)
-    for split, prefix in _PREFIXES.items():
+    for split, prefix in PREFIXES.items():
         if split in asked:
             results = _evaluate(trainer, examples[split], texts[split], prefix)
             save_and_log(trainer, prefix, results)
@@ -416,7 +415,7 @@ def _score_tables(
         tokens = np.concatenate([np.asarray(row["input_ids"]) for row in trained])
         losses["unigram frequencies"] = unigram_losses(tokens, vocab_size)
         notes.append("Unigram frequencies are counted in the training blocks, each token once more than it occurs.")
-    for split, prefix in _PREFIXES.items():
+    for split, prefix in PREFIXES.items():
         if split not in examples:
             continue
         targets = _targets(examples[split])
@@ -440,7 +439,7 @@ def _targets(rows: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
 
 def _samples(trainer: CausalTrainer, examples: dict[str, Any]) -> Section:
     """The model goes on with the beginnings of blocks, taking the likeliest token each time."""
-    split = next((name for name in reversed(_PREFIXES) if name in examples), None)
+    split = next((name for name in reversed(PREFIXES) if name in examples), None)
     if split is None:
         return Section("Samples")
     title = f"Samples of the {split} split"

@@ -12,6 +12,7 @@ from hf_hybrid.data.loading import embedded_name
 from hf_hybrid.training.arguments import check_choice, check_positive
 
 __all__ = [
+    "PREFIXES",
     "SPLITS",
     "ClmArguments",
     "DataArguments",
@@ -22,6 +23,8 @@ __all__ = [
 
 SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
 """The split that each task of a script works on."""
+PREFIXES = {"validation": "eval", "test": "predict"}
+"""What the names of a scored split's metrics begin with."""
 
 
 @dataclass

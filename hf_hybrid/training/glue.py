@@ -54,7 +54,7 @@ from hf_hybrid.training.common import (
     train,
     used_splits,
 )
-from hf_hybrid.training.data_arguments import GlueArguments, check_split_sources
+from hf_hybrid.training.data_arguments import PREFIXES, GlueArguments, check_split_sources
 from hf_hybrid.training.model_loading import (
     check_tokenizer_source,
     fit_positions,
@@ -75,7 +75,6 @@ logger = logging.getLogger(__name__)
 _SECOND = "_mismatched"
 """Ends the name of a second validation or test split, as in MNLI, whose scores end in ``_mm``."""
 
-_PREFIXES = {"validation": "eval", "test": "predict"}
 _SCORE_NAMES = {
     "accuracy": "accuracy",
     "f1": "F1",
@@ -418,7 +417,7 @@ def _report(
     evaluated = {name: outputs for name, outputs in evaluated.items() if outputs is not None}
     scored = {name: outputs for name, outputs in evaluated.items() if outputs.label_ids is not None}
     known = None if trained is None else np.asarray(trained["labels"])
-    scores = [name for name in _SCORE_NAMES if any(f"{prefix}_{name}" in metrics for prefix in _PREFIXES.values())]
+    scores = [name for name in _SCORE_NAMES if any(f"{prefix}_{name}" in metrics for prefix in PREFIXES.values())]
     last = next(
         (prefix for prefix in ("predict", "eval") if any(f"{prefix}_{name}" in metrics for name in scores)), ""
     )
@@ -464,7 +463,7 @@ def _score_tables(
     """The model's scores beside those of what knows the training labels and reads no sentence."""
     tables = []
     for split, outputs in scored.items():
-        prefix = _PREFIXES[split.removesuffix(_SECOND)]
+        prefix = PREFIXES[split.removesuffix(_SECOND)]
         own = _marked({f"{prefix}_{name}": metrics.get(f"{prefix}_{name}", np.nan) for name in scores}, split)
         rows: list[tuple[str, list[Cell]]] = [("this model", [metrics.get(name) for name in own])]
         for name, draws in _label_baselines(labels, known, len(outputs.label_ids)).items():

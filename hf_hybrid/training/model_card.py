@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+import torch
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
@@ -230,13 +232,12 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _data(data_args: DataArguments, metrics: Mapping[str, float]) -> str:
-    files = {"train": "train", "eval": "validation", "predict": "test"}
     rows = []
     for prefix, split in _SPLITS.items():
         for end in ("", "_mm"):
             count = metrics.get(f"{prefix}_samples{end}")
             if count is not None:
-                path = data_args.files.get(files[prefix] + ("_mismatched" if end else ""))
+                path = data_args.files.get(("train" if prefix == "train" else split) + ("_mismatched" if end else ""))
                 source = Path(path).name if path else _dataset(data_args)
                 rows.append({"split": split + (" (second)" if end else ""), "examples": f"{count:,}", "from": source})
     return "## Data\n\n" + make_markdown_table(rows).strip() if rows else ""
@@ -260,9 +261,6 @@ def _training(trainer: Trainer) -> str:
 
 
 def _versions() -> str:
-    import datasets
-    import torch
-
     versions = {
         "hf_hybrid": __version__,
         "transformers": transformers.__version__,

@@ -45,7 +45,7 @@ from hf_hybrid.training.common import (
     train,
     used_splits,
 )
-from hf_hybrid.training.data_arguments import SummarizationArguments, check_split_sources
+from hf_hybrid.training.data_arguments import PREFIXES, SummarizationArguments, check_split_sources
 from hf_hybrid.training.model_loading import (
     check_tokenizer_source,
     fit_positions,
@@ -72,7 +72,6 @@ _POSITIONS = {
 _GENERATED_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len")
 _ROUGE_CHUNK = 200
 _ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
-_PREFIXES = {"validation": "eval", "test": "predict"}
 CURVES = {
     "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
     "ROUGE on the validation split (%)": {f"eval_{key}": name for key, name in _ROUGE.items() if key != "rougeLsum"},
@@ -447,7 +446,7 @@ def _score_tables(
         first = [(split_sentences(document) or [""])[0] for document in of["document"]]
         plain = {"first sentence of the document": first}
         plain |= plain_baselines(of["document"], pool) if pool else {}
-        rows = [("this model", [metrics.get(f"{_PREFIXES[split]}_{key}") for key in _ROUGE])]
+        rows = [("this model", [metrics.get(f"{PREFIXES[split]}_{key}") for key in _ROUGE])]
         for name, summaries in plain.items():
             scores = rouge_scores(summaries, of["reference"])
             rows.append((name, [scores[key] for key in _ROUGE]))
@@ -463,7 +462,7 @@ def _score_tables(
             else "References are cut off where those of the model are. The training split was not read: no baselines "
             "come from it."
         )
-    losses = {split: metrics[f"{prefix}_loss"] for split, prefix in _PREFIXES.items() if f"{prefix}_loss" in metrics}
+    losses = {split: metrics[f"{prefix}_loss"] for split, prefix in PREFIXES.items() if f"{prefix}_loss" in metrics}
     if losses:
         rows = [(f"{split} split", [loss]) for split, loss in losses.items()]
         tables.append(Table("Loss, in nats per token of the references", ("", "this model"), rows))

@@ -39,6 +39,7 @@ from ..decoder import (
 from ..generation import StatefulGenerationMixin
 from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
 from ..hub import ModelCardMixin
+from ..inputs import check_not_empty
 from .configuration_bst import BstConfig
 
 logger = logging.get_logger(__name__)
@@ -509,8 +510,7 @@ class BstModel(BstPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if inputs_embeds.shape[1] == 0:
-            raise ValueError(f"input_ids must hold at least one token; got {tuple(inputs_embeds.shape[:2])}")
+        check_not_empty("input_ids", inputs_embeds)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)

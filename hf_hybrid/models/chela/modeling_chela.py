@@ -42,6 +42,7 @@ from ..heads import (
     pool,
 )
 from ..hub import ModelCardMixin
+from ..inputs import check_not_empty
 from .configuration_chela import ChelaConfig
 
 logger = logging.get_logger(__name__)
@@ -406,8 +407,7 @@ class ChelaModel(ChelaPreTrainedModel):
             inputs_embeds = self._embed(input_ids, input_values)
         elif input_ids is not None or input_values is not None:
             raise ValueError("only one of input_ids, input_values and inputs_embeds may be given")
-        if inputs_embeds.shape[1] == 0:
-            raise ValueError(f"input_ids must hold at least one token; got {tuple(inputs_embeds.shape[:2])}")
+        check_not_empty("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
         elif use_cache and past_key_values is None:

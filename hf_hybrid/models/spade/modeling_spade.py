@@ -55,6 +55,7 @@ from ..heads import (
     make_lm_head,
 )
 from ..hub import ModelCardMixin
+from ..inputs import check_not_empty
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 
@@ -421,8 +422,7 @@ class SpadeStack(SpadePreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if inputs_embeds.shape[1] == 0:
-            raise ValueError(f"input_ids must hold at least one token; got {tuple(inputs_embeds.shape[:2])}")
+        check_not_empty("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
         elif use_cache and past_key_values is None:

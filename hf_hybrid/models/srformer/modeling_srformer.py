@@ -20,15 +20,9 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from ..hub import ModelCardMixin
+from ..inputs import check_not_empty
 from .cross_attention import RAF, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
-
-
-def check_not_empty(name: str, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-    """Raise ValueError if there is no token, of which the parents' attention cannot tell its heads."""
-    inputs = input_ids if inputs_embeds is None else inputs_embeds
-    if inputs is not None and inputs.shape[1] == 0:
-        raise ValueError(f"{name} must hold at least one token; got {tuple(inputs.shape[:2])}")
 
 
 class SegmentedPreTrainedModel(ModelCardMixin):

@@ -33,6 +33,7 @@ _SHOWN = 200  # characters of what a file holds that are shown in an error
 _SCALARS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 _NUMBER = re.compile(r"[-+.0-9e]+|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+_JSON = json.JSONDecoder()
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 Row = tuple[int, dict[str, Any]]
@@ -212,7 +213,7 @@ def _decode(text: str, position: int) -> tuple[Any, int]:
         _JsonLimit: It is nested too deeply, or holds an integer of too many digits.
     """
     try:
-        return json.JSONDecoder().raw_decode(text, position)
+        return _JSON.raw_decode(text, position)
     except json.JSONDecodeError:
         raise
     except RecursionError as error:

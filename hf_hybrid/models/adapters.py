@@ -34,8 +34,8 @@ IA3_FEED_FORWARD = ["down_proj"]
 """Where IA3 scales what comes in, and not what goes out."""
 PARENTS = {"srformer_bart": "bart", "srformer_t5": "t5"}
 """Model type → the one of transformers whose entry it takes over, in every table that has one."""
-TRAINED_BESIDE = ("raf", "rnn_k", "rnn_v", "dense")
-"""Small modules of ours that begin at random when a checkpoint is fine-tuned, beside the heads that peft knows."""
+TRAINED_BESIDE = ("raf", "recurrent_gate", "rnn_k", "rnn_v", "dense")
+"""Small modules of ours that are new when a checkpoint is fine-tuned, beside the heads that peft knows."""
 TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
@@ -99,8 +99,8 @@ def peft_config(model: PreTrainedModel, method: str = "lora", **fields) -> "Peft
     """Describe an adapter for a model: PEFT's config with the task, and with what must be trained beside the adapter.
 
     ``get_peft_model(model, LoraConfig(task_type=...))`` finds the projections by itself. What it does not know are
-    small modules of these architectures that begin at random when another's checkpoint is fine-tuned: SRformer's
-    neurons, and the pooling layer of a classifier. They go to ``modules_to_save`` here.
+    small modules of these architectures that are new when another's checkpoint is fine-tuned: SRformer's neurons
+    and the weights of what they give, and the pooling layer of a classifier. They go to ``modules_to_save`` here.
 
     Args:
         model: A model of transformers, without an adapter.

@@ -86,6 +86,7 @@ VARIANTS = {
     **{
         model_type: {
             "trained weight of the two parts": {"mix": "sigma"},
+            "gated": {"recurrent_init": "gated"},
             "no neurons": {"cross_attention_mode": "no_raf"},
             "Transformer-XL": {"cross_attention_mode": "transformer_xl"},
         }

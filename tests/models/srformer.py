@@ -17,16 +17,17 @@ PARENTS = {
 }
 NEW_FIELDS = ("segment_size", "decoder_horizon", "horizon_mode")
 MODES = ("sr", "segmented", "recurrent", "no_norm", "no_raf", "own_segment", "transformer_xl", "longt5")
+ONE_PART = ("segmented", "recurrent", "transformer_xl", "longt5")  # the modes with nothing to weigh
 every_type = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
 
 def seq2seq(model_type, *, seed=0, **overrides):
-    """A tiny model whose neurons fire: linear maps of ordinary size."""
+    """A tiny model whose neurons fire and are heard: linear maps and gates of ordinary size."""
     model = tiny_model(model_type, "AutoModelForSeq2SeqLM", seed=seed, **overrides)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("raf.linear.weight"):
+            if name.endswith(("raf.linear.weight", "recurrent_gate.weight")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
     return model
 

@@ -120,6 +120,20 @@ def _classes(model_type):
     return ARCHITECTURES[model_type][1]
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model_type", PARENTS)
+def test_gates_are_trained_with_the_adapter_of_what_was_made_of_a_parent(model_type, method):
+    model = tiny_model(model_type, "AutoModelForSeq2SeqLM", recurrent_init="gated", dropout=0.0, attention_dropout=0.0)
+    inputs = tiny_inputs(model)
+    adapted = get_peft_model(model, hf_hybrid.peft_config(model, method))
+    train(adapted, 3)
+    trained = [p for name, p in adapted.named_parameters() if "recurrent_gate.modules_to_save" in name]
+    assert len(trained) == 2
+    assert all((gate != 0).all() for gate in trained)
+    expected = main_output(adapted(**inputs))
+    assert_close(main_output(adapted.merge_and_unload()(**inputs)), expected, "float32 decode")
+
+
 def test_what_reads_the_state_space_model_is_adapted():
     for mode, name in (("concat", "aggregate"), ("residual", "global_proj")):
         model = tiny_model("spade", "AutoModelForSeq2SeqLM", combine_mode=mode)
@@ -164,6 +178,8 @@ def test_what_peft_config_chooses():
     assert hf_hybrid.peft_config(model, modules_to_save=["classifier"]).modules_to_save == ["classifier"]
     srformer = hf_hybrid.peft_config(tiny_model("srformer_t5", "AutoModelForSeq2SeqLM"), "ia3")
     assert (srformer.task_type, srformer.modules_to_save) == ("SEQ_2_SEQ_LM", ["raf"])
+    gated = tiny_model("srformer_t5", "AutoModelForSeq2SeqLM", recurrent_init="gated")
+    assert hf_hybrid.peft_config(gated).modules_to_save == ["raf", "recurrent_gate"]
     other = transformers.BertForSequenceClassification(
         transformers.BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     )

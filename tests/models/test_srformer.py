@@ -1,5 +1,6 @@
 """What SRformer promises beyond the common tests: its parents as special cases, Algorithm 1, the identities."""
 
+import copy
 import math
 
 import pytest
@@ -24,6 +25,7 @@ import hf_hybrid
 from ..tolerances import assert_close
 from .srformer import (
     MODES,
+    ONE_PART,
     PARENTS,
     algorithm_1,
     attend,
@@ -94,9 +96,9 @@ def test_a_plain_checkpoint_loads_whole(model_type, kind, tmp_path):
     base.save_pretrained(tmp_path)
     torch.manual_seed(5)
     model, info = PARENTS[model_type][2].from_pretrained(tmp_path, segment_size=50, output_loading_info=True)
-    new = {name for name in model.state_dict() if ".raf." in name}
+    new = {name for name in model.state_dict() if ".raf." in name or ".recurrent_gate." in name}
     assert set(info["missing_keys"]) == new
-    assert len(new) == 3 * 2
+    assert len(new) == 4 * 2
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
     for name, tensor in base.state_dict().items():
@@ -116,7 +118,8 @@ def test_what_is_new_starts_as_in_the_published_code(model_type, loaded, tmp_pat
     model = PARENTS[model_type][2](tiny_config(model_type, **wide))
     if loaded:
         parent(model_type, **wide).save_pretrained(tmp_path)
-        model = PARENTS[model_type][2].from_pretrained(tmp_path)
+        model = PARENTS[model_type][2].from_pretrained(tmp_path, recurrent_init="published")
+    assert not any("gate" in name for name in model.state_dict())
     leak = {"srformer_t5": 0.1, "srformer_bart": 0.5}[model_type]
     for module in attentions(model):
         weight = module.raf.linear.weight
@@ -146,6 +149,131 @@ def test_parameter_counts_of_the_paper():
         with torch.device("meta"):
             model = model_class(config)
         assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+# how recurrent attention begins
+
+
+def converted(base, how, folder, **fields):
+    """An SRformer of a parent, in one of the ways to make one."""
+    model_class = PARENTS[f"srformer_{base.config.model_type}"][2]
+    if how == "patched":
+        return hf_hybrid.patch_cross_attention(copy.deepcopy(base), **fields)
+    base.save_pretrained(folder)
+    if how == "loaded":
+        return model_class.from_pretrained(folder, **fields).eval()
+    config = model_class.config_class.from_parent(base.config, **fields)
+    return model_class.from_pretrained(folder, config=config).eval()
+
+
+@every_type
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [(how, "sr") for how in ("loaded", "with a config")]
+    + [("patched", mode) for mode in MODES if mode not in ONE_PART],
+)
+def test_what_is_made_of_a_parent_begins_as_segmented_attention(model_type, how, mode, tmp_path):
+    """Bit for bit, and its gates learn from the first step on, what is behind them from the second."""
+    base = parent(model_type)
+    model = converted(base, how, tmp_path, segment_size=3, cross_attention_mode=mode)
+    segmented = converted(base, how, tmp_path, segment_size=3, cross_attention_mode="segmented")
+    inputs, labels = tiny_inputs(base, length=20), tiny_labels(base)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 13:] = 0
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, segmented(**inputs).logits, "exact")
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "num_beams": 2}
+    document = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    assert torch.equal(model.generate(**document, **options), segmented.generate(**document, **options))
+
+    neurons = {name: weight for name, weight in model.named_parameters() if ".raf." in name}
+    gates = {name: weight for name, weight in model.named_parameters() if ".recurrent_gate." in name}
+    assert (len(neurons), len(gates)) == (0 if mode == "no_raf" else 6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**document, labels=labels).loss.backward()
+    assert all((gate.grad != 0).all() for gate in gates.values())  # every head's
+    assert all((weight.grad == 0).all() for weight in neurons.values())
+    optimizer.step()
+    optimizer.zero_grad()
+    model(**document, labels=labels).loss.backward()
+    for name, weight in neurons.items():
+        assert weight.grad.abs().max() > 0, name
+    with torch.no_grad():
+        assert (model(**inputs).logits - segmented(**inputs).logits).abs().max() > 1e-6
+
+
+@every_type
+def test_what_is_made_of_a_parent_begins_with_its_values_as_they_are(model_type, tmp_path):
+    base = parent(model_type)
+    for how in ("patched", "loaded", "with a config"):
+        model = converted(base, how, tmp_path)
+        assert model.config.recurrent_init == "gated"
+        for module in attentions(model):
+            assert torch.equal(module.raf.linear.weight, torch.eye(16))
+            assert torch.equal(module.recurrent_gate.weight, torch.zeros(2))
+            assert module.raf.threshold.tolist() == pytest.approx([0.1])
+        published = converted(base, how, tmp_path, recurrent_init="published")
+        assert published.config.recurrent_init == "published"
+        for module in attentions(published):
+            assert not hasattr(module, "recurrent_gate")
+            assert (module.raf.linear.weight - torch.eye(16)).abs().max() > 0.5
+    assert tiny_config(model_type).recurrent_init == "published"  # as in every config that does not say it
+
+
+@every_type
+@pytest.mark.parametrize(
+    "fields", [{"mix": "sigma"}, *({"cross_attention_mode": mode} for mode in MODES if mode in ONE_PART)], ids=str
+)
+def test_a_gate_stands_where_something_is_added_to_segmented_attention(model_type, fields):
+    model = hf_hybrid.patch_cross_attention(parent(model_type), **fields)
+    assert not any(".recurrent_gate." in name for name in model.state_dict())
+    for module in attentions(model):
+        assert not hasattr(module, "raf") or torch.equal(module.raf.linear.weight, torch.eye(16))
+        assert not hasattr(module, "sigma") or module.sigma.tolist() == [0.5]
+
+
+@every_type
+def test_a_gate_weighs_what_each_head_adds(model_type):
+    """O = O_S + g O_R: linear in the gates, and with all of them at one what it is without."""
+    module = attentions(seq2seq(model_type, recurrent_init="gated").double())[0]
+    published = attentions(seq2seq(model_type).double())[0]
+    published.load_state_dict({name: x for name, x in module.state_dict().items() if "gate" not in name})
+    hidden, source = random(2, 9, 32), random(2, 22, 32, seed=1)
+
+    def gated(*gates):
+        with torch.no_grad():
+            module.recurrent_gate.weight.copy_(torch.tensor(gates, dtype=torch.float64))
+            return attend(module, hidden, source)
+
+    assert_close(gated(1, 1), attend(published, hidden, source), "exact")
+    nothing, first, second = gated(0, 0), gated(1, 0), gated(0, 1)
+    assert (first - nothing).abs().max() > 1e-3
+    assert (second - first).abs().max() > 1e-3
+    assert_close(gated(0.3, -2), nothing + 0.3 * (first - nothing) - 2 * (second - nothing), "float64")
+
+
+@every_type
+def test_a_gated_model_is_saved_with_its_gates(model_type, tmp_path):
+    model = seq2seq(model_type, recurrent_init="gated")
+    model.save_pretrained(tmp_path)
+    loaded, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    inputs = tiny_inputs(model, length=20)
+    assert_close(loaded.eval()(**inputs).logits, model(**inputs).logits, "exact")
+    again = copy.deepcopy(model)
+    for module in attentions(again):
+        torch.nn.init.zeros_(module.recurrent_gate.weight)
+    assert (again(**inputs).logits - model(**inputs).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gate_at_zero_is_silent_in_16_bits(dtype):
+    """However large the states behind it are."""
+    model = hf_hybrid.patch_cross_attention(parent("srformer_t5"), 3, threshold_init=1e-3)
+    segmented = hf_hybrid.patch_cross_attention(parent("srformer_t5"), 3, cross_attention_mode="segmented")
+    hidden, source = random(2, 9, 32, dtype=dtype), 30 * random(2, 22, 32, seed=1, dtype=dtype)
+    outputs = [attend(attentions(one)[0].to(dtype), hidden, source) for one in (model, segmented)]
+    assert_close(outputs[0], outputs[1], "exact")
 
 
 # Algorithm 1
@@ -453,17 +581,17 @@ def test_segments_of_the_batch_instead_of_the_document(model_type):
 @every_type
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("surrogate", [False, True])
-def test_every_new_parameter_learns(model_type, mode, surrogate):
-    if surrogate and mode != "sr":
+@pytest.mark.parametrize("weight", ["sigma", "recurrent_gate"])
+def test_every_new_parameter_learns(model_type, mode, surrogate, weight):
+    if (surrogate and mode != "sr") or (weight == "recurrent_gate" and mode in ONE_PART):
         return
-    mix = "sigma" if mode in ("sr", "no_norm", "no_raf", "own_segment") else "add"
-    model = seq2seq(model_type, cross_attention_mode=mode, mix=mix, raf_surrogate=surrogate, leak_init=0.7)
+    weighed = {"sigma": {"mix": "sigma"}, "recurrent_gate": {"recurrent_init": "gated"}}[weight]
+    fields = {} if mode in ONE_PART else weighed
+    model = seq2seq(model_type, cross_attention_mode=mode, raf_surrogate=surrogate, leak_init=0.7, **fields)
     inputs = tiny_inputs(model, length=20)
     model(input_ids=inputs["input_ids"], labels=tiny_labels(model)).loss.backward()
     new = {
-        name: p.grad
-        for name, p in model.named_parameters()
-        if any(part in name for part in (".raf.", "sigma", "rnn_"))
+        name: p.grad for name, p in model.named_parameters() if any(part in name for part in (".raf.", weight, "rnn_"))
     }
     counts = {"sr": 8, "no_norm": 8, "own_segment": 8, "recurrent": 6, "no_raf": 2, "transformer_xl": 16}
     assert len(new) == counts.get(mode, 0)
@@ -539,6 +667,10 @@ def test_label_smoothing_of_the_trainer(model_type, tmp_path):
         ({"mask_mode": "none"}, "mask_mode must be one of exact, official; got 'none'"),
         ({"norm_type": "l2"}, "norm_type must be one of feature_l2, frobenius, none; got 'l2'"),
         ({"mix": "gate"}, "mix must be one of add, sigma; got 'gate'"),
+        (
+            {"recurrent_init": "gate"},
+            "recurrent_init must be one of published, gated; got 'gate'. Did you mean 'gated'",
+        ),
         ({"mask_mode": "official"}, "per_example_segments must be False with mask_mode 'official'"),
         ({"mix": "sigma", "cross_attention_mode": "recurrent"}, "mix must be 'add' unless .* got 'sigma'"),
         ({"mix": "sigma", "cross_attention_mode": "longt5"}, "mix must be 'add' unless .* got 'sigma'"),

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
@@ -27,14 +28,17 @@ from .srformer import (
 )
 from .tiny import tiny_inputs
 
+every_start = pytest.mark.parametrize("recurrent_init", ["published", "gated"])
+
 # decoding
 
 
 @every_type
 @pytest.mark.parametrize("strategy", [{}, {"do_sample": True, "top_k": 5}])
 @pytest.mark.parametrize("horizon_mode", ["fixed", "target_length"])
-def test_generation_is_teacher_forcing_with_the_same_horizon(model_type, strategy, horizon_mode):
-    model = seq2seq(model_type, horizon_mode=horizon_mode, segment_size=4)
+@every_start
+def test_generation_is_teacher_forcing_with_the_same_horizon(model_type, strategy, horizon_mode, recurrent_init):
+    model = seq2seq(model_type, horizon_mode=horizon_mode, segment_size=4, recurrent_init=recurrent_init)
     ids = tiny_inputs(model, length=21)["input_ids"]
     torch.manual_seed(3)
     outputs = model.generate(
@@ -47,8 +51,9 @@ def test_generation_is_teacher_forcing_with_the_same_horizon(model_type, strateg
 
 
 @every_type
-def test_beam_search_scores_are_those_of_teacher_forcing(model_type):
-    model = seq2seq(model_type)
+@every_start
+def test_beam_search_scores_are_those_of_teacher_forcing(model_type, recurrent_init):
+    model = seq2seq(model_type, recurrent_init=recurrent_init)
     ids = tiny_inputs(model, length=21)["input_ids"]
     options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 10, "min_new_tokens": 10}
     outputs = model.generate(ids, length_penalty=0.0, return_dict_in_generate=True, output_scores=True, **options)
@@ -269,7 +274,14 @@ def test_a_step_costs_the_same_for_any_length_of_document(model_type):
 
 @every_type
 @pytest.mark.parametrize(
-    "fields", [{"mix": "sigma"}, {"segment_size": 40}, *({"cross_attention_mode": mode} for mode in MODES)], ids=str
+    "fields",
+    [
+        {"mix": "sigma"},
+        {"recurrent_init": "gated"},
+        {"segment_size": 40},
+        *({"cross_attention_mode": mode} for mode in MODES),
+    ],
+    ids=str,
 )
 def test_a_step_that_reads_in_place_is_that_of_whole_targets(model_type, fields, monkeypatch):
     """Where gradients are to be had, a decoded token takes the way of training."""
@@ -299,6 +311,17 @@ def test_a_step_that_reads_in_place_is_that_of_whole_targets(model_type, fields,
         actual = model(**step, past_key_values=outputs.past_key_values).logits
     assert len(calls) == (0 if model.config.cross_attention_mode == "longt5" else len(attentions(model)))
     assert_close(actual, expected, "float64 decode")
+
+
+@every_type
+def test_an_offloaded_model_decodes(model_type):
+    """Weights come to the device of the computation in a module's own forward, and in nothing else of it."""
+    model = seq2seq(model_type, recurrent_init="gated")
+    ids = tiny_inputs(model, length=20)["input_ids"]
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **settings)
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(offloaded.generate(ids, **settings), expected)
 
 
 @every_type

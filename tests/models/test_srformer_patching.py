@@ -47,8 +47,8 @@ def test_patching_keeps_every_parameter_object(model_class):
     assert patched is base
     assert type(base).__name__ == f"SRformer{model_class.__name__}"
     new = {name for name, _ in base.named_parameters() if name not in parameters}
-    assert len(new) == 6
-    assert all(".raf." in name for name in new)
+    assert len(new) == 8
+    assert all(".raf." in name or ".recurrent_gate." in name for name in new)
     for name, parameter in parameters.items():
         assert base.get_parameter(name) is parameter
         assert not hasattr(parameter, "_is_hf_initialized")
@@ -81,7 +81,7 @@ def test_a_patched_model_is_an_ordinary_one(tmp_path):
     assert (model.config.segment_size, model.config.leak_init, model.config.scale_decoder_outputs) == (4, 1.0, False)
     inputs = tiny_inputs(model, length=21)
     model(input_ids=inputs["input_ids"], labels=tiny_labels(model)).loss.backward()
-    assert attentions(model)[0].raf.leak.grad.abs() > 0
+    assert (attentions(model)[0].recurrent_gate.weight.grad.abs() > 0).all()
     model.eval().save_pretrained(tmp_path / "patched")
     loaded, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "patched", output_loading_info=True)
     assert not info["missing_keys"]

@@ -43,6 +43,7 @@ HORIZON_MODES = ("target_length", "fixed")
 MASK_MODES = ("exact", "official")
 MIXES = ("add", "sigma")
 NORM_TYPES = ("feature_l2", "frobenius", "none")
+RECURRENT_INITS = ("published", "gated")
 
 
 @dataclass(kw_only=True)
@@ -61,6 +62,7 @@ class SegmentedCrossAttentionFields:
     threshold_init: float | int = 0.1
     raf_surrogate: bool = False
     mix: str = "add"
+    recurrent_init: str = "published"
 
     parent_model_type = ""
     default_leak = 0.0
@@ -89,13 +91,14 @@ class SegmentedCrossAttentionFields:
                 "mask_mode": MASK_MODES,
                 "norm_type": NORM_TYPES,
                 "mix": MIXES,
+                "recurrent_init": RECURRENT_INITS,
             },
         )
         if self.mask_mode == "official" and self.per_example_segments:
             raise ValueError(
                 "per_example_segments must be False with mask_mode 'official', which cuts the padded batch; got True"
             )
-        if self.mix == "sigma" and (self.cross_attention_mode == "recurrent" or not self.has_states):
+        if self.mix == "sigma" and not self.has_both_parts:
             raise ValueError(
                 f"mix must be 'add' unless cross_attention_mode has a segmented and a recurrent part; got 'sigma' and "
                 f"cross_attention_mode {self.cross_attention_mode!r}"
@@ -113,6 +116,16 @@ class SegmentedCrossAttentionFields:
     def has_neurons(self) -> bool:
         """Whether its states come from RAF neurons."""
         return "neurons" in MODES[self.cross_attention_mode]
+
+    @property
+    def has_both_parts(self) -> bool:
+        """Whether the mode has a segmented and a recurrent part, O_S and O_R."""
+        return self.has_states and self.cross_attention_mode != "recurrent"
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether a trained number for each head weighs O_R, which is added to O_S."""
+        return self.recurrent_init == "gated" and self.mix == "add" and self.has_both_parts
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> Self:
@@ -163,8 +176,12 @@ class SegmentedCrossAttentionFields:
 
     @classmethod
     def _of_parent(cls, values: dict) -> dict:
-        """The fields of a parent's config that are any; old files hold others, which are no user's mistake here."""
-        return {name: value for name, value in values.items() if name in known_fields(cls)}
+        """The fields of a parent's config that are any; old files hold others, which are no user's mistake here.
+
+        A decoder that was trained without O_R begins without it.
+        """
+        known = {name: value for name, value in values.items() if name in known_fields(cls)}
+        return {**known, "recurrent_init": "gated"}
 
 
 _FIELDS_DOC = """
@@ -190,6 +207,10 @@ _FIELDS_DOC = """
         threshold_init: Their initial threshold.
         raf_surrogate: Whether their reset has a surrogate gradient.
         mix: `"add"` (eq. 11) or `"sigma"` (eq. 10, with a trained weight that starts at 0.5).
+        recurrent_init: What recurrent attention begins as: `"published"`, as in the published code, where the neurons'
+            map is drawn at random and O_R is as large as that makes it; or `"gated"`, where the map is the identity
+            and, with `mix` `"add"`, O_R has a trained weight for each head that starts at zero, so that the model
+            begins as `"segmented"`. What is made of a T5 or BART is gated unless this is named.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or is of the wrong type. The error that

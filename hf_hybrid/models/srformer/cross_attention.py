@@ -48,7 +48,7 @@ class RAF(nn.Module):
         self.threshold = nn.Parameter(torch.full((1,), float(threshold)))
 
     def reset_parameters(self) -> None:
-        """Set leak and threshold to their initial values; the linear map is drawn as the parent's."""
+        """Set leak and threshold to their initial values; the linear map is the model's to set, or the parent's."""
         init.constant_(self.leak, self.initial[0])
         init.constant_(self.threshold, self.initial[1])
 
@@ -62,6 +62,24 @@ class RAF(nn.Module):
             identity = torch.eye(key.shape[-1], dtype=self.leak.dtype, device=key.device)
             weight = self.linear(identity).T.contiguous()
         return {"weight": weight, "leak": self.leak, "threshold": self.threshold.clamp_min(THRESHOLD_FLOOR)}
+
+
+class RecurrentGate(nn.Module):
+    """A trained weight of O_R for each head, zero at first: a decoder that never saw O_R would take it for noise.
+
+    A module of its own, since weights that are offloaded are there only during its call.
+
+    Args:
+        heads: H.
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Weigh the states `(D, H, N, K, V)`, and so all that is read of them."""
+        return states * self.weight[:, None, None, None].to(states.dtype)
 
 
 class SegmentedCrossAttention:
@@ -81,6 +99,8 @@ class SegmentedCrossAttention:
         self.segment_shape = (heads, width)
         if config.has_neurons:
             self.raf = RAF(width, leak=config.leak_init, threshold=config.threshold_init)
+        if config.has_gate:
+            self.recurrent_gate = RecurrentGate(heads)
         if config.mix == "sigma":
             self.sigma = nn.Parameter(torch.full((1,), 0.5))
         if config.cross_attention_mode == "transformer_xl":
@@ -210,7 +230,7 @@ class SegmentedCrossAttention:
 
     def _states(self, key: torch.Tensor, value: torch.Tensor, visited: torch.Tensor | None) -> torch.Tensor:
         neurons = self.raf(key) if self.config.has_neurons else {}
-        return segment_recurrence(
+        states = segment_recurrence(
             key,
             value,
             visited=visited,
@@ -219,6 +239,7 @@ class SegmentedCrossAttention:
             surrogate=self.config.raf_surrogate,
             **neurons,
         )
+        return self.recurrent_gate(states) if self.config.has_gate else states
 
     def _norm(self, key: torch.Tensor) -> torch.Tensor | None:
         """norm(K) of keys `(D, H, M, S, K)`, `(D, H, 1, K or 1)`."""

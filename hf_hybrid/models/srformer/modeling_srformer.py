@@ -21,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..hub import ModelCardMixin
 from ..inputs import check_not_empty
-from .cross_attention import RAF, SegmentedCrossAttention
+from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
@@ -48,6 +48,10 @@ class SegmentedPreTrainedModel(ModelCardMixin):
         super()._init_weights(module)
         if isinstance(module, RAF):
             module.reset_parameters()
+            if self.config.recurrent_init == "gated":
+                init.eye_(module.linear.weight)
+        elif isinstance(module, RecurrentGate):
+            init.zeros_(module.weight)
         elif isinstance(module, SegmentedCrossAttention) and hasattr(module, "sigma"):
             init.constant_(module.sigma, 0.5)
         elif isinstance(module, nn.RNN):

@@ -78,7 +78,7 @@ class SRformerT5Stack(SegmentedDecoder, T5Stack):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, RAF):
+        if isinstance(module, RAF) and self.config.recurrent_init == "published":
             # as torch draws a Linear; T5's own draw is for widths that its norms and embeddings have
             init.kaiming_uniform_(module.linear.weight, a=math.sqrt(5))
 

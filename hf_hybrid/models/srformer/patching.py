@@ -17,7 +17,7 @@ from .modeling_srformer import SegmentedPreTrainedModel
 from .modeling_srformer_bart import SRformerBartForConditionalGeneration, SRformerBartModel
 from .modeling_srformer_t5 import SRformerT5ForConditionalGeneration, SRformerT5Model
 
-NEW_TENSORS = re.compile(r"\.(raf|rnn_k|rnn_v)\.|\.sigma$")
+NEW_TENSORS = re.compile(r"\.(raf|recurrent_gate|rnn_k|rnn_v)\.|\.sigma$")
 PATCHED = {
     T5Model: SRformerT5Model,
     T5ForConditionalGeneration: SRformerT5ForConditionalGeneration,

@@ -5,8 +5,8 @@ python run_glue.py --model_type spade --do_train --do_eval --output_dir runs/doc
 python run_glue.py --model_name_or_path google-bert/bert-base-cased --task_name mrpc \
     --do_train --do_eval --output_dir runs/mrpc
 
-python run_glue.py --model_type spade --config_overrides preset=tiny --task_name cola --do_train --do_eval \
-    --train_file CoLA/train.tsv --validation_file CoLA/dev.tsv --output_dir runs/cola
+python run_glue.py --model_type spade --config_overrides preset=tiny --learning_rate 2e-3 --task_name cola \
+    --do_train --do_eval --train_file CoLA/train.tsv --validation_file CoLA/dev.tsv --output_dir runs/cola
 """
 
 from hf_hybrid.training.command_line import run_command_line

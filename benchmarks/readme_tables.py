@@ -1,6 +1,6 @@
-"""Write the tables of ``README.md`` from the table of architectures and from the files in ``benchmarks/results``.
+"""Write the tables of ``README.md`` and ``docs/training.md`` from the code and the files in ``benchmarks/results``.
 
-Run it from the repository root, after an architecture or a measurement has changed::
+Run it from the repository root, after an architecture, a learning rate or a measurement has changed::
 
     python -m benchmarks.readme_tables
 
@@ -17,8 +17,9 @@ from pathlib import Path
 from benchmarks.record import Row, read_csv
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.demo import scores_and_checks
+from hf_hybrid.training.learning_rates import RATES
 
-PAGE = Path("README.md")
+PAGES = (Path("README.md"), Path("docs/training.md"))
 RESULTS = Path("benchmarks/results")
 LENGTH = "16384"
 SAMPLES = 3
@@ -59,8 +60,9 @@ FEATURES = {
 
 
 def main() -> int:
-    """Rewrite the page."""
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
@@ -77,6 +79,15 @@ def architectures() -> str:
         has = (any(auto_class in ARCHITECTURES[name][1] for name in names) for names in FAMILIES.values())
         rows.append([f"{task}: `{auto_class}`", *("yes" if it else "" for it in has)])
     return _table(rows + [[feature, *cells] for feature, cells in FEATURES.items()])
+
+
+def learning_rates() -> str:
+    """Return the rate that is recorded for new models of each size."""
+    rows = [["model type", "size", "`hidden_size`", "learning rate", "source"]]
+    for model_type, rates in RATES.items():
+        for rate in rates:
+            rows.append([f"`{model_type}`", rate.size, f"{rate.hidden_size}", f"{rate.value:g}", rate.source])
+    return _table(rows)
 
 
 def demo() -> str:
@@ -146,7 +157,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
 
 
-TABLES: dict[str, Callable[[], str]] = {"architectures": architectures, "demo": demo, "measured": measured}
+TABLES: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
+    "demo": demo,
+    "learning_rates": learning_rates,
+    "measured": measured,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

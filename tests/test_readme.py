@@ -20,6 +20,7 @@ from peft.utils.constants import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
 )
 from transformers import (
+    CONFIG_MAPPING,
     BartConfig,
     BartForConditionalGeneration,
     HfArgumentParser,
@@ -36,7 +37,9 @@ from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments
+from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import ClmArguments, GlueArguments, SummarizationArguments
+from hf_hybrid.training.learning_rates import recorded_rate
 
 from .data.conftest import write_package
 from .models.sharding import CASES as SHARDED
@@ -236,6 +239,30 @@ def test_commands_are_understood(tmp_path, monkeypatch):
         assert unknown_flags(text) == [], page
 
 
+def wrong_rate(arguments: list[str]) -> str | None:
+    """What is wrong with the learning rate of a command that trains a new model on data that it names, if anything."""
+    flags = dict(pairwise(arguments))
+    names_data = {"--train_file", "--dataset_name", "--task_name"} & set(arguments)
+    if "--do_train" not in arguments or "--model_name_or_path" in arguments or not names_data:
+        return None
+    config_class = CONFIG_MAPPING[flags["--model_type"]]
+    fields = parse_config_overrides(flags.get("--config_overrides", "{}"), config_class)
+    preset = fields.pop("preset", None)
+    config = config_class(**fields) if preset is None else config_class.from_preset(preset, **fields)
+    recorded, given = recorded_rate(config, preset), float(flags.get("--learning_rate", "nan"))
+    return None if recorded is None or given == recorded.value else f"{given} is not {recorded.value}"
+
+
+def test_commands_train_new_models_at_the_recorded_rate():
+    found = [(page, wrong_rate(command.arguments)) for page, command in COMMANDS if command.name in SCRIPTS]
+    assert [(page, wrong) for page, wrong in found if wrong is not None] == []
+    base = ["--model_type", "spade", "--config_overrides", "preset=base", "--train_file", "a.txt", "--do_train"]
+    assert wrong_rate([*base, "--learning_rate", "4e-4"]) is None
+    assert wrong_rate([*base, "--learning_rate", "5e-5"]) == "5e-05 is not 0.0004"
+    assert wrong_rate(base) == "nan is not 0.0004"
+    assert wrong_rate(["--model_type", "gpt2", *base[4:]]) is None
+
+
 def test_the_checks_see_what_is_wrong(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text(
@@ -381,6 +408,10 @@ def test_the_readmes_tables_are_those_of_the_code_and_of_the_committed_measureme
     assert re.findall(r"<!-- (\w+) -->\n[|S]", README) == ["demo", "architectures", "measured"]
     assert readme_tables.renewed(README) == README
     assert readme_tables.renewed(README.replace("| masked tokens", "| unmasked tokens")) == README
+    training = TEXTS["docs/training.md"]
+    assert re.findall(r"<!-- (\w+) -->\n\|", training) == ["learning_rates"]
+    assert readme_tables.renewed(training) == training
+    assert [page.as_posix() for page in readme_tables.PAGES] == ["README.md", "docs/training.md"]
 
 
 def test_the_readmes_table_of_architectures_is_true():

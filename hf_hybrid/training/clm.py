@@ -30,7 +30,7 @@ from hf_hybrid.data.preprocessing import (
 )
 from hf_hybrid.training.adapters import attach_adapter, uses_adapter
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
-from hf_hybrid.training.command_line import parse_arguments
+from hf_hybrid.training.command_line import given_flags, parse_arguments
 from hf_hybrid.training.common import (
     asked_splits,
     check_best_metric,
@@ -44,6 +44,8 @@ from hf_hybrid.training.common import (
     used_splits,
 )
 from hf_hybrid.training.data_arguments import PREFIXES, ClmArguments, check_split_sources
+from hf_hybrid.training.learning_rates import fit_learning_rate
+from hf_hybrid.training.logging_steps import fit_logging_steps
 from hf_hybrid.training.model_loading import (
     check_tokenizer_source,
     fit_positions,
@@ -106,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     asked = asked_splits(training_args)
     outputs = [f"{prefix}_results.json" for split, prefix in PREFIXES.items() if split in asked]
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
+    given = given_flags(argv)
+    fit_learning_rate(training_args, model_args, data_args, config, given)
     resized_positions = _fit_lengths(config, data_args, new=new, permitted=not uses_adapter(model_args))
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
     if tokenizer is None:
@@ -143,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics: dict[str, float] = {}
     if training_args.do_train:
+        fit_logging_steps(trainer, resume_from, given)
         metrics |= train(trainer, resume_from)
     for split, prefix in PREFIXES.items():
         if split in asked:

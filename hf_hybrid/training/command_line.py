@@ -27,6 +27,7 @@ __all__ = [
     "RunFailed",
     "Terminated",
     "explain_config_error",
+    "given_flags",
     "one_line",
     "parse_arguments",
     "run_command_line",
@@ -106,6 +107,16 @@ def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
     if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
         return _read_arguments_file(Path(arguments[0]))
     return arguments
+
+
+def given_flags(argv: Sequence[str] | None = None) -> set[str]:
+    """The flags that a command line gives, under the names of their fields; what is left out has its default.
+
+    Args:
+        argv: As for `parse_arguments`, which has accepted it.
+    """
+    flags = (argument.partition("=")[0] for argument in read_arguments(argv) if argument.startswith("--"))
+    return {flag[2:].replace("-", "_") for flag in flags}
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

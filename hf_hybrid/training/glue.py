@@ -39,7 +39,7 @@ from hf_hybrid.metrics import load_metric
 from hf_hybrid.metrics.glue import GLUE_SCORES
 from hf_hybrid.training.adapters import attach_adapter, uses_adapter
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
-from hf_hybrid.training.command_line import parse_arguments
+from hf_hybrid.training.command_line import given_flags, parse_arguments
 from hf_hybrid.training.common import (
     asked_splits,
     check_best_metric,
@@ -55,6 +55,8 @@ from hf_hybrid.training.common import (
     used_splits,
 )
 from hf_hybrid.training.data_arguments import PREFIXES, GlueArguments, check_split_sources
+from hf_hybrid.training.learning_rates import fit_learning_rate
+from hf_hybrid.training.logging_steps import fit_logging_steps
 from hf_hybrid.training.model_loading import (
     check_tokenizer_source,
     fit_positions,
@@ -114,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     config = load_config(model_args, AutoModelForSequenceClassification, preset=data_args.default_preset)
     outputs = _outputs_without_training(data_args, training_args)
     resume_from = prepare_run(training_args, model_args, outputs=outputs)
+    given = given_flags(argv)
+    fit_learning_rate(training_args, model_args, data_args, config, given)
     resized_positions = fit_positions(
         config,
         AutoModelForSequenceClassification,
@@ -169,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     metrics: dict[str, float] = {}
     evaluated: dict[str, Any] = {}
     if training_args.do_train:
+        fit_logging_steps(trainer, resume_from, given)
         metrics |= train(trainer, resume_from)
     if training_args.do_eval:
         results: dict[str, float] = {}

@@ -2,6 +2,7 @@ import gzip
 import json
 import math
 import random
+import shutil
 import types
 from collections import Counter
 
@@ -18,6 +19,7 @@ from hf_hybrid import SpadeConfig, SpadeForConditionalGeneration
 from hf_hybrid.training import clm, common
 from hf_hybrid.training.config_overrides import parse_config_overrides
 from hf_hybrid.training.data_arguments import ClmArguments
+from hf_hybrid.training.learning_rates import recorded_rate
 from hf_hybrid.training.report import clean
 from tests.training.conftest import MODELS
 from tests.training.pages import read_page
@@ -370,7 +372,7 @@ def test_a_stream_is_trained_on_and_validated_on_its_first_rows_of_every_hundred
     assert "train_samples" not in metrics
 
 
-def test_without_data_a_small_run_on_documentation(command, monkeypatch, caplog):
+def test_without_data_a_small_run_on_documentation(command, tmp_path, monkeypatch, caplog):
     asked = []
     rows = datasets.Dataset.from_dict({"text": _texts(40), "source": ["a"] * 40})
 
@@ -380,13 +382,32 @@ def test_without_data_a_small_run_on_documentation(command, monkeypatch, caplog)
 
     monkeypatch.setattr(common, "load_raw_datasets", load)
     monkeypatch.setattr(ClmArguments, "small_run", {"block_size": 16, "max_train_samples": 8, "max_eval_samples": 4})
-    argv = command("spade", [], "--do_train", "--do_eval", "--max_steps", "1")
+    argv = command("spade", [], "--do_train", "--do_eval", "--max_steps", "1", "--lr_scheduler_type", "constant")
     position = argv.index("--block_size")
+    argv = argv[:position] + argv[position + 2 :]
     with caplog.at_level("INFO"):
-        metrics = clm.main(argv[:position] + argv[position + 2 :])
+        metrics = clm.main(argv)
     assert asked == ["embedded:text"]
     assert "embedded:text" in caplog.text
     assert (metrics["train_samples"], metrics["eval_samples"], metrics["eval_tokens"]) == (8, 4, 60)
+    rate = recorded_rate(AutoConfig.from_pretrained(tmp_path / "out"))
+    assert [record.message for record in caplog.records if "learning_rate" in record.message] == [
+        f"--learning_rate is {rate.value:g}, at which a new spade model of about this size learns (recorded for "
+        f"{rate.size})."
+    ]
+    clm.main([*argv, "--max_steps", "2", "--resume_from_checkpoint", "auto"])
+    history = _read(tmp_path / "out" / "trainer_state.json")["log_history"]
+    assert [entry["learning_rate"] for entry in history if "loss" in entry] == [rate.value, rate.value]
+
+
+def test_a_new_model_at_the_rate_of_fine_tuning_is_warned_of_once(command, tmp_path, caplog):
+    clm.main(command("spade", ["train"], "--do_train", "--max_steps", "1"))
+    assert caplog.text.count("transformers' rate for fine-tuning: a new spade model") == 1
+    caplog.clear()
+    argv = command("spade", ["train"], "--do_train", "--max_steps", "1", "--overwrite_output_dir")
+    shutil.copytree(tmp_path / "out", tmp_path / "model")
+    clm.main(_from_checkpoint(argv, tmp_path / "model"))
+    assert "fine-tuning" not in caplog.text
 
 
 # ---- the model ----

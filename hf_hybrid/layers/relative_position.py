@@ -50,7 +50,12 @@ class RelativePositionBias(nn.Embedding):
         num_buckets: Rows of the table.
         max_distance: Distance in tokens from which on everything shares the last bucket.
         bidirectional: Whether later keys have buckets of their own.
+
+    Attributes:
+        init_scale: Factor on what a model lets the biases start from; for scores that are multiplied afterwards.
     """
+
+    init_scale = 1.0
 
     def __init__(self, num_heads: int, *, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True):
         super().__init__(num_buckets, num_heads)

@@ -145,13 +145,16 @@ def init_shared(module: nn.Module, config: PreTrainedConfig):
     """Initialise what transformers does not know of the modules that architectures with local attention share."""
     if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
         module.reset_parameters()
-    elif isinstance(module, RelativePositionBias) and config.relative_attention_init == "recency":
-        init.copy_(module.weight, module.recency_biases())
-    elif isinstance(module, nn.Linear) and hasattr(module, "init_scale"):
+    elif isinstance(module, RelativePositionBias):
+        if config.relative_attention_init == "recency":
+            init.copy_(module.weight, module.recency_biases() * module.init_scale)
+        else:
+            init.normal_(module.weight, std=config.initializer_range * module.init_scale)
+    elif isinstance(module, nn.Linear) and hasattr(module, "init_std"):
         # said by the projection itself: transformers calls this for no module without tensors of its own
-        init.normal_(module.weight, std=config.initializer_range * module.init_scale)
+        init.normal_(module.weight, std=module.init_std)
     elif isinstance(module, LocalAttention) and module.score_scale is not None:
-        init.ones_(module.score_scale)
+        init.constant_(module.score_scale, float(config.score_scale_init))
 
 
 def make_bias_table(config: PreTrainedConfig) -> RelativePositionBias:
@@ -168,7 +171,7 @@ class LocalAttention(nn.Module):
     """Softmax attention to a neighbourhood, on queries, keys and values that a subclass projects.
 
     With `qk_norm`, queries and keys are divided by their lengths and scores multiplied by a number per head:
-    (q/|q| · k/|k| + bias) |g|, where |x| is sqrt(x·x + 1e-6) and g starts as 1.
+    (q/|q| · k/|k| + bias) |g|, where |x| is sqrt(x·x + 1e-6) and g starts as `config.score_scale_init`.
 
     Args:
         config: The stack's config.
@@ -191,7 +194,9 @@ class LocalAttention(nn.Module):
         self.include_self = include_self
         self.is_causal = config.is_decoder
         self.scaling = config.head_dim**-0.5 if config.scale_attention and not qk_norm else 1.0
-        self.score_scale = nn.Parameter(torch.ones(config.num_attention_heads)) if qk_norm else None
+        self.score_scale = None
+        if qk_norm:
+            self.score_scale = nn.Parameter(torch.full((config.num_attention_heads,), float(config.score_scale_init)))
 
     @property
     def dropout(self) -> float:
@@ -389,9 +394,12 @@ class LocalSelfAttention(LocalAttention):
         self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
-        if not config.scale_attention and self.score_scale is None:
-            self.q_proj.init_scale = config.head_dim**-0.5  # scores start at the size scaled ones would have
+        if self.score_scale is None:
+            # scores begin with a standard deviation of K^-1/2, so that at first the bias decides what is attended to
+            self.q_proj.init_std = config.initializer_range / (self.scaling * config.head_dim)
         self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
+        if has_bias_table and self.score_scale is not None:
+            self.relative_attention_bias.init_scale = 1 / config.score_scale_init  # of which scores are a multiple
 
     def forward(
         self,

@@ -617,21 +617,27 @@ def test_weights_start_as_documented():
     for tensor, std in (
         (model.model.embed_tokens.weight, 1.0),
         (model.lm_head.weight, 1.0),
-        (model.model.layers[0].attention.q_proj.weight, 1 / 16),
+        (model.model.layers[0].attention.k_proj.weight, 1 / 16),
         (context.k_proj.weight, 1 / 16),
         (context.initial_states, 0.1),
         (context.state_embedding, 0.1),
     ):
         assert 0.7 * std < tensor.std() < 1.3 * std
-    assert (context.score_scale == 1).all()
+    assert (context.score_scale == 8).all()  # heads of width 64
+    assert (model.model.layers[0].attention.score_scale == 8).all()
     # ALiBi's slopes of 4 heads times the buckets' nearest distances: 16 of one token each, then ever wider ones
     table = model.model.layers[0].attention.relative_attention_bias.weight
+    table = 8 * table  # by which it is multiplied, as all scores
     assert table[[0, 1, 15, 16]].tolist() == [[-d * 4.0**-h for h in (1, 2, 3, 4)] for d in (0, 1, 15, 16)]
     assert (table[16:-1] > table[17:]).all()
     assert -128 < 4 * table[-1, 0] < -100
-    config = BstConfig.from_preset("tiny", vocab_size=1000, relative_attention_init="normal", initializer_range=0.02)
-    table = BstForCausalLM(config).model.layers[0].attention.relative_attention_bias.weight
-    assert 0.014 < table.std() < 0.026
+    for scale in (None, 1):
+        config = BstConfig.from_preset(
+            "tiny", vocab_size=1000, relative_attention_init="normal", initializer_range=0.02, score_scale_init=scale
+        )
+        attention = BstForCausalLM(config).model.layers[0].attention
+        assert (attention.score_scale == (scale or 8)).all()
+        assert 0.014 < attention.score_scale[0] * attention.relative_attention_bias.weight.std() < 0.026
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "first"])

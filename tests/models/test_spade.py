@@ -302,9 +302,9 @@ def test_state_space_model_keeps_its_precision():
     assert first_mixer(model).aggregate.weight.dtype == torch.bfloat16
 
 
-def test_relative_biases_may_begin_with_what_is_near():
+def test_relative_biases_begin_with_what_is_near():
     """ALiBi's slopes, 2^-4 and 2^-8 for two heads, the same in both directions; see `test_bst` for one direction."""
-    model = encoder(num_attention_heads=2, share_relative_bias=True, relative_attention_init="recency")
+    model = encoder(num_attention_heads=2, share_relative_bias=True)
     table = model.encoder.relative_attention_bias
     offsets = torch.arange(-8, 9)
     expected = -offsets.abs() * torch.tensor([[2.0**-4], [2.0**-8]])
@@ -319,7 +319,7 @@ OPTIONS = [
     {"norm_position": "pre", "final_norm": False},
     {"embedding_norm": False},
     {"norm_type": "rms_norm"},
-    {"relative_attention_init": "recency"},
+    {"relative_attention_init": "normal"},
     {"feed_forward_bias": False, "gated_feed_forward": True, "hidden_act": "gelu_new"},
     {"scale_attention": False, "attention_bias": True},
     {"attention_type": "chunk"},
@@ -371,12 +371,27 @@ def test_there_is_one_embedding_and_the_head_may_be_tied_to_it():
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_unscaled_scores_start_at_the_size_of_scaled_ones(scale):
+def test_scores_begin_small_whether_scaled_or_not(scale):
+    """Self-attention's with a standard deviation of K^-1/2, so that biases decide at first; cross-attention's of one."""
     model = tiny_model("spade", "AutoModel", scale_attention=scale, head_dim=64, initializer_range=0.02)
-    queries = [weight for name, weight in model.named_parameters() if "q_proj" in name]
+    queries = {name: weight for name, weight in model.named_parameters() if "q_proj" in name}
     assert len(queries) == 2 + 2 * 2
-    for weight in queries:
-        assert weight.std().item() == pytest.approx(0.02 if scale else 0.02 / 8, rel=0.1)
+    for name, weight in queries.items():
+        expected = 0.02 * (1 if scale else 1 / 8) * (1 if "cross" in name else 1 / 8)
+        assert weight.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_starting_values_follow_from_the_width():
+    """Embeddings and what is added to them begin with one size; W, behind two norms, as torch draws it."""
+    for given, std in ((None, 1 / 8), (0.01, 0.01)):
+        model = encoder(hidden_size=64, initializer_range=given, norm_position="pre")
+        assert (model.config.initializer_range, model.config.scale_embeddings) == (std, True)
+        embedded = model.get_input_embeddings()(torch.arange(64))
+        assert embedded.std().item() == pytest.approx(8 * std, rel=0.05)
+        assert model.encoder.layers[0].feed_forward.up_proj.weight.std().item() == pytest.approx(std, rel=0.05)
+        plain = nn.Linear(128, 64).weight.std().item()
+        assert first_mixer(model).aggregate.weight.std().item() == pytest.approx(plain, rel=0.05)
+    assert not tiny_config("spade").scale_embeddings  # a norm follows them
 
 
 def test_decoder_layers_share_a_bias_table_unless_told_otherwise():

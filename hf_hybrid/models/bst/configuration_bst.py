@@ -91,6 +91,9 @@ class BstConfig(PreTrainedConfig):
         window: W: tokens that self-attention reaches, and distance at which context states are renewed.
         include_self: Whether the W tokens end with the query's own; without, they are the W before it.
         qk_norm: Whether queries and keys are normalised and each head's scores multiplied by a trained number.
+        score_scale_init: Initial value of that number; ``head_dim ** 0.5`` when None, with which the scores of random
+            vectors begin as large as without the norm (the published code's 1 leaves attention all but even, and
+            AdamW raises it slowly). The biases, which it multiplies too, begin that much smaller.
         scale_attention: Whether scores are multiplied by ``head_dim ** -0.5`` otherwise.
         relative_attention_num_buckets: Buckets of the relative position bias, of which every layer has a table.
         relative_attention_max_distance: Distance from which on all positions share a bucket.
@@ -168,6 +171,7 @@ class BstConfig(PreTrainedConfig):
     window: int = 512
     include_self: bool = True
     qk_norm: bool = True
+    score_scale_init: float | int | None = None
     scale_attention: bool = True
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
@@ -231,6 +235,7 @@ class BstConfig(PreTrainedConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         for field, default in {
+            "score_scale_init": self.head_dim**0.5 if self.head_dim and self.head_dim > 0 else None,
             "bst_layers": [layer for layer in PAPER_LAYERS if layer < self.num_hidden_layers],
             "context_shift": "window" if self.context_type == "multi_filter" else "none",
             "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
@@ -252,7 +257,7 @@ class BstConfig(PreTrainedConfig):
         check_positive_numbers(
             self,
             (
-                *("layer_norm_eps", "initializer_range", "embedding_initializer_range"),
+                *("layer_norm_eps", "initializer_range", "embedding_initializer_range", "score_scale_init"),
                 *("dt_min", "dt_max", "filter_sine_frequency"),
             ),
         )

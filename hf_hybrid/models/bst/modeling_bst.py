@@ -565,7 +565,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
         if config.adaptive_cutoffs is not None:
             self._tied_weights_keys = None  # a tied softmax has no tables of its own
         elif config.scale_decoder_outputs:  # as large as the table it would be tied to
-            self.lm_head.init_scale = config.embedding_initializer_range / config.initializer_range
+            self.lm_head.init_std = config.embedding_initializer_range
         self.post_init()
 
     @property

@@ -202,7 +202,8 @@ class ChelaConfig(PreTrainedConfig):
         dropout: Dropout on embeddings, on the mixer's output Z and on the output of every sub-layer.
         attention_dropout: Dropout on the weights of `attention_fn` `"laplace"`; the others have none.
         activation_dropout: Dropout on the values V and inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that gates and
+            values begin as large as what they are made of, at every width.
         mixer: What makes Z: `"short_long"` (the paper), `"long"` (the long convolution alone), `"s4d"` or `"ema"`
             (Mega's damped moving average).
         training_length: Length L that `short_kernel_sizes` follows from where it is left out; nothing else does.
@@ -273,7 +274,7 @@ class ChelaConfig(PreTrainedConfig):
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     activation_dropout: float | int = 0.0
-    initializer_range: float | int = 0.02
+    initializer_range: float | int | None = None
     mixer: str = "short_long"
     training_length: int = 4096
     short_kernel_rounding: str = "odd"
@@ -339,6 +340,7 @@ class ChelaConfig(PreTrainedConfig):
             "mixer_state_size": 64 if self.mixer == "s4d" else 16,
             "classifier_size": 2 * self.hidden_size,
             "classifier_dropout": self.dropout,
+            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
         }.items():
             if getattr(self, field) is None:
                 setattr(self, field, default)

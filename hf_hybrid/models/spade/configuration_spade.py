@@ -100,7 +100,6 @@ PRESETS = {
         "layer_norm_eps": 1e-5,
         "dropout": 0.3,
         "activation_dropout": 0.1,
-        "scale_embeddings": True,
         "adaptive_cutoffs": [20000, 60000],
         "adaptive_dropout": 0.2,
         "ssm_n_ssm": 1024,
@@ -142,7 +141,8 @@ class SpadeConfig(PreTrainedConfig):
         dropout: Dropout on embeddings and on the output of every sub-layer.
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that what is
+            projected from the hidden states begins as large as they are, at every width.
         attention_type: Self-attention of the encoder or of the language model: `"window"`, `"chunk"`, `"full"`, or
             `"none"` where every layer is global (a state space model alone).
         local_radius: Reach of window attention: keys at most this far from the query are seen, on each side where
@@ -151,8 +151,8 @@ class SpadeConfig(PreTrainedConfig):
         decoder_attention_type: Decoder self-attention of an encoder-decoder, always causal.
         relative_attention_num_buckets: Buckets of the relative position bias.
         relative_attention_max_distance: Distance from which on all positions share a bucket.
-        relative_attention_init: What the biases start from: `"normal"`, small random numbers as in T5, or `"recency"`,
-            a preference for what is near, of another reach in every head, which optimizers take long to find.
+        relative_attention_init: What the biases start from: `"recency"`, a preference for what is near, of another
+            reach in every head, which optimizers take long to find; or `"normal"`, small random numbers as in T5.
         share_relative_bias: Whether all layers of the encoder or language model use one bias table instead of one
             each; when None, only those of a language model do.
         decoder_share_relative_bias: Whether all decoder layers use one (T5) instead of one each (UMT5).
@@ -194,7 +194,8 @@ class SpadeConfig(PreTrainedConfig):
         hyena_short_kernel_size: Taps of the short convolution on Hyena's projections.
         tie_word_embeddings: Whether the language modelling head shares the embedding table, which is one for encoder
             and decoder in any case (T5; without, T5 v1.1).
-        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``.
+        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``, which makes them as large as
+            what the first layer adds to them; when None, exactly without `embedding_norm`.
         adaptive_cutoffs: For a language model, token ids at which the next cluster of an adaptive input embedding and
             adaptive softmax begins (Baevski and Auli 2019), ids being sorted by frequency; an ordinary vocabulary
             when None.
@@ -243,14 +244,14 @@ class SpadeConfig(PreTrainedConfig):
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.1
     activation_dropout: float | int = 0.0
-    initializer_range: float | int = 0.02
+    initializer_range: float | int | None = None
     attention_type: str = "window"
     local_radius: int | None = None
     chunk_size: int | None = None
     decoder_attention_type: str = "full"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
-    relative_attention_init: str = "normal"
+    relative_attention_init: str = "recency"
     share_relative_bias: bool | None = None
     decoder_share_relative_bias: bool = True
     decoder_position: str = "relative"
@@ -279,7 +280,7 @@ class SpadeConfig(PreTrainedConfig):
     hyena_sine_frequency: float | int = 14.0
     hyena_short_kernel_size: int = 3
     tie_word_embeddings: bool = True
-    scale_embeddings: bool = False
+    scale_embeddings: bool | None = None
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0
@@ -334,6 +335,8 @@ class SpadeConfig(PreTrainedConfig):
             self.max_decoder_position_embeddings = 1024
         if self.embedding_norm is None:
             self.embedding_norm = self.norm_position == "post"
+        if self.scale_embeddings is None:
+            self.scale_embeddings = not self.embedding_norm
         if self.final_norm is None:
             self.final_norm = self.norm_position == "pre"
         super().__post_init__(**kwargs)
@@ -354,6 +357,7 @@ class SpadeConfig(PreTrainedConfig):
             "ssm_discretization": discretizations[0],
             "ssm_l_max": 4096 if self.ssm_type == "hyena" else None,
             "classifier_dropout": self.dropout,
+            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
         }.items():
             if getattr(self, field) is None:
                 setattr(self, field, default)

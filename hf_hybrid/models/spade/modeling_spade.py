@@ -80,7 +80,8 @@ class SpadeCrossAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
         if not config.scale_attention:
-            self.q_proj.init_scale = config.head_dim**-0.5  # scores start at the size scaled ones would have
+            # scores start at the size scaled ones would have
+            self.q_proj.init_std = config.initializer_range * config.head_dim**-0.5
 
     def forward(
         self,
@@ -161,9 +162,12 @@ class SpadeTokenMixer(nn.Module):
             self.global_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         if config.combine_mode == "concat":
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
+            # that of nn.Linear itself, as in the published code: both branches are normalised, and what they add
+            # begins smaller than what it is added to
+            self.aggregate.init_std = (6 * config.hidden_size) ** -0.5
         if config.combine_mode == "residual":
             self.global_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-            self.global_proj.init_scale = 0  # the layer starts as its local attention
+            self.global_proj.init_std = 0  # the layer starts as its local attention
 
     def forward(
         self,

@@ -71,7 +71,6 @@ SHORT = Recipe(
         "intermediate_size": 512,
         "local_radius": 16,
         "norm_position": "pre",  # learns faster from scratch than post-norm
-        "initializer_range": 0.08,  # about hidden_size ** -0.5: at this width 0.02 would start with flat attention
         "dropout": 0.05,
         "attention_dropout": 0.0,
     },
@@ -111,7 +110,6 @@ LONG = Recipe(
         "num_attention_heads": 4,
         "intermediate_size": 1024,
         "local_radius": 32,
-        "initializer_range": 0.06,
         "dropout": 0.1,
     },
     flags=SHORT.flags | {"max_source_length": 192, "max_eval_samples": 256, "num_beams": 4},

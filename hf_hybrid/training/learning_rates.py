@@ -41,11 +41,11 @@ class Rate(NamedTuple):
 
 RATES: dict[str, tuple[Rate, ...]] = {
     "bst": (
-        Rate("preset tiny", 256, 2e-3, "measured"),
+        Rate("preset tiny", 256, 2e-3, "not measured at this width"),
         Rate("preset base", 1024, 5e-4, "not measured: 0.05 of Adafactor's 0.01, as for Adam in meliad"),
     ),
     "chela": (
-        Rate("preset tiny", 256, 2e-3, "measured"),
+        Rate("preset tiny", 256, 2e-3, "not measured at this width"),
         Rate("preset wikitext103", 1024, 5e-3, "the paper's table 8"),
         Rate("preset enwik8", 512, 5e-3, "the paper's table 8"),
         Rate("preset listops", 80, 1e-3, "the paper's table 7"),
@@ -57,8 +57,8 @@ RATES: dict[str, tuple[Rate, ...]] = {
         Rate("preset speech", 60, 1e-2, "the paper's table 7"),
     ),
     "spade": (
-        Rate("make demo", 128, 2e-3, "measured"),
-        Rate("preset tiny", 256, 2e-3, "measured"),
+        Rate("make demo", 128, 2e-3, "the demo's recipe, not searched"),
+        Rate("preset tiny", 256, 2e-3, "not measured at this width"),
         Rate("preset small", 512, 6e-4, "not measured: base's by width"),
         Rate("preset base", 768, 4e-4, "the paper's table 8"),
         Rate("preset wikitext103", 1024, 3e-4, "not measured: base's by width; Nesterov's SGD in the paper"),

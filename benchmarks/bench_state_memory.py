@@ -8,8 +8,8 @@ Run it from the repository root::
 A sequence of random tokens of 16 kinds, each a fixed random vector, passes through the layer and a layer norm, as in a
 global layer of SPADE. Ridge regression on the outputs of three quarters of the sequences is asked, on the others,
 
-- `sums`: how often each kind stood among the tokens at some distances (share of the variance explained, R²; 0 is what a
-  constant reaches, and less than 0 the noise of a fit to nothing);
+- `sums`: how often each kind stood among the tokens at some distances (share of the variance explained, R²; 0 is
+  what a constant reaches, and less than 0 the noise of a fit to nothing);
 - `token`: which kind stood at one distance (share that is right; chance is 1/16).
 """
 

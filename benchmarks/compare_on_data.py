@@ -1,243 +1,469 @@
-"""Train several small models on one data set, with several seeds and otherwise equal flags.
+"""Train small models on the same data with otherwise equal flags, each at its best learning rate, with several seeds.
 
-Run it from the repository root, with the folder of the data set (``train`` and ``validation`` files)::
+Run it from the repository root; ``--data`` names the folders in which the data sets lie, each a folder with a
+``train`` and a ``validation`` file::
 
-    python -m benchmarks.compare_on_data benchmarks/experiments/samsum.json --data path/to/samsum \
-        --out benchmarks/results/samsum.csv                                       # the record that is kept
-    python -m benchmarks.compare_on_data --report benchmarks/results/samsum.csv   # its table, as Markdown
+    python -m benchmarks.compare_on_data benchmarks/experiments/novels.json benchmarks/experiments/facts.json \
+        --data path/to/data --jobs 2                                          # in this order
+    python -m benchmarks.compare_on_data --report benchmarks/results/novels.csv   # its tables, as Markdown
 
-An experiment is a JSON file: the ``script`` (``summarization``, ``clm`` or ``glue``), its ``flags`` that all models
-share, ``models``, which have flags of their own, and ``scores``, the metrics to show. The models begin from scratch,
-or where there is a ``start``, one more model with its flags, from what that one has learnt with the first seed. Where
+An experiment is a JSON file: the ``script`` (``summarization``, ``clm`` or ``glue``), its ``data``, the ``flags`` that
+all models share, ``models``, which have flags of their own, ``learning_rates`` to search, shared or a model's own (or
+its ``learning_rate``, which is not searched), and ``scores``, the metrics to keep; ``select`` (``eval_loss``) chooses
+the best rate. The models begin from scratch, or where there is a ``start``, one more model, from what that one has
+learnt with the same seed. ``initial`` of a model edits its starting values (`train_one.edit_initial_values`). Where
 there are ``evaluations``, flags by name, every trained model is evaluated once more with each of them, which gives
 ``scores`` of the form "metric, name".
-Every run is a process of its own with one thread, so that as many as there are cores can run side by side and the
-processor time of a run means the same for all. Beside the models stand rows that need no training: for summaries, the
-first words of each document (as many as the training summaries' median) and training summaries drawn at random; for
-labels, the most frequent one of the training split. What ``--out`` holds already is not trained again.
+
+First every model is trained at each of its learning rates with the first seed, then at its best one with the others.
+Every run is a process of its own with one thread (`train_one`), so that as many as there are cores can run side by
+side and the processor time of a run means the same for all. Each finished run adds a row to ``RESULTS/EXPERIMENT.csv``
+and its losses to ``RESULTS/curves/EXPERIMENT.csv``. All of it can be stopped at any moment, by whatever, and started
+again with the same command: what has a row is not trained again, and a run that was cut off goes on from its last
+checkpoint. A run that fails is named, stops no other, and is tried again by the next start. A row holds a short hash
+of what its model was made by, the ``recipe``; rows of another recipe, or of another version of this package, are
+refused where a model's others would be mixed with them.
+
+Beside the models stand rows that need no training: for summaries, the first words of each document (as many as the
+training summaries' median) and training summaries drawn at random; for labels, the most frequent one of the training
+split.
 """
 
 import argparse
-import importlib
+import hashlib
 import json
-import multiprocessing
+import math
 import os
-import re
-import statistics
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Row, markdown_table, read_csv, stamp, write_csv
+from filelock import FileLock, Timeout
 
-# fmt: off
-COLUMNS = (
-    "date", "cpu", "python", "torch", "transformers", "hf_hybrid", "dataset", "model", "seed",
-    "parameters", "steps", "cpu_minutes",
-)
-# fmt: on
-AUTO_CLASSES = {
-    "summarization": "AutoModelForSeq2SeqLM",
-    "clm": "AutoModelForCausalLM",
-    "glue": "AutoModelForSequenceClassification",
-}
+from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, is_better, read_rows, report
+from benchmarks.record import Row, read_csv, stamp
+from benchmarks.train_one import MODEL, RESULT, RUN, slug
+from benchmarks.without_training import BASELINES
+from hf_hybrid.version import __version__
 
-
-def run(experiment: dict[str, Any], data: Path, seeds: Sequence[int], jobs: int, folder: Path, out: Path) -> None:
-    """Train every model with every seed that the CSV lacks, rewriting it after each run."""
-    script, scores = experiment["script"], tuple(experiment["scores"])
-    files = {split: _data_file(data, split) for split in ("train", "validation")}
-    common = stamp() | {"dataset": data.name}
-    rows = read_csv(out) if out.exists() else []
-    if not rows and script in BASELINES:
-        baselines = BASELINES[script](files)
-        rows = [{**common, "model": name, "seed": "", **_shown(result, scores)} for name, result in baselines.items()]
-    done = {(row["model"], row["seed"]) for row in rows}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-
-        def train(runs: Sequence[tuple[str, int, dict[str, Any]]]) -> None:
-            runs = [run for run in runs if (run[0], str(run[1])) not in done]
-            folders = [folder / f"{_slug(name)}-{seed}" for name, seed, _ in runs]
-            flags = [
-                _flags(experiment["flags"] | own, files, seed, output_dir)
-                for output_dir, (_, seed, own) in zip(folders, runs, strict=True)
-            ]
-            evaluations = [experiment.get("evaluations", {})] * len(runs)
-            results = pool.map(_train, [script] * len(runs), flags, evaluations)
-            for (name, seed, _), result in zip(runs, results, strict=True):
-                rows.append({**common, "model": name, "seed": str(seed), **_shown(result, scores)})
-                write_csv(out, (*COLUMNS, *scores), rows)
-
-        start = {}
-        for name, flags in experiment.get("start", {}).items():
-            train([(name, seeds[0], flags)])
-            start["model_name_or_path"] = folder / f"{_slug(name)}-{seeds[0]}"
-        train([(name, seed, start | flags) for seed in seeds for name, flags in experiment["models"].items()])
+RESULTS = Path("benchmarks/results")
+SAVE_EVERY = 150.0
+_KEYS = {"script", "data", "flags", "models", "start", "learning_rates", "scores", "select", "evaluations"}
+_OWN_KEYS = {"learning_rates", "learning_rate", "initial"}
+_WITHOUT_EFFECT = {"eval_steps", "logging_steps", "per_device_eval_batch_size"}
+"""Flags that change neither a model nor its scores, and so make no other recipe."""
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^\w]+", "-", name)
+# ---- what is to be done ----
 
 
-def _data_file(data: Path, split: str) -> Path:
+@dataclass(frozen=True)
+class Run:
+    """One model with one seed at one learning rate; ``parent`` is the run whose model it starts from."""
+
+    experiment: str
+    model: str
+    seed: int
+    rate: str
+    recipe: str
+    parent: "Run | None" = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells its row from the others of its file."""
+        return self.model, str(self.seed), self.rate
+
+    @property
+    def folder(self) -> Path:
+        """Where it works; what another recipe left is not gone on with."""
+        return Path(self.experiment, f"{slug(self.model)}-{self.recipe}-{self.seed}-{self.rate}")
+
+    def __str__(self) -> str:
+        return f"{self.experiment}: {self.model}, seed {self.seed}, learning rate {self.rate}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment file and where its data and its results are."""
+
+    name: str
+    spec: Mapping[str, Any]
+    files: Mapping[str, Path]
+    table: Path
+
+    @property
+    def scores(self) -> list[str]:
+        """Its scores, the one that chooses the learning rate first."""
+        select = self.spec.get("select", "eval_loss")
+        return [select, *(score for score in self.spec["scores"] if score != select)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those of its table."""
+        return (*COLUMNS, *self.scores)
+
+    @property
+    def curves(self) -> Path:
+        """The file of its losses."""
+        return self.table.parent / "curves" / self.table.name
+
+    @property
+    def start(self) -> str | None:
+        """The model that the others start from."""
+        return next(iter(self.spec.get("start", {})), None)
+
+    @property
+    def models(self) -> list[str]:
+        """All models, that one first."""
+        return [*self.spec.get("start", {}), *self.spec["models"]]
+
+    def _own(self, model: str) -> Mapping[str, Any]:
+        return self.spec["start"][model] if model == self.start else self.spec["models"][model]
+
+    def rates(self, model: str) -> list[str]:
+        """A model's learning rates; a single one is not searched."""
+        own = self._own(model)
+        single = [own["learning_rate"]] if "learning_rate" in own else None
+        return [f"{rate:g}" for rate in single or own.get("learning_rates") or self.spec["learning_rates"]]
+
+    def flags(self, model: str) -> dict[str, Any]:
+        """A model's flags, but for the learning rate, the seed and files."""
+        flags = dict(self.spec["flags"])
+        for name, value in self._own(model).items():
+            if name not in _OWN_KEYS:
+                flags[name] = {**flags.get(name, {}), **value} if isinstance(value, dict) else value
+        return flags
+
+    def initial(self, model: str) -> dict[str, dict[str, float]]:
+        """Edits of a model's starting values."""
+        return self._own(model).get("initial", {})
+
+    def recipe(self, model: str, parent: Run | None) -> str:
+        """A hash of all that makes a model, but for the seed and the learning rate."""
+        flags = {name: value for name, value in self.flags(model).items() if name not in _WITHOUT_EFFECT}
+        made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
+        made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]
+        return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
+
+    def rows(self) -> list[Row]:
+        """What is there already."""
+        return read_rows(self.table, self.columns)
+
+
+def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experiment:
+    """Read an experiment file.
+
+    Raises:
+        ValueError: It has an unknown key, lacks one, or its data are not there.
+    """
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    needed = {"script", "data", "flags", "models", "scores"}
+    if (unknown := spec.keys() - _KEYS) or (missing := needed - spec.keys()):
+        wrong = f"has {', '.join(sorted(unknown))}" if unknown else f"lacks {', '.join(sorted(missing))}"
+        raise ValueError(f"{path} must have the keys {', '.join(sorted(needed))}, and may have others; it {wrong}")
+    if len(spec.get("start", {})) > 1:
+        raise ValueError(f"{path}: start must be one model; got {', '.join(spec['start'])}")
+    if (folder := next((root / spec["data"] for root in data if (root / spec["data"]).is_dir()), None)) is None:
+        raise ValueError(
+            f"{path}: --data must name a folder with {spec['data']} in it; got {', '.join(map(str, data))}"
+        )
+    files = {split: _data_file(folder, split) for split in ("train", "validation")}
+    experiment = Experiment(path.stem, spec, files, results / f"{path.stem}.csv")
+    is_better(experiment.scores[0])
+    for model in experiment.models:
+        if "max_steps" not in experiment.flags(model) or not experiment.rates(model):
+            raise ValueError(f"{path}: model {model!r} must have max_steps and learning rates")
+    return experiment
+
+
+def _data_file(folder: Path, split: str) -> Path:
     pattern = "valid*.*" if split == "validation" else f"{split}.*"
-    found = sorted(path for path in data.glob(pattern) if "heldout" not in path.name)
+    found = sorted(path for path in folder.glob(pattern) if "heldout" not in path.name)
     if len(found) != 1:
-        raise ValueError(f"--data {data} must hold one file named {pattern}; got {[path.name for path in found]}")
+        raise ValueError(f"{folder} must hold one file named {pattern}; got {[path.name for path in found]}")
     return found[0]
 
 
-def _flags(flags: dict[str, Any], files: dict[str, Path], seed: int, folder: Path) -> dict[str, Any]:
-    return {
-        **flags,
-        **{f"{split}_file": path for split, path in files.items()},
-        "do_train": True,
-        "do_eval": True,
-        "use_cpu": True,
-        "seed": seed,
-        "disable_tqdm": True,
-        "output_dir": folder,
-    }
+def plan(
+    experiment: Experiment, rows: Sequence[Row], seeds: Sequence[int], is_kept: Callable[[Run], bool]
+) -> list[Run]:
+    """Which runs an experiment still needs and could begin now, in the order of work.
+
+    First the model that all start from, then the searches of the others, then their further seeds. A model's further
+    seeds are known once its search is done; a run can begin once the one that it starts from is done.
+
+    Args:
+        experiment: The experiment.
+        rows: What is done.
+        seeds: The seeds; the searches take the first.
+        is_kept: Whether a run's model lies on the disk.
+
+    Raises:
+        ValueError: A row of one of its models was made by another recipe, or by another version of this package.
+    """
+    done = {(row["model"], row["seed"], row["learning_rate"]): row for row in rows}
+    parents: dict[int, Run] = {}
+    before, searches, repeats = [], [], []
+    for model in experiment.models:
+        is_start = model == experiment.start
+        if not is_start and experiment.start is not None and not parents:
+            break  # its own search comes first
+        recipe = experiment.recipe(model, parents.get(seeds[0]))
+        _check_recipe(experiment, rows, model, recipe)
+        search = [
+            Run(experiment.name, model, seeds[0], rate, recipe, parents.get(seeds[0]))
+            for rate in experiment.rates(model)
+        ]
+        more: list[Run] = []
+        if all(run.key in done for run in search):
+            rate = best_rate(rows, model, experiment.scores[0])
+            if rate is not None:
+                more = [Run(experiment.name, model, seed, rate, recipe, parents.get(seed)) for seed in seeds]
+        search, repeat = ([run for run in runs if run.key not in done] for runs in (search, more))
+        if search or repeat:
+            _check_version(experiment, rows, model)
+        if is_start:
+            parents = {run.seed: run for run in more}
+            before = [*search, *repeat]
+        else:
+            searches += search
+            repeats += repeat
+    todo = [*searches, *repeats]
+    lost = [run.parent for run in todo if run.parent and run.parent.key in done and not is_kept(run.parent)]
+    ready = [run for run in todo if run.parent is None or (run.parent.key in done and is_kept(run.parent))]
+    return list(dict.fromkeys([*before, *lost, *ready]))
 
 
-def _train(script: str, flags: dict[str, Any], evaluations: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Train in this process with one thread; its processor time includes start-up, evaluation and generation."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-
-    def call(flags: dict[str, Any]) -> dict[str, float]:
-        arguments = {k: json.dumps(value) if isinstance(value, dict) else value for k, value in flags.items()}
-        return importlib.import_module(f"hf_hybrid.training.{script}").main(
-            [f"--{name}={value}" for name, value in arguments.items()]
+def _check_recipe(experiment: Experiment, rows: Sequence[Row], model: str, recipe: str) -> None:
+    others = [row for row in rows if row["model"] == model and row["recipe"] != recipe]
+    if others:
+        listed = "; ".join(f"seed {row['seed']} at {row['learning_rate']} (recipe {row['recipe']})" for row in others)
+        raise ValueError(
+            f"{experiment.table}: rows of {model!r} were made by another recipe than {recipe}, which is that of "
+            f"{experiment.name} now: {listed}. Delete these rows, or give the model another name"
         )
 
-    metrics, trained = call(flags), flags["output_dir"]
-    minutes = time.process_time() / 60
-    left_out = {"model_type", "config_overrides", "tokenizer_type", "tokenizer_vocab_size", "do_train", "train_file"}
-    again = {name: value for name, value in flags.items() if name not in left_out}
-    for name, more in evaluations.items():
-        place = {"model_name_or_path": trained, "output_dir": Path(trained) / f"evaluation-{_slug(name)}"}
-        metrics |= {f"{metric}, {name}": value for metric, value in call(again | more | place).items()}
-    model = getattr(transformers, AUTO_CLASSES[script]).from_pretrained(trained)
-    return {
-        **metrics,
-        "parameters": model.num_parameters(),
-        "steps": flags["max_steps"],
-        "cpu_minutes": minutes,
-    }
+
+def _check_version(experiment: Experiment, rows: Sequence[Row], model: str) -> None:
+    """What a recipe leaves open are defaults, which versions change."""
+    others = {row["hf_hybrid"] for row in rows if row["model"] == model} - {__version__}
+    if others:
+        raise ValueError(
+            f"{experiment.table}: rows of {model!r} were made by version {', '.join(sorted(others))}, and this is "
+            f"{__version__}. Delete these rows, or go on with that version"
+        )
 
 
-def _summaries_without_training(files: dict[str, Path]) -> dict[str, dict[str, float]]:
-    from hf_hybrid.data.columns import summarization_columns
-    from hf_hybrid.data.loading import load_raw_datasets
-    from hf_hybrid.data.preprocessing import plain_baselines
-    from hf_hybrid.training.summarization import rouge_scores
-
-    splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
-    text, summary = summarization_columns(splits, dataset_name=None)
-    pool, references = list(splits["train"][summary]), list(splits["validation"][summary])
-    texts = plain_baselines(list(splits["validation"][text]), pool)
-    return {
-        name: {f"eval_{score}": value for score, value in rouge_scores(predictions, references).items()}
-        for name, predictions in texts.items()
-    }
+# ---- doing it ----
 
 
-def _most_frequent_label(files: dict[str, Path]) -> dict[str, dict[str, float]]:
-    from hf_hybrid.data.loading import load_raw_datasets
-    from hf_hybrid.metrics import load_metric
+class Queue:
+    """Works through experiments with several runs side by side.
 
-    splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
-    labels = {split: list(splits[split]["label"]) for split in files}
-    most = statistics.mode(labels["train"])
-    score = load_metric("accuracy").compute(
-        predictions=[most] * len(labels["validation"]), references=labels["validation"]
-    )
-    return {"most frequent label": {f"eval_{name}": value for name, value in score.items()}}
+    Args:
+        experiments: The experiments, in order. Where one has nothing more to begin, the next one does.
+        seeds: The seeds.
+        folder: Where the runs work.
+        save_every: Seconds between their checkpoints.
+        start: Begins a run in its folder and returns the process.
+    """
+
+    def __init__(
+        self,
+        experiments: Sequence[Experiment],
+        seeds: Sequence[int],
+        folder: Path,
+        save_every: float = SAVE_EVERY,
+        start: Callable[[Path], Any] | None = None,
+    ) -> None:
+        self.experiments = {experiment.name: experiment for experiment in experiments}
+        self.seeds, self.folder, self.save_every, self.start = seeds, folder, save_every, start or _start
+        self.running: dict[Run, Any] = {}
+        self.failures: dict[str, str] = {}  # run or experiment -> what failed
+
+    def work(self, jobs: int, pause: float = 0.5) -> None:
+        """Do all that is left; what fails is in ``failures``. When interrupted, the runs save checkpoints and end."""
+        for experiment in self.experiments.values():
+            self._try(experiment.name, _add_baselines, experiment)
+        try:
+            while True:
+                for run, process in list(self.running.items()):
+                    if process.poll() is not None:
+                        del self.running[run]
+                        self._try(str(run), self._finish, run, process)
+                waiting = self._waiting() if len(self.running) < jobs else []
+                if not waiting and not self.running:
+                    return
+                for run in waiting[: jobs - len(self.running)]:
+                    self._try(str(run), self._begin, run)
+                time.sleep(pause)
+        finally:
+            for process in self.running.values():
+                process.stdin.close()
+            for process in self.running.values():
+                process.wait()
+
+    def _try(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Do a step; if it fails, say so and let all others go on: nobody may look for a day."""
+        try:
+            return step(*arguments)
+        except Exception as error:
+            self.failures[name] = str(error)
+            _say(f"FAILED {name}: {error}")
+
+    def _waiting(self) -> list[Run]:
+        """The runs that could begin now, in the order of work."""
+        runs: list[Run] = []
+        for experiment in self.experiments.values():
+            if experiment.name not in self.failures:
+                runs += self._try(experiment.name, self._plan, experiment) or []
+        return [run for run in runs if run not in self.running and str(run) not in self.failures]
+
+    def _plan(self, experiment: Experiment) -> list[Run]:
+        return plan(experiment, experiment.rows(), self.seeds, self._is_kept)
+
+    def _is_kept(self, run: Run) -> bool:
+        return (self.folder / run.folder / RESULT).is_file()
+
+    def _begin(self, run: Run) -> None:
+        experiment, folder = self.experiments[run.experiment], self.folder / run.folder
+        if self._is_kept(run):  # it ended when nobody was there to note it
+            self._record(run)
+            return
+        flags = {
+            **experiment.flags(run.model),
+            **{f"{split}_file": str(path) for split, path in experiment.files.items()},
+            "learning_rate": float(run.rate),
+            "seed": run.seed,
+        }
+        if run.parent is not None:
+            flags["model_name_or_path"] = str(self.folder / run.parent.folder / MODEL)
+        spec = {
+            "script": experiment.spec["script"],
+            "flags": flags,
+            "evaluations": experiment.spec.get("evaluations", {}),
+            "initial": experiment.initial(run.model),
+            "save_every": self.save_every,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN).write_text(json.dumps(spec, indent=1), encoding="utf-8")
+        self.running[run] = self.start(folder)
+        _say(f"begins {run}")
+
+    def _finish(self, run: Run, process: Any) -> None:
+        if process.returncode or not self._is_kept(run):
+            log = self.folder / run.folder / "log"
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+            raise RuntimeError("\n    ".join([f"exit status {process.returncode}; the end of {log}:", *lines[-8:]]))
+        self._record(run)
+
+    def _record(self, run: Run) -> None:
+        """Add a run's row and its curve, and delete what nobody needs any more."""
+        experiment, folder = self.experiments[run.experiment], self.folder / run.folder
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        own = {"model": run.model, "seed": str(run.seed), "learning_rate": run.rate, "recipe": run.recipe}
+        if run.key not in {(row["model"], row["seed"], row["learning_rate"]) for row in experiment.rows()}:
+            values = _shown(result["values"], experiment.scores)
+            row = {**stamp(), "dataset": experiment.spec["data"], **own, "outcome": result["outcome"], **values}
+            # the curve first: nobody looks at one without a row
+            curve = [{name: f"{value:.5g}" for name, value in point.items()} for point in result["curve"]]
+            append_rows(experiment.curves, CURVE_COLUMNS, [own | point for point in curve])
+            append_rows(experiment.table, experiment.columns, [row])
+            score = experiment.scores[0]
+            _say(f"ended {run}: {result['outcome']}, {score} {values.get(score, '')}")
+        if run.model != experiment.start:
+            _delete(folder)
+        elsewhere = [other for other in self.running if other.experiment == experiment.name]
+        if not elsewhere and not self._plan(experiment):
+            _delete(self.folder / experiment.name)
 
 
-BASELINES: dict[str, Callable[[dict[str, Path]], dict[str, dict[str, float]]]] = {
-    "summarization": _summaries_without_training,
-    "glue": _most_frequent_label,
-}
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    with open(folder / "log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.train_one", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,  # Ctrl-C is for the queue, which ends the runs by closing their standard input
+        )
 
 
-def _shown(values: dict[str, float], scores: Sequence[str]) -> Row:
-    digits = {"parameters": 0, "steps": 0, "cpu_minutes": 1, "eval_loss": 4, "eval_bits_per_byte": 4}
-    digits |= dict.fromkeys(("eval_accuracy", "eval_f1", "eval_matthews_correlation"), 3)
-    shown = ("parameters", "steps", "cpu_minutes", *scores)
-    return {
-        name: f"{value:.{digits.get(name.partition(',')[0], 2)}f}" for name, value in values.items() if name in shown
-    }
+def _delete(folder: Path) -> None:
+    (folder / RESULT).unlink(missing_ok=True)  # which says that the rest is whole
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-TITLES = {
-    "eval_loss": "validation loss",
-    "eval_rouge1": "ROUGE-1",
-    "eval_rouge2": "ROUGE-2",
-    "eval_rougeL": "ROUGE-L",
-    "eval_gen_len": "length (tokens)",
-}
+def _say(text: str) -> None:
+    print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
 
-def report(rows: list[Row]) -> str:
-    """Return the table of a run as Markdown: the mean over the seeds, and behind it each seed's value."""
-    first = rows[-1]
-    scores = [name for name in first if name not in COLUMNS]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "transformers", "hf_hybrid"))
-    counts = sorted({row["steps"] for row in rows if row["steps"]})
-    own = ["steps"] if len(counts) > 1 else []
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        runs = [row for row in rows if row["model"] == model]
-        parameters = f"{int(runs[0]['parameters']):,}" if runs[0]["parameters"] else ""
-        columns = (_mean(runs, name) for name in ("cpu_minutes", *scores))
-        lines.append([model, parameters, *(runs[0][name] for name in own), *columns])
-    names = [TITLES.get(name, name.removeprefix("eval_").replace("_", " ")) for name in scores]
-    steps = "" if own else f"{counts[0]} steps, "
-    seeds = ", ".join(dict.fromkeys(row["seed"] for row in rows if row["seed"]))
-    return (
-        f"{first['date']}, {first['cpu']}, one thread; {versions}. {first['dataset']}, {steps}seeds {seeds}"
-        f"{': the mean, and each value' if ',' in seeds else ''}.\n\n"
-        + markdown_table(["model", "parameters", *own, "CPU minutes", *names], lines)
-    )
+def _shown(values: Mapping[str, float], scores: Sequence[str]) -> dict[str, str]:
+    formats = {"parameters": "d", "steps": "d", "cpu_minutes": ".2f"} | dict.fromkeys(scores, ".6g")
+    found = {name: values[name] for name in formats if name in values}
+    return {name: "" if math.isnan(value) else format(value, formats[name]) for name, value in found.items()}
 
 
-def _mean(runs: list[Row], name: str) -> str:
-    values = [row[name] for row in runs if row[name]]
-    if len(values) < 2:
-        return "".join(values)
-    digits = len(values[0].partition(".")[2])
-    return f"{statistics.fmean(map(float, values)):.{digits}f} ({', '.join(values)})"
+def _add_baselines(experiment: Experiment) -> None:
+    rows, (score, baselines) = experiment.rows(), BASELINES.get(experiment.spec["script"], ("", None))
+    if baselines is None or score not in experiment.scores or any(not row["seed"] for row in rows):
+        return
+    common = {**stamp(), "dataset": experiment.spec["data"], "outcome": "ok"}
+    results = baselines(experiment.files, experiment.spec["flags"].get("max_eval_samples"))
+    rows = [{**common, "model": name, **_shown(values, experiment.scores)} for name, values in results.items()]
+    append_rows(experiment.table, experiment.columns, rows)
+
+
+# ---- the command line ----
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an experiment, or print the table of an earlier run."""
+    """Work through experiments, or print the tables of what is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", type=Path, nargs="?", help="JSON file with flags and models")
-    parser.add_argument("--data", type=Path, help="folder with a train and a validation file")
-    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
-    parser.add_argument("--output_dir", type=Path, help="the models, a new folder (runs/EXPERIMENT)")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="default: OUTPUT_DIR/results.csv")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="train nothing, print the table of this file")
+    parser.add_argument("experiments", type=Path, nargs="*", help="JSON files with flags and models, in order")
+    parser.add_argument("--data", type=Path, nargs="+", default=(), metavar="FOLDER", help="where data sets lie")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches (0 1 2)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side (one for each core)")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs/comparisons"), help="what is in work: %(default)s"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="what is kept: %(default)s")
+    parser.add_argument(
+        "--save_every", type=float, default=SAVE_EVERY, metavar="SECONDS", help="between checkpoints (%(default)s)"
+    )
+    parser.add_argument("--report", type=Path, metavar="CSV", help="train nothing, print the tables of this file")
     arguments = parser.parse_args(argv)
-    table = arguments.report
-    if table is None:
-        if arguments.experiment is None or arguments.data is None:
-            parser.error("give an experiment and --data, or --report")
-        experiment = json.loads(arguments.experiment.read_text(encoding="utf-8"))
-        folder = arguments.output_dir or Path("runs", arguments.experiment.stem)
-        table = arguments.out or folder / "results.csv"
-        run(experiment, arguments.data, arguments.seeds, arguments.jobs, folder, table)
-    print(report(read_csv(table)))
-    return 0
+    if arguments.report is not None:
+        print(report(read_csv(arguments.report)))
+        return 0
+    if not arguments.experiments or not arguments.data:
+        parser.error("give experiments and --data, or --report")
+    experiments = [read_experiment(path, arguments.data, arguments.results) for path in arguments.experiments]
+    queue = Queue(experiments, arguments.seeds, arguments.output_dir, arguments.save_every)
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with FileLock(arguments.output_dir / "lock", timeout=0):
+            queue.work(arguments.jobs)
+    except Timeout:
+        parser.error(f"another queue works in {arguments.output_dir}")
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on")
+        return 130
+    for experiment in experiments:
+        if rows := experiment.rows():
+            print(f"\n{experiment.name}\n\n{report(rows)}")
+    for name in queue.failures:
+        print(f"FAILED {name}", file=sys.stderr)
+    return 1 if queue.failures else 0
 
 
 if __name__ == "__main__":

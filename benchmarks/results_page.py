@@ -1,11 +1,13 @@
-"""Write the measured tables into ``docs/results.md`` from the files in ``benchmarks/results``.
+"""Write what was measured into the pages of ``docs`` from the files in ``benchmarks/results``.
 
 Run it from the repository root, after a measurement was made anew::
 
     python -m benchmarks.results_page
 
-A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``; what is between them is replaced. A ``.csv`` file
-is one of the modules in `REPORTS`, a ``.json`` file a copy of a demo's ``demo_results.json``.
+A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``. A statement about two models stands within a line
+between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->``; inside a table of the page it
+takes ``;`` in place of ``|``. What is between them is replaced. A ``.csv`` file is one of the modules in `REPORTS`, a
+``.json`` file a copy of a demo's ``demo_results.json``.
 """
 
 import json
@@ -14,21 +16,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_chela, bench_cross_attention, bench_language_models, bench_models, compare_on_data
+from benchmarks import (
+    bench_chela,
+    bench_cross_attention,
+    bench_language_models,
+    bench_models,
+    bench_state_memory,
+    comparison,
+    earlier_comparisons,
+)
 from benchmarks.record import read_csv
 from hf_hybrid.training.demo import scores_and_checks
 
-PAGE = Path("docs/results.md")
+DOCS = Path("docs")
 RESULTS = Path("benchmarks/results")
-# a column that only this module's files have -> the module
+# a column that no earlier module's files have -> the module
 REPORTS = {
-    "seed": compare_on_data,
+    "recipe": comparison,
+    "dataset": earlier_comparisons,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
     "way": bench_chela,
+    "start": bench_state_memory,
     "precision": bench_models,
 }
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+_STATEMENT = re.compile(r"(?P<begin><!-- compare: (?P<asked>.*?) -->).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def tables(path: Path) -> str:
@@ -36,8 +49,13 @@ def tables(path: Path) -> str:
     if path.suffix == ".json":
         return _demo_table(json.loads(path.read_text(encoding="utf-8")))
     rows = read_csv(path)
-    (report,) = (module.report for column, module in REPORTS.items() if column in rows[0])
-    return report(rows)
+    return next(module.report for column, module in REPORTS.items() if column in rows[0])(rows)
+
+
+def statement(asked: str) -> str:
+    """Return which of two models is ahead, for what stands behind ``compare:``."""
+    file, *names = re.split(r"\s*[|;]\s*", asked)
+    return comparison.compare(read_csv(RESULTS / file), *names)
 
 
 def _demo_table(results: dict[str, Any]) -> str:
@@ -48,13 +66,17 @@ def _demo_table(results: dict[str, Any]) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return the page with every table made anew."""
-    return _TABLE.sub(lambda match: f"{match['begin']}{tables(RESULTS / match['file'])}\n{match['end']}", page)
+    """Return a page with every table and every statement made anew."""
+    page = _TABLE.sub(lambda match: f"{match['begin']}{tables(RESULTS / match['file'])}\n{match['end']}", page)
+    return _STATEMENT.sub(lambda match: f"{match['begin']}{statement(match['asked'])}{match['end']}", page)
 
 
 def main() -> int:
-    """Rewrite the page."""
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the pages."""
+    for path in DOCS.rglob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        if (new := renewed(page)) != page:
+            path.write_text(new, encoding="utf-8")
     return 0
 
 

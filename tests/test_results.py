@@ -1,18 +1,29 @@
-"""The results page shows what the committed measurements say."""
+"""The pages show what the committed measurements say."""
 
 import os
 import re
 from pathlib import Path
 
-from benchmarks import results_page
+from benchmarks import figures, results_page
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_tables_are_those_of_the_committed_files(monkeypatch):
     monkeypatch.chdir(ROOT)
-    page = results_page.PAGE.read_text(encoding="utf-8")
-    shown = re.findall(r"<!-- table: (\S+) -->", page)
-    # aot/ has pages of its own
+    pages = {path: path.read_text(encoding="utf-8") for path in results_page.DOCS.rglob("*.md")}
+    shown = re.findall(r"<!-- table: (\S+) -->", "\n".join(pages.values()))
+    # curves/ is drawn, and aot/ has pages of its own
     assert sorted(shown) == sorted(entry.name for entry in os.scandir(results_page.RESULTS) if entry.is_file())
-    assert results_page.renewed(page) == page
+    for path, page in pages.items():
+        assert results_page.renewed(page) == page, path
+
+
+def test_the_figures_are_those_of_the_committed_files(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, shown in figures.SHOWN.items():
+        path = figures.FIGURES / f"{name}.svg"
+        if panels := shown():
+            assert path.read_text(encoding="utf-8").endswith(f"<!-- shows {figures.digest(panels)} -->\n"), path
+        else:
+            assert not path.exists()

@@ -372,7 +372,7 @@ def test_there_is_one_embedding_and_the_head_may_be_tied_to_it():
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_scores_begin_small_whether_scaled_or_not(scale):
-    """Self-attention's with a standard deviation of K^-1/2, so that biases decide at first; cross-attention's of one."""
+    """Those of self-attention as K^-1/2, so that biases decide at first, those of cross-attention as 1."""
     model = tiny_model("spade", "AutoModel", scale_attention=scale, head_dim=64, initializer_range=0.02)
     queries = {name: weight for name, weight in model.named_parameters() if "q_proj" in name}
     assert len(queries) == 2 + 2 * 2

@@ -194,8 +194,8 @@ class SpadeConfig(PreTrainedConfig):
         hyena_short_kernel_size: Taps of the short convolution on Hyena's projections.
         tie_word_embeddings: Whether the language modelling head shares the embedding table, which is one for encoder
             and decoder in any case (T5; without, T5 v1.1).
-        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``, which makes them as large as
-            what the first layer adds to them; when None, exactly without `embedding_norm`.
+        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``, which makes them as large
+            as what the first layer adds to them; when None, exactly without `embedding_norm`.
         adaptive_cutoffs: For a language model, token ids at which the next cluster of an adaptive input embedding and
             adaptive softmax begins (Baevski and Auli 2019), ids being sorted by frequency; an ordinary vocabulary
             when None.

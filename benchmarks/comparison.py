@@ -1,0 +1,246 @@
+"""What `compare_on_data` measured: rows, the best learning rate of each model, tables, and one model beside another.
+
+A row is one trained model. The first of a file's scores is the one by which a learning rate is chosen, with the seed
+that the model's first row has; the other seeds are trained at the best of the rates.
+"""
+
+import csv
+import io
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import Row, markdown_table
+
+# fmt: off
+COLUMNS = (
+    "date", "cpu", "python", "torch", "transformers", "hf_hybrid", "dataset", "model", "seed", "learning_rate",
+    "recipe", "outcome", "parameters", "steps", "cpu_minutes",
+)
+# fmt: on
+CURVE_COLUMNS = ("model", "seed", "learning_rate", "recipe", "step", "train_loss", "eval_loss")
+_HIGHER_IS_BETTER = re.compile(r"accuracy|rouge|f1|matthews|pearson|spearman|combined_score")
+_LOWER_IS_BETTER = re.compile(r"loss|perplexity|bits_per_byte|mse")
+_CLEAR = 3.0
+"""Fewer standard errors tell nothing apart: with three seeds each, chance alone gives 2.8 once in twenty."""
+TITLES = {
+    "eval_loss": "validation loss",
+    "eval_rouge1": "ROUGE-1",
+    "eval_rouge2": "ROUGE-2",
+    "eval_rougeL": "ROUGE-L",
+    "eval_gen_len": "length (tokens)",
+}
+_DIGITS = {"loss": 4, "bits": 4, "accuracy": 3, "matthews": 3, "f1": 3}
+
+
+# ---- files that are written a row at a time ----
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
+    """Read a file that may have been cut off while a line was written to it: such a line is left out.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = io.StringIO(text[: text.rfind("\n") + 1])
+    reader = csv.DictReader(lines)
+    if reader.fieldnames is not None and tuple(reader.fieldnames) != tuple(columns):
+        raise ValueError(f"{path} must have the columns {', '.join(columns)}; it has {', '.join(reader.fieldnames)}")
+    return list(reader)
+
+
+def append_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows in one piece, in place of a line that was cut off. What stood there before is not touched."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, columns, lineterminator="\n")
+    with open(path, "a+b") as file:
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
+        if not whole:
+            writer.writeheader()
+        writer.writerows(rows)
+        file.write(lines.getvalue().encode())
+
+
+# ---- the best learning rate ----
+
+
+def is_better(score: str) -> Callable[[float, float], bool]:
+    """How two values of a score are compared.
+
+    Raises:
+        ValueError: It is not known whether more of it is better.
+    """
+    if _HIGHER_IS_BETTER.search(score):
+        return lambda value, other: value > other
+    if _LOWER_IS_BETTER.search(score):
+        return lambda value, other: value < other
+    raise ValueError(f"score {score!r} must be one of which is known whether more of it is better")
+
+
+def score_names(rows: Sequence[Row]) -> list[str]:
+    """The scores of a file, the one that chooses the learning rate first."""
+    return [name for name in rows[0] if name not in COLUMNS]
+
+
+def searched(rows: Sequence[Row], model: str) -> list[Row]:
+    """The rows of a model's learning rates, by rate: those with the seed of its first row."""
+    own = [row for row in rows if row["model"] == model]
+    return sorted((row for row in own if row["seed"] == own[0]["seed"]), key=lambda row: float(row["learning_rate"]))
+
+
+def best_rate(rows: Sequence[Row], model: str, score: str) -> str | None:
+    """The learning rate of the best of the searched rows; None where none of them has a finite score."""
+    better, best = is_better(score), None
+    for row in searched(rows, model):
+        value = _number(row[score])
+        if math.isfinite(value) and (best is None or better(value, _number(best[score]))):
+            best = row
+    return None if best is None else best["learning_rate"]
+
+
+def runs_at_best_rate(rows: Sequence[Row], model: str) -> list[Row]:
+    """A model's rows at its best learning rate, one for each seed, as far as they came to their end.
+
+    Raises:
+        ValueError: They were not all made in the same way.
+    """
+    rate = best_rate(rows, model, score_names(rows)[0])
+    own = [row for row in rows if row["model"] == model and row["outcome"] == "ok"]
+    for column in ("recipe", "parameters", "steps"):
+        if len(found := sorted({row[column] for row in own})) > 1:
+            raise ValueError(f"model {model!r}: its rows must have one value of {column}; got {', '.join(found)}")
+    return list({row["seed"]: row for row in own if row["learning_rate"] == rate}.values())
+
+
+def _number(text: str) -> float:
+    return float(text) if text else math.nan
+
+
+# ---- tables ----
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return a file's tables as Markdown: each model at its best learning rate, and the rates that were searched."""
+    scores, last = score_names(rows), rows[-1]
+    trained = [row for row in rows if row["seed"]]
+    models = list(dict.fromkeys(row["model"] for row in trained))
+    runs = {model: runs_at_best_rate(rows, model) for model in models}
+    most = max(map(len, runs.values()), default=0)
+    steps = sorted({row["steps"] for row in trained if row["steps"]}, key=int)
+    own_steps = ["steps"] if len(steps) > 1 else []
+    dates = sorted({row["date"] for row in rows})
+    seeds = "one seed" if most == 1 else f"{most} seeds: mean ± standard error"
+    caption = (
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {last['cpu']}, one thread; "
+        + ", ".join(f"{name} {last[name]}" for name in ("torch", "transformers", "hf_hybrid"))
+        + f". {last['dataset']}, {'' if own_steps or not steps else f'{steps[0]} steps, '}{seeds}. "
+        "CPU minutes are those of a run's training steps."
+    )
+    header = ["model", "parameters", *own_steps, "learning rate", "CPU minutes", *map(title, scores)]
+    plain = [row for row in rows if not row["seed"]]
+    lines = [
+        [row["model"], "", *("" for _ in own_steps), "", "", *(shown(row[name], name) for name in scores)]
+        for row in plain
+    ]
+    for model in models:
+        lines.append(_line(model, runs[model], scores, most, own_steps))
+    table = markdown_table(header, lines)
+    return "\n\n".join([caption, table, *_searched_rates(rows, models, scores[0])])
+
+
+def _line(model: str, runs: Sequence[Row], scores: Sequence[str], most: int, own_steps: list[str]) -> list[str]:
+    if not runs:
+        return [model, "", *("" for _ in own_steps), "", "", *("diverged" for _ in scores)]
+    first = runs[0]
+    minutes = statistics.fmean(_number(row["cpu_minutes"]) for row in runs)
+    return [
+        model + (f" (n={len(runs)})" if len(runs) < most else ""),
+        f"{int(first['parameters']):,}",
+        *(first[name] for name in own_steps),
+        first["learning_rate"],
+        "" if math.isnan(minutes) else f"{minutes:.1f}",
+        *(mean_and_error([_number(row[name]) for row in runs], name) for name in scores),
+    ]
+
+
+def _searched_rates(rows: Sequence[Row], models: Sequence[str], score: str) -> list[str]:
+    found = {model: {row["learning_rate"]: row for row in searched(rows, model)} for model in models}
+    found = {model: of for model, of in found.items() if len(of) > 1}
+    if not found:
+        return []
+    rates = sorted({rate for of in found.values() for rate in of}, key=float)
+    lines = []
+    for model, of in found.items():
+        best = best_rate(rows, model, score)
+        cells = []
+        for rate in rates:
+            row = of.get(rate)
+            text = "" if row is None else shown(row[score], score) if row["outcome"] == "ok" else row["outcome"]
+            cells.append(f"**{text}**" if rate == best else text)
+        lines.append([model, *cells])
+    seed = next(iter(next(iter(found.values())).values()))["seed"]
+    caption = f"The searched learning rates: {title(score)} with seed {seed}, the best in bold."
+    return [caption, markdown_table(["model", *rates], lines)]
+
+
+def title(score: str) -> str:
+    """What a score is called in tables."""
+    return TITLES.get(score, score.removeprefix("eval_").replace("_", " "))
+
+
+def shown(value: str, score: str) -> str:
+    """One value of a score."""
+    return f"{_number(value):.{_digits(score)}f}" if value else ""
+
+
+def mean_and_error(values: Sequence[float], score: str) -> str:
+    """The mean of some runs, and its standard error where there are several."""
+    mean, error = _mean(values)
+    digits = _digits(score)
+    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if len(values) > 1 else "")
+
+
+def _digits(score: str) -> int:
+    return next((digits for part, digits in _DIGITS.items() if part in score), 2)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error; the error of a single value is not known."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+# ---- one model beside another ----
+
+
+def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
+    """Say which of two models is ahead, by how much, and whether that is more than their seeds differ.
+
+    Raises:
+        ValueError: There is no such model or score.
+    """
+    known = {"model": {row["model"] for row in rows}, "score": set(score_names(rows))}
+    for kind, name in (("model", first), ("model", second), ("score", score)):
+        if name not in known[kind]:
+            raise ValueError(f"{kind} {name!r} must be one of {', '.join(sorted(known[kind]))}")
+    values = [[_number(row[score]) for row in runs_at_best_rate(rows, model)] for model in (first, second)]
+    if not all(values):
+        return f"{first} and {second} cannot be compared: one of them diverged"
+    (mean, error), (other, other_error) = map(_mean, values)
+    ahead, behind = (first, second) if is_better(score)(mean, other) else (second, first)
+    digits, difference = _digits(score), abs(mean - other)
+    if math.isnan(error + other_error):
+        return f"{ahead} is ahead of {behind} by {difference:.{digits}f} (too few seeds to say how surely)"
+    error = math.hypot(error, other_error)
+    count = difference / error if error else math.inf
+    text = f"{difference:.{digits}f} ± {error:.{digits}f} ({count:.1f} standard errors)"
+    if count < _CLEAR:
+        return f"{first} and {second} are not told apart: {ahead} is ahead by {text}"
+    return f"{ahead} is ahead of {behind} by {text}"

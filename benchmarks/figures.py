@@ -1,0 +1,205 @@
+"""Draw what `compare_on_data` measured: ``docs/figures/learning.svg`` and ``docs/figures/defaults.svg``.
+
+Run it from the repository root, after a measurement was made anew::
+
+    python -m benchmarks.figures
+
+- ``defaults``: from ``benchmarks/results/defaults.csv``, whose models are called "ARCHITECTURE, WIDTH: CELL". A panel
+  for each architecture and width; a bar for each cell reaches from the panel's first cell, what the others are changes
+  of, to the cell's bits per byte.
+- ``learning``: a panel for each file but that one in ``benchmarks/results/curves``, with the validation loss over the
+  steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
+
+A drawing holds a hash of what it shows, by which a test sees whether it is that of the files. The same files give the
+same drawing, byte for byte, with the same matplotlib.
+"""
+
+import hashlib
+import io
+import math
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.comparison import CURVE_COLUMNS, read_rows, runs_at_best_rate
+from benchmarks.record import Row, read_csv
+
+RESULTS = Path("benchmarks/results")
+FIGURES = Path("docs/figures")
+SCORE = "eval_bits_per_byte"
+# Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white swallows
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_LINES = ("-", "--", ":")
+_MOVED, _BASE, _INK, _GRID = "#0072b2", "#7f7f7f", "#24292f", "#c9cfd6"
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _GRID,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "figures",
+}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A panel: for each model the steps, and at each of them mean, least and greatest loss of its seeds."""
+
+    title: str
+    models: Mapping[str, Sequence[tuple[int, float, float, float]]]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A panel: for each cell the mean over the seeds and its standard error."""
+
+    title: str
+    cells: Mapping[str, tuple[float, float]]
+
+
+# ---- what is drawn ----
+
+
+def learning(results: Path = RESULTS) -> list[Curves]:
+    """The validation losses over the steps, by experiment."""
+    panels = []
+    for path in sorted((results / "curves").glob("*.csv")):
+        if path.stem == "defaults":
+            continue
+        rows, models = read_csv(results / path.name), {}
+        losses: dict[tuple[str, ...], dict[int, float]] = {}
+        for point in read_rows(path, CURVE_COLUMNS):
+            if point["eval_loss"]:
+                losses.setdefault(_run(point), {})[int(point["step"])] = float(point["eval_loss"])
+        for model in dict.fromkeys(row["model"] for row in rows if row["seed"]):
+            runs = [losses[_run(row)] for row in runs_at_best_rate(rows, model)]
+            shared = sorted(set.intersection(*map(set, runs))) if runs else []
+            points = [(step, [run[step] for run in runs]) for step in shared]
+            if points:
+                models[model] = [(step, statistics.fmean(seen), min(seen), max(seen)) for step, seen in points]
+        names = dict.fromkeys((path.stem, rows[0]["dataset"]))
+        panels.append(Curves(" on ".join(names).replace("_", " "), models))
+    return panels
+
+
+def _run(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("model", "seed", "learning_rate", "recipe"))
+
+
+def defaults(results: Path = RESULTS) -> list[Bars]:
+    """Bits per byte of each architecture and width, by what was changed.
+
+    Raises:
+        ValueError: A model's name is of another form.
+    """
+    path = results / "defaults.csv"
+    rows = read_csv(path) if path.exists() else []
+    panels: dict[str, dict[str, tuple[float, float]]] = {}
+    for model in dict.fromkeys(row["model"] for row in rows if row["seed"]):
+        match = re.fullmatch(r"(?P<panel>[^:]+, [^:]+): (?P<cell>.+)", model)
+        if match is None:
+            raise ValueError(f"{path}: a model must be called 'ARCHITECTURE, WIDTH: CELL'; got {model!r}")
+        values = [float(row[SCORE]) for row in runs_at_best_rate(rows, model)]
+        if values:
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+            panels.setdefault(match["panel"], {})[match["cell"]] = (statistics.fmean(values), error)
+    return [Bars(title, cells) for title, cells in panels.items()]
+
+
+SHOWN = {"learning": learning, "defaults": defaults}
+
+
+def digest(panels: Sequence[Curves | Bars]) -> str:
+    """A hash of what is drawn."""
+    return hashlib.sha256(repr([astuple(panel) for panel in panels]).encode()).hexdigest()[:16]
+
+
+# ---- drawing ----
+
+
+def draw(panels: Sequence[Curves] | Sequence[Bars]) -> str:
+    """Draw panels, two in a row, as an SVG on a white ground."""
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    height = max(map(_height, panels))
+    buffer = io.StringIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained", facecolor="white")
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
+        places = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, panel in zip(places, panels, strict=False):
+            (_draw_curves if isinstance(panel, Curves) else _draw_bars)(axes, panel)
+            axes.set_title(panel.title, loc="left", parse_math=False)
+            axes.spines[["top", "right"]].set_visible(False)
+        for axes in figure.axes[len(panels) :]:
+            axes.remove()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = re.sub(r"[ \t]+$", "", buffer.getvalue(), flags=re.MULTILINE)
+    return f"{svg.rstrip()}\n<!-- shows {digest(panels)} -->\n"
+
+
+def _height(panel: Curves | Bars) -> float:
+    return 3.2 + 0.19 * len(panel.models) if isinstance(panel, Curves) else 1.1 + 0.34 * len(panel.cells)
+
+
+def _draw_curves(axes: Axes, panel: Curves) -> None:
+    styles = cycle([(color, line) for line in _LINES for color in _COLORS])
+    ends = []
+    for (model, points), (color, line) in zip(panel.models.items(), styles, strict=False):
+        steps, means, lows, highs = zip(*points, strict=True)
+        axes.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, means, color=color, linestyle=line, linewidth=1.5, label=f"{model}: {means[-1]:.3f}")
+        ends += [means[-1], means[min(1, len(means) - 1)]]
+    if ends:  # what all begin with would press together what tells them apart
+        margin = 0.05 * (max(ends) - min(ends) or 1.0)
+        axes.set_ylim(min(ends) - margin, max(ends) + margin)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss (nats)")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.grid(linewidth=0.6)
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.16), borderaxespad=0)
+
+
+def _draw_bars(axes: Axes, panel: Bars) -> None:
+    names, places = list(panel.cells), range(len(panel.cells))
+    means, errors = zip(*panel.cells.values(), strict=True)
+    base = means[0]
+    axes.barh(places, [mean - base for mean in means], left=base, height=0.55, color=_MOVED, alpha=0.35)
+    colors = [_BASE, *[_MOVED] * (len(names) - 1)]
+    for place, mean, error, color in zip(places, means, errors, colors, strict=True):
+        axes.errorbar(mean, place, xerr=error, fmt="o", markersize=4, color=color, capsize=3, linewidth=1.3)
+        text = f"{mean:.3f}" + (f" ± {error:.3f}" if error else "")
+        axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize="small")
+    axes.axvline(base, color=_BASE, linewidth=1)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("bits per byte")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.grid(axis="x", linewidth=0.6)
+
+
+def main() -> int:
+    """Write the drawings for which there is something to show."""
+    for name, panels in ((name, shown()) for name, shown in SHOWN.items()):
+        if panels:
+            FIGURES.mkdir(parents=True, exist_ok=True)
+            (FIGURES / f"{name}.svg").write_text(draw(panels), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""One run of `compare_on_data`, in a process of its own with one thread: ``python -m benchmarks.train_one FOLDER``.
+
+``run.json`` in the folder says what to do: the ``script``, its ``flags``, ``evaluations`` of the trained model with
+other flags, ``initial``, edits of the starting values, and ``save_every``, seconds between checkpoints. These lie in
+``model`` beside it, and ``result.json`` is written when all is done. The process that started this one holds its
+standard input: when that ends, the run saves a checkpoint and ends too. A run that was cut off, by whatever, goes on
+from its last checkpoint.
+"""
+
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from filelock import FileLock
+from torch.utils.data import Subset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_hybrid.training.checkpoints import replacing
+from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.non_finite import NonFiniteLoss
+
+TRAINERS = {"clm": "CausalTrainer", "glue": "ScriptTrainer", "summarization": "SummarizationTrainer"}
+RUN, RESULT, MODEL = "run.json", "result.json", "model"
+_POINTS, _LOGS = 10, 20
+"""A curve has so many points of the validation loss and so many of the training loss, unless flags say otherwise."""
+_EVALUATION = 0.3
+"""So many validation examples are scored at each point for every training example since the last one: forward alone is
+a third of a step, so it comes to a tenth of the training."""
+_SECONDS = "cpu_seconds"
+_ALWAYS = {"do_eval": True, "use_cpu": True, "disable_tqdm": True, "report": False}
+
+
+def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train and evaluate a model, or go on with it.
+
+    Args:
+        run: What stands in ``run.json``.
+        folder: Where the model is saved.
+
+    Returns:
+        ``outcome`` ("ok", or "diverged" where the loss became infinite), ``values`` (metrics, parameters, steps and
+        CPU minutes of the training steps) and ``curve`` (step, train_loss and eval_loss of each point).
+    """
+    script, flags = run["script"], run["flags"]
+    module = importlib.import_module(f"hf_hybrid.training.{script}")
+    trainers: list[Any] = []
+    others = {TRAINERS[script]: _observed(getattr(module, TRAINERS[script]), trainers, run["save_every"])}
+    if run.get("initial"):
+        others["load_model"] = _edited(module.load_model, run["initial"], flags["seed"])
+    try:
+        with patch.multiple(module, **others):
+            metrics = module.main(_arguments(_training(flags) | {"output_dir": folder}))
+    except NonFiniteLoss as error:
+        print(error)
+        return {"outcome": "diverged", "values": {}, "curve": _curve(trainers[0].state.log_history)}
+    for name, more in run.get("evaluations", {}).items():
+        scores = module.main(_arguments(_evaluation(flags, folder, name) | more))
+        metrics |= {f"{metric}, {name}": value for metric, value in scores.items()}
+    model, state = trainers[0].model, trainers[0].state
+    own = {
+        "parameters": model.num_parameters(),
+        "steps": state.global_step,
+        "cpu_minutes": _last_count(state.log_history) / 60,
+    }
+    return {"outcome": "ok", "values": metrics | own, "curve": _curve(state.log_history)}
+
+
+def _arguments(flags: dict[str, Any]) -> list[str]:
+    values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in flags.items()}
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def _training(flags: dict[str, Any]) -> dict[str, Any]:
+    steps = flags["max_steps"]
+    return {
+        "eval_steps": -(-steps // _POINTS),
+        "logging_steps": -(-steps // _LOGS),
+        **flags,
+        **_ALWAYS,
+        "do_train": True,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "save_steps": 10**9,  # by the clock, and at the end
+        "save_total_limit": 1,
+        "resume_from_checkpoint": "auto",
+    }
+
+
+def _evaluation(flags: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """The flags of one more evaluation of the trained model."""
+    new = {"model_type", "init_from", "config_overrides", "tokenizer_type", "tokenizer_vocab_size", "train_file"}
+    return {
+        **{flag: value for flag, value in flags.items() if flag not in new},
+        **_ALWAYS,
+        "model_name_or_path": folder,
+        "output_dir": folder / f"evaluation-{slug(name)}",
+        "overwrite_output_dir": True,  # of this very run, cut off
+    }
+
+
+def slug(name: str) -> str:
+    """A name as a part of a file's."""
+    return re.sub(r"[^\w.]+", "-", name)
+
+
+def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    points: dict[int, dict[str, float]] = {}
+    for entry in history:
+        for key, name in (("loss", "train_loss"), ("eval_loss", "eval_loss")):
+            if key in entry:  # the evaluation of all examples comes after that of some, at the last step
+                points.setdefault(entry["step"], {}).setdefault(name, entry[key])
+    return [{"step": step, **points[step]} for step in sorted(points)]
+
+
+def _last_count(history: Sequence[dict[str, Any]]) -> float:
+    """Processor time at the last checkpoint; unknown where it was not counted."""
+    return next((entry[_SECONDS] for entry in reversed(history) if _SECONDS in entry), math.nan)
+
+
+# ---- what the scripts' trainers do besides ----
+
+
+def _observed(trainer_class: type, trainers: list[Any], save_every: float) -> type:
+    """A trainer that evaluates on few examples while it trains, saves by the clock and counts its processor time."""
+
+    class Observed(trainer_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._clock = _Clock(save_every)
+            self.add_callback(self._clock)
+            trainers.append(self)
+
+        def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+            if not self.is_in_train:
+                return super().evaluate(eval_dataset, *args, **kwargs)
+            settings, examples, compute_metrics = self.args, self.eval_dataset, self.compute_metrics
+            trained_on = settings.eval_steps * settings.train_batch_size * settings.gradient_accumulation_steps
+            count = min(len(examples), max(settings.eval_batch_size, int(_EVALUATION * trained_on)))
+            few = Subset(examples, [place * len(examples) // count for place in range(count)])
+            if getattr(settings, "predict_with_generate", False):
+                self.compute_metrics = None  # then nothing is generated
+            try:
+                return super().evaluate(few, *args, **kwargs)
+            finally:
+                self.compute_metrics = compute_metrics
+
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            # in the log, which a resumed run takes up again
+            entry = {_SECONDS: self._clock.seconds, "step": self.state.global_step}
+            self.state.log_history.append(entry)
+            super()._save_checkpoint(*args, **kwargs)
+
+    return Observed
+
+
+class _Clock(TrainerCallback):
+    """Processor time of the steps alone, and when to save.
+
+    Attributes:
+        seconds: Of all steps that the model has had, those before the checkpoint that a run goes on from included.
+    """
+
+    def __init__(self, save_every: float) -> None:
+        self.seconds = 0.0
+        self._save_every = save_every
+        self._began = 0.0
+        self._saved_at = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take up the count."""
+        self.seconds = _last_count(state.log_history) if state.log_history else 0.0
+        self._saved_at = time.perf_counter()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self._began = time.process_time()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Stop the clock; save when it is time."""
+        self.seconds += time.process_time() - self._began
+        control.should_save |= time.perf_counter() - self._saved_at > self._save_every
+        return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note when."""
+        self._saved_at = time.perf_counter()
+
+
+# ---- starting values ----
+
+
+def edit_initial_values(model: torch.nn.Module, edits: dict[str, dict[str, float]], seed: int) -> None:
+    """Change the parameters of a new model.
+
+    What is drawn anew comes from a generator of its own, so that everything else is as it would be without.
+
+    Args:
+        model: The model; changed in place.
+        edits: By a regular expression that a parameter's name holds: ``{"std": x}`` draws it anew, ``{"value": x}``
+            fills it and ``{"scale": x}`` multiplies it. Later ones see what earlier ones did.
+        seed: Of what is drawn.
+
+    Raises:
+        ValueError: No parameter has such a name, or there is no such edit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for pattern, edit in edits.items():
+        found = [tensor for name, tensor in model.named_parameters() if re.search(pattern, name)]
+        if not found or len(edit) != 1 or not edit.keys() <= {"std", "value", "scale"}:
+            raise ValueError(f"initial {pattern!r}: {edit} must be one of std, value and scale, of a parameter")
+        ((kind, number),) = edit.items()
+        with torch.no_grad():
+            for tensor in found:
+                if kind == "std":
+                    tensor.normal_(0.0, number, generator=generator)
+                elif kind == "value":
+                    tensor.fill_(number)
+                else:
+                    tensor.mul_(number)
+
+
+def _edited(load_model: Callable[..., Any], edits: dict[str, dict[str, float]], seed: int) -> Callable[..., Any]:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
+        edit_initial_values(model, edits, seed)
+        return model
+
+    return load
+
+
+# ---- the process ----
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do the run of a folder."""
+    (folder,) = map(Path, sys.argv[1:] if argv is None else argv)
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    torch.set_num_threads(1)
+    with FileLock(folder / "lock"):  # one that lost its starter may still be saving
+        result = train(json.loads((folder / RUN).read_text(encoding="utf-8")), folder / MODEL)
+        with replacing(folder / RESULT) as path:
+            path.write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _end_with_starter() -> None:
+    while os.read(sys.stdin.fileno(), 1):  # not by Python's buffer, which cannot be left at the end
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    run_command_line(main)

@@ -1,0 +1,524 @@
+"""Comparisons on data: what is trained in which order, what is kept, and what is said of it."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import compare_on_data, facts, figures, results_page, train_one
+from benchmarks.compare_on_data import Queue, read_experiment
+from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report
+from benchmarks.record import read_csv
+from benchmarks.sizes import sizes
+
+EXPERIMENTS = Path(__file__).parent.parent / "benchmarks" / "experiments"
+SEEDS = (0, 1, 2)
+SPEC = {
+    "script": "clm",
+    "data": "texts",
+    "scores": ["eval_loss", "eval_accuracy"],
+    "learning_rates": [0.001, 0.01, 0.1],
+    "flags": {"max_steps": 8, "config_overrides": {"hidden_size": 32}},
+    "models": {"searched, S4": {"model_type": "a"}, "fixed": {"model_type": "b", "learning_rate": 0.01}},
+}
+ORDER = [
+    ("searched, S4", 0, 0.001),
+    ("searched, S4", 0, 0.01),
+    ("searched, S4", 0, 0.1),
+    ("fixed", 0, 0.01),
+    ("searched, S4", 1, 0.01),
+    ("searched, S4", 2, 0.01),
+    ("fixed", 1, 0.01),
+    ("fixed", 2, 0.01),
+]
+
+
+class Ended:
+    """A process that did its work at once."""
+
+    class stdin:
+        @staticmethod
+        def close():
+            pass
+
+    def __init__(self, returncode=0):
+        self.returncode = returncode
+
+    def poll(self):
+        return self.returncode
+
+    wait = poll
+
+
+class Bench:
+    """A queue in a folder of its own, with a function in place of training: model type, seed, rate to a loss."""
+
+    def __init__(self, root, spec=SPEC, name="small"):
+        self.root, self.name, self.begun, self.flags = root, name, [], {}
+        self.at_start = lambda: None
+        for split in ("train", "validation"):
+            (root / "data" / "texts").mkdir(parents=True, exist_ok=True)
+            (root / "data" / "texts" / f"{split}.txt").write_text("a text\n")
+        self.change(spec)
+
+    def change(self, spec):
+        self.spec = spec
+        (self.root / f"{self.name}.json").write_text(json.dumps(spec))
+
+    @staticmethod
+    def loss(model_type, seed, rate):
+        return 1.0 + abs(math.log10(rate) + 2) + 0.01 * seed  # 0.01 is the best rate
+
+    def start(self, folder):
+        self.at_start()
+        run = json.loads((folder / "run.json").read_text())
+        flags = run["flags"]
+        model = next(
+            name
+            for name, own in (self.spec.get("start", {}) | self.spec["models"]).items()
+            if own.get("model_type") == flags.get("model_type")
+        )
+        self.begun.append((model, flags["seed"], flags["learning_rate"]))
+        self.flags[self.begun[-1]] = flags
+        loss = self.loss(flags.get("model_type"), flags["seed"], flags["learning_rate"])
+        if loss is None:
+            (folder / "log").write_text("one line\nValueError: no\n")
+            return Ended(1)
+        values = {"parameters": 10, "steps": 8, "cpu_minutes": 0.5, "eval_loss": loss, "eval_accuracy": 1 / loss}
+        ok = math.isfinite(loss)
+        curve = [{"step": 4, "train_loss": loss + 1}, {"step": 8, "train_loss": loss, "eval_loss": loss}]
+        result = {"outcome": "ok" if ok else "diverged", "values": values if ok else {}, "curve": curve}
+        (folder / "result.json").write_text(json.dumps(result))
+        return Ended()
+
+    def work(self, seeds=SEEDS, jobs=1):
+        self.begun = []
+        experiment = read_experiment(self.root / f"{self.name}.json", [self.root / "data"], self.root / "results")
+        queue = Queue([experiment], seeds, self.root / "runs", start=self.start)
+        queue.work(jobs, pause=0.0)
+        return queue
+
+    @property
+    def table(self):
+        return self.root / "results" / f"{self.name}.csv"
+
+    def rows(self):
+        return read_csv(self.table)
+
+    def done(self):
+        return [(row["model"], int(row["seed"]), float(row["learning_rate"])) for row in self.rows()]
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+# ---- the order of work ----
+
+
+def test_rates_are_searched_with_the_first_seed_and_the_best_is_repeated_with_the_others(bench):
+    assert bench.work().failures == {}
+    assert bench.begun == bench.done() == ORDER
+    assert bench.flags[ORDER[4]]["config_overrides"] == {"hidden_size": 32}
+    assert bench.flags[ORDER[4]]["train_file"].endswith("texts/train.txt")
+    assert list((bench.root / "runs").iterdir()) == []
+    points = read_rows(bench.root / "results" / "curves" / "small.csv", CURVE_COLUMNS)
+    assert [point["step"] for point in points] == ["4", "8"] * 8
+    assert points[0]["eval_loss"] == ""
+    assert points[1]["eval_loss"] == "2"
+    bench.work()
+    assert bench.begun == []
+    bench.work(seeds=(0, 1, 2, 3))
+    assert bench.begun == [("searched, S4", 3, 0.01), ("fixed", 3, 0.01)]
+
+
+def test_runs_side_by_side_fill_up_with_what_can_begin(bench):
+    bench.work(jobs=3)
+    assert sorted(bench.done()) == sorted(ORDER)
+    assert bench.begun[:3] == ORDER[:3]
+
+
+def test_a_score_of_which_more_is_better_chooses_the_other_way(bench):
+    bench.change(SPEC | {"select": "eval_accuracy"})
+    bench.loss = lambda model_type, seed, rate: rate
+    bench.work()
+    assert bench.done()[4] == ("searched, S4", 1, 0.001)
+    assert list(bench.rows()[0])[len(COLUMNS) :] == ["eval_accuracy", "eval_loss"]
+    with pytest.raises(ValueError, match="'eval_runtime' must be one of which"):
+        best_rate(bench.rows(), "fixed", "eval_runtime")
+
+
+def test_the_next_experiment_begins_when_there_is_nothing_more_to_begin(bench, tmp_path):
+    other = Bench(tmp_path, SPEC | {"models": {"alone": {"model_type": "c", "learning_rate": 1.0}}}, name="other")
+    bench.spec = SPEC | {"models": SPEC["models"] | other.spec["models"]}
+    experiments = [
+        read_experiment(tmp_path / f"{name}.json", [tmp_path / "data"], tmp_path / "results")
+        for name in ("small", "other")
+    ]
+    Queue(experiments, (0,), tmp_path / "runs", start=bench.start).work(jobs=5, pause=0.0)
+    assert bench.begun == [*ORDER[:4], ("alone", 0, 1.0)]
+    assert len(other.rows()) == 1
+
+
+# ---- stopped and started again ----
+
+
+def test_a_queue_that_is_stopped_anywhere_goes_on_where_it_was(bench):
+    for stopped_after in (3, 2):
+        left = iter(range(stopped_after))
+
+        def stop(left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        bench.at_start = stop
+        with pytest.raises(KeyboardInterrupt):
+            bench.work()
+    bench.at_start = lambda: None
+    bench.work()
+    assert bench.done() == ORDER
+
+
+def test_a_result_that_nobody_noted_is_noted(bench, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "_record", lambda self, run: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            bench.work()
+    assert bench.begun == ORDER[:1]
+    bench.work()
+    assert bench.begun == ORDER[1:]
+    assert bench.done() == ORDER
+
+
+def test_a_line_that_was_cut_off_is_dropped_and_its_run_done_again(bench):
+    bench.work()
+    whole = bench.table.read_bytes()
+    for cut in (3, 40, len(whole.splitlines()[-1])):
+        bench.table.write_bytes(whole[:-cut])
+        bench.work()
+        assert bench.begun == ORDER[-1:]
+        assert bench.table.read_bytes() == whole
+    bench.table.write_bytes(whole[:20])  # of the header
+    bench.work()
+    assert bench.done() == ORDER
+
+
+def test_a_file_with_other_columns_is_left_alone(tmp_path):
+    path = tmp_path / "a.csv"
+    append_rows(path, ["a", "b"], [{"a": 1, "b": "x, y"}, {"a": 2}])
+    assert read_rows(path, ["a", "b"]) == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}]
+    with pytest.raises(ValueError, match="must have the columns a, c; it has a, b"):
+        read_rows(path, ["a", "c"])
+
+
+# ---- what must not be mixed ----
+
+
+def test_rows_of_another_recipe_are_refused(bench):
+    bench.work(seeds=(0,))
+    before = bench.table.read_bytes()
+    bench.change(SPEC | {"flags": SPEC["flags"] | {"eval_steps": 2}})
+    assert bench.work(seeds=(0,)).failures == {}
+    for changed in (
+        {"flags": SPEC["flags"] | {"weight_decay": 0.1}},
+        {"models": SPEC["models"] | {"fixed": SPEC["models"]["fixed"] | {"initial": {"bias": {"value": 1.0}}}}},
+        {"models": SPEC["models"] | {"fixed": SPEC["models"]["fixed"] | {"config_overrides": {"window": 2}}}},
+    ):
+        bench.change(SPEC | changed)
+        failures = bench.work().failures
+        assert list(failures) == ["small"]
+        assert "rows of '" in failures["small"]
+        assert "seed 0 at 0.01" in failures["small"]
+        assert bench.begun == []
+        assert bench.table.read_bytes() == before
+    bench.change(SPEC | {"learning_rates": [0.001, 0.01, 0.1, 1.0]})
+    assert bench.work(seeds=(0,)).failures == {}
+    assert bench.begun == [("searched, S4", 0, 1.0)]
+
+
+def test_rows_of_another_version_are_not_gone_on_with(bench, monkeypatch):
+    bench.work()
+    monkeypatch.setattr(compare_on_data, "__version__", "99.0")
+    assert bench.work().failures == {}  # nothing is left to do
+    failures = bench.work(seeds=(0, 1, 2, 3)).failures
+    assert "made by version" in failures["small"]
+    assert bench.begun == []
+
+
+def test_a_report_mixes_nothing(bench):
+    bench.work()
+    rows = bench.rows()
+    rows[0]["parameters"] = "11"
+    with pytest.raises(ValueError, match="must have one value of parameters; got 10, 11"):
+        report(rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"claims": ""}, "it has claims"),
+        ({"data": "none"}, "--data must name a folder with none in it"),
+        ({"start": {"a": {}, "b": {}}}, "start must be one model"),
+        ({"flags": {}}, "'searched, S4' must have max_steps"),
+        ({"select": "eval_gen_len"}, "'eval_gen_len' must be one of which"),
+    ],
+)
+def test_an_experiment_that_cannot_be_done_is_refused(bench, change, message):
+    bench.change(SPEC | change)
+    with pytest.raises(ValueError, match=message):
+        bench.work()
+
+
+# ---- failures ----
+
+
+def test_a_failure_stops_nothing_else_and_is_tried_again(bench, capsys):
+    bench.loss = lambda model_type, seed, rate: None if (model_type, seed) == ("a", 1) else rate
+    queue = bench.work()
+    assert list(queue.failures) == ["small: searched, S4, seed 1, learning rate 0.001"]
+    assert "exit status 1" in capsys.readouterr().out.partition("FAILED")[2]
+    assert ("searched, S4", 2, 0.001) in bench.done()
+    assert ("fixed", 2, 0.01) in bench.done()
+    assert "| searched, S4 (n=2) |" in report(bench.rows())
+    bench.loss = lambda model_type, seed, rate: rate
+    assert bench.work().failures == {}
+    assert bench.begun == [("searched, S4", 1, 0.001)]
+
+
+def test_a_rate_at_which_the_loss_is_no_number_is_not_the_best(bench):
+    bench.loss = lambda model_type, seed, rate: math.nan if rate > 0.01 or model_type == "b" else 1 / rate
+    bench.work()
+    assert bench.begun == [*ORDER[:6]]  # nothing is known of the best rate where all diverged
+    text = report(bench.rows())
+    assert "| searched, S4 | 10 | 0.01 | 0.5 | 100.0000 ± 0.0000 |" in text
+    assert "| fixed |  |  |  | diverged | diverged |" in text
+    assert "| searched, S4 | 1000.0000 | **100.0000** | diverged |" in text
+    assert "cannot be compared: one of them diverged" in compare(bench.rows(), "searched, S4", "fixed", "eval_loss")
+
+
+# ---- a start ----
+
+
+def test_models_start_from_what_another_learnt_with_their_seed(tmp_path):
+    parent = {"parent": {"model_type": "p", "learning_rates": [0.01, 0.1]}}
+    bench = Bench(tmp_path, SPEC | {"start": parent, "models": {"child": {"learning_rates": [0.001, 0.01]}}})
+    bench.work(seeds=(0, 1))
+    first = [("parent", 0, 0.01), ("parent", 0, 0.1), ("parent", 1, 0.01)]
+    rest = [("child", 0, 0.001), ("child", 0, 0.01), ("child", 1, 0.01)]
+    assert bench.begun == first + rest
+    for run in rest:
+        assert f"parent-{bench.rows()[0]['recipe']}-{run[1]}-0.01/model" in bench.flags[run]["model_name_or_path"]
+    assert list((tmp_path / "runs").iterdir()) == []  # nobody needs the parents any more
+    bench.work(seeds=(0, 1, 2))
+    assert bench.begun == [("parent", 2, 0.01), ("child", 2, 0.01)]
+    rows = bench.rows()
+    (tmp_path / "results" / "small.csv").write_text(
+        "".join(line for line in bench.table.read_text().splitlines(True) if ",child,1," not in line)
+    )
+    bench.work(seeds=(0, 1, 2))  # the parent is trained again, and has its row already
+    assert bench.begun == [("parent", 1, 0.01), ("child", 1, 0.01)]
+    assert sorted(row["model"] for row in bench.rows()) == sorted(row["model"] for row in rows)
+
+
+# ---- what is said ----
+
+
+def table_of(losses, scores=("eval_loss",)):
+    """Rows at one rate: model -> the losses of its seeds."""
+    common = dict.fromkeys(COLUMNS, "x") | {"learning_rate": "0.001", "recipe": "r", "outcome": "ok"}
+    common |= {"date": "2000-01-01", "dataset": "texts", "parameters": "1000", "steps": "8", "cpu_minutes": "1.5"}
+    return [
+        {**common, "model": model, "seed": str(seed), **dict.fromkeys(scores, str(loss))}
+        for model, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+
+
+def test_tables_show_mean_and_standard_error():
+    text = report(table_of({"A": [1.0, 1.1, 1.2], "B": [2.0]}))
+    assert "texts, 8 steps, 3 seeds: mean ± standard error" in text
+    assert "| A | 1,000 | 0.001 | 1.5 | 1.1000 ± 0.0577 |" in text
+    assert "| B (n=1) | 1,000 | 0.001 | 1.5 | 2.0000 |" in text
+    assert "searched" not in text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "score", "expected"),
+    [
+        ([1.0, 1.1, 1.2], [2.0, 2.2, 2.4], "eval_loss", "A is ahead of B by 1.1000 ± 0.1291 (8.5 standard errors)"),
+        ([1.0, 1.1, 1.2], [2.0, 2.2, 2.4], "eval_accuracy", "B is ahead of A by 1.100 ± 0.129 (8.5 standard errors)"),
+        (
+            [1.0, 1.1, 1.2],
+            [1.1, 1.2, 1.3],
+            "eval_loss",
+            "A and B are not told apart: A is ahead by 0.1000 ± 0.0816 (1.2 standard errors)",
+        ),
+        ([1.0], [2.0, 2.2], "eval_loss", "A is ahead of B by 1.1000 (too few seeds to say how surely)"),
+    ],
+)
+def test_one_model_beside_another(first, second, score, expected):
+    rows = table_of({"A": first, "B": second}, scores=("eval_loss", "eval_accuracy"))
+    assert compare(rows, "A", "B", score) == expected
+
+
+def test_statements_are_written_into_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    scores = (*COLUMNS, "eval_loss")
+    append_rows(tmp_path / "t.csv", scores, table_of({"A, S4": [1.0, 1.1], "B": [2.0, 2.2]}))
+    for mark in "|;":
+        begin = f"So <!-- compare: t.csv {mark} A, S4 {mark} B {mark} eval_loss -->"
+        told = "A, S4 is ahead of B by 1.0500 ± 0.1118 (9.4 standard errors)"
+        assert results_page.renewed(f"{begin}old<!-- end -->.\n") == f"{begin}{told}<!-- end -->.\n"
+    assert "| A, S4 | 1,000 |" in results_page.renewed("<!-- table: t.csv -->\n<!-- end -->")
+    for wrong in ("C | B | eval_loss", "B | C | eval_loss", "B | B | eval_f1"):
+        with pytest.raises(ValueError, match="must be one of"):
+            results_page.renewed(f"<!-- compare: t.csv | {wrong} --><!-- end -->")
+
+
+# ---- figures ----
+
+
+def test_curves_are_those_of_the_best_rate(bench):
+    bench.work()
+    (panel,) = figures.learning(bench.root / "results")
+    assert panel.title == "small on texts"
+    assert {
+        model: [tuple(round(v, 6) for v in point) for point in points] for model, points in panel.models.items()
+    } == {
+        "searched, S4": [(8, 1.01, 1.0, 1.02)],
+        "fixed": [(8, 1.01, 1.0, 1.02)],
+    }
+    drawn = figures.draw([panel])
+    assert drawn == figures.draw([panel])
+    assert drawn.endswith(f"<!-- shows {figures.digest([panel])} -->\n")
+    assert "searched, S4: 1.010" in drawn
+    other = figures.Curves(panel.title, {**panel.models, "fixed": [(8, 1.0, 1.0, 1.0)]})
+    assert figures.digest([other]) != figures.digest([panel])
+
+
+def test_defaults_are_drawn_by_architecture_and_width(tmp_path):
+    assert figures.defaults(tmp_path) == []
+    names = ["CHELA, 64: before", "CHELA, 64: gates, twice", "CHELA, 128: before", "SPADE, 64: before"]
+    rows = table_of({name: [place + 1.0, place + 2.0] for place, name in enumerate(names)}, [figures.SCORE])
+    append_rows(tmp_path / "defaults.csv", (*COLUMNS, figures.SCORE), rows)
+    panels = figures.defaults(tmp_path)
+    assert [(panel.title, list(panel.cells)) for panel in panels] == [
+        ("CHELA, 64", ["before", "gates, twice"]),
+        ("CHELA, 128", ["before"]),
+        ("SPADE, 64", ["before"]),
+    ]
+    assert panels[0].cells["gates, twice"] == (2.5, 0.5)
+    assert "2.500 ± 0.500" in figures.draw(panels)
+    append_rows(tmp_path / "defaults.csv", (*COLUMNS, figures.SCORE), table_of({"CHELA": [1.0]}, [figures.SCORE]))
+    with pytest.raises(ValueError, match="must be called 'ARCHITECTURE, WIDTH: CELL'; got 'CHELA'"):
+        figures.defaults(tmp_path)
+
+
+# ---- the experiments that there are ----
+
+
+@pytest.mark.parametrize("name", ["novels", "wikitext2", "imdb", "dialogsum"])
+def test_models_beside_each_other_are_of_one_size(name):
+    counts = sizes(json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8")))
+    assert max(counts.values()) <= 1.002 * min(counts.values()), counts
+
+
+@pytest.mark.parametrize("name", ["novels", "wikitext2", "imdb", "dialogsum", "srformer", "facts"])
+def test_experiments_can_be_read(tmp_path, name):
+    path = EXPERIMENTS / f"{name}.json"
+    folder = tmp_path / json.loads(path.read_text(encoding="utf-8"))["data"]
+    folder.mkdir()
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").write_text("{}\n")
+    experiment = read_experiment(path, [tmp_path], tmp_path)
+    runs = compare_on_data.plan(experiment, [], SEEDS, lambda run: False)
+    assert all(run.seed == 0 for run in runs)
+    assert len({run.folder for run in runs}) == len(runs)
+
+
+def test_facts_are_where_their_keys_are_and_summaries_tell_them(tmp_path, capsys):
+    argv = [str(tmp_path), "--keys", "12", "--values", "5", "--asked", "9", "--train", "40", "--validation", "7"]
+    assert facts.main(argv) == 0
+    assert capsys.readouterr().out == "loss: 1.1771 with all answers right, 1.9394 with all of them guessed\n"
+    for split, count in (("train", 40), ("validation", 7)):
+        lines = (tmp_path / f"{split}.jsonl").read_text().splitlines()
+        assert len(set(lines)) == count
+        for line in lines:
+            row = json.loads(line)
+            told = {word[:3]: word[3:] for word in row["document"].split()}
+            assert sorted(told) == [f"k{key:02}" for key in range(12)]
+            assert set(told.values()) <= {f"v{value}" for value in range(5)}
+            asked = row["summary"].split()
+            assert [told[key] for key in asked[::2]] == asked[1::2]
+            assert len(asked) == 18
+    before = (tmp_path / "train.jsonl").read_text()
+    facts.main(argv)
+    assert (tmp_path / "train.jsonl").read_text() == before
+
+
+# ---- a run ----
+
+
+def test_initial_values_are_edited_and_nothing_else_moves():
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.LayerNorm(100))
+
+    edited, plain = model(), model()
+    state = torch.get_rng_state()
+    edits = {r"^0\.weight": {"std": 0.5}, r"0\.bias": {"scale": 2.0}, r"1\.weight": {"value": 3.0}}
+    train_one.edit_initial_values(edited, edits, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 0.49 < edited[0].weight.std() < 0.51
+    assert torch.equal(edited[0].bias, 2 * plain[0].bias)
+    assert torch.equal(edited[1].bias, plain[1].bias)
+    assert edited[1].weight.unique().tolist() == [3.0]
+    for wrong in ({"none": {"std": 1.0}}, {"bias": {"mean": 1.0}}, {"bias": {"std": 1.0, "value": 1.0}}):
+        with pytest.raises(ValueError, match="must be one of std, value and scale, of a parameter"):
+            train_one.edit_initial_values(model(), wrong, seed=0)
+
+
+def test_a_run_that_is_cut_off_ends_where_it_would_have(tmp_path, monkeypatch):
+    rng = random.Random(0)
+    for split, lines in (("train", 40), ("validation", 10)):
+        text = "".join(" ".join(rng.choices(["river", "stone", "cloud"], k=20)) + "\n" for _ in range(lines))
+        (tmp_path / f"{split}.txt").write_text(text)
+    flags = {
+        "model_type": "chela", "config_overrides": {"hidden_size": 16, "num_hidden_layers": 1, "dropout": 0.1},
+        "tokenizer_type": "bytes", "block_size": 32, "per_device_train_batch_size": 4, "max_steps": 6,
+        "train_file": str(tmp_path / "train.txt"), "validation_file": str(tmp_path / "validation.txt"),
+        "cache_dir": str(tmp_path / "cache"), "learning_rate": 0.01, "seed": 1, "max_eval_samples": 12,
+    }  # fmt: skip
+    run = {"script": "clm", "flags": flags, "evaluations": {"16": {"block_size": 16}}, "save_every": 1000.0}
+    run["initial"] = {"embed": {"std": 0.5}}
+    straight = train_one.train(run, tmp_path / "straight")
+    assert straight["outcome"] == "ok"
+    values, curve = straight["values"], straight["curve"]
+    assert values["steps"] == 6
+    assert values["cpu_minutes"] > 0
+    assert [point["step"] for point in curve] == list(range(1, 7))
+    assert [point["step"] for point in curve if "eval_loss" in point] == list(range(1, 7))
+
+    counted = []
+
+    def cut_off(clock, args, state, control, **kwargs):
+        if state.global_step == 3:
+            counted.append(clock.seconds)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_one._Clock, "on_step_begin", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            train_one.train(run | {"save_every": 0.0}, tmp_path / "cut")
+    resumed = train_one.train(run, tmp_path / "cut")
+    assert resumed["curve"] == curve
+    for score in ("eval_loss", "eval_loss, 16"):
+        assert resumed["values"][score] == values[score]
+    assert resumed["values"]["cpu_minutes"] > counted[0] / 60
+
+    plain = train_one.train({**run, "initial": {}, "flags": flags | {"max_steps": 1}}, tmp_path / "plain")
+    assert plain["curve"][0]["train_loss"] != curve[0]["train_loss"]

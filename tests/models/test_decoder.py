@@ -31,6 +31,7 @@ def make(kind):
     """A layer, inputs, and a mask whose second row is padded on the left."""
     torch.manual_seed(0)
     config = tiny_config("spade", is_decoder=True, is_encoder_decoder=False, attention_type=kind["attention_type"])
+    config.score_scale_init = 2.0  # a field of BST's, which alone normalises queries and keys
     layer = LocalSelfAttention(config, 0, has_bias_table=True, **kind).eval()
     torch.nn.init.normal_(layer.relative_attention_bias.weight)
     mask = torch.ones(2, 20, dtype=torch.long)

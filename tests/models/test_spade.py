@@ -21,6 +21,7 @@ T5_AS_SPADE = {
     "scale_attention": False,
     "share_relative_bias": True,
     "global_layers": "none",
+    "scale_embeddings": False,
 }
 
 

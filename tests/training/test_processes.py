@@ -61,8 +61,8 @@ def _jobs(folder, *batch, cache):
     jobs = {
         # drawn so that the model ends its summaries at places of all kinds
         "spade": (SUMMARIZATION, [*summaries, "--model_type", "spade", "--config_overrides",
-            f"{spade},initializer_range=0.3", "--do_predict", "--predict_with_generate", "--learning_rate", "0.001",
-            "--seed", "3"]),
+            f"{spade},initializer_range=0.4", "--do_predict", "--predict_with_generate", "--learning_rate", "0.001",
+            "--seed", "5"]),
         "t5": (SUMMARIZATION, [*summaries, "--model_type", "t5", "--config_overrides",
             f"{MODELS['t5']},{NO_DROPOUT['t5']}"]),
         "mnli": (GLUE, [*_files(folder, "jsonl", "train", "validation", "test"), "--validation_mismatched_file",

@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -33,6 +32,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.comparison import CURVE_COLUMNS, read_rows, runs_at_best_rate
 from benchmarks.record import Row, read_csv
+from hf_hybrid.training.curves import STYLE
 
 RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
@@ -40,18 +40,8 @@ SCORE = "eval_bits_per_byte"
 # Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white swallows
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _LINES = ("-", "--", ":")
-_MOVED, _BASE, _INK, _GRID = "#0072b2", "#7f7f7f", "#24292f", "#c9cfd6"
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _GRID,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "figures",
-}
+_MOVED, _BASE = "#0072b2", "#7f7f7f"
+_STYLE = STYLE | {"font.size": 10, "svg.hashsalt": "figures"}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["Panel", "describe", "draw_picture", "draw_svg", "find_panels"]
+__all__ = ["STYLE", "Panel", "describe", "draw_picture", "draw_svg", "find_panels"]
 
 _MOST = 400
 """More points than these are drawn as means of neighbours, in a band from the least to the greatest."""
@@ -22,7 +22,7 @@ _FEW = 30
 """Fewer points than these are marked."""
 _COLORS = ("#1f6fb4", "#c4520c", "#2e7d32", "#8e44ad")
 _INK, _GRID = "#24292f", "#c9cfd6"
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 11,
     "axes.edgecolor": _INK,
     "axes.labelcolor": _INK,
@@ -34,6 +34,7 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "curves",  # the same curves, the same drawing
 }
+"""Matplotlib's settings for every drawing of this project."""
 _PAGE_COLORS = {_INK: "currentColor", _GRID: "var(--line)"} | {
     color: f"var(--series-{number})" for number, color in enumerate(_COLORS, start=1)
 }
@@ -96,7 +97,7 @@ def draw_picture(panels: Sequence[Panel], path: Path) -> None:
     """Draw the diagrams side by side, two in a row, into a PNG."""
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained", facecolor="white")
         for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False):
             _draw(axes, panel)
@@ -113,7 +114,7 @@ def draw_svg(panel: Panel, prefix: str) -> str:
         prefix: Begins the names of its parts, which must be unique in a page.
     """
     buffer = io.StringIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.8), layout="constrained")
         figure.patch.set_alpha(0.0)
         axes = figure.subplots()

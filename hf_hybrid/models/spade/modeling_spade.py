@@ -162,8 +162,8 @@ class SpadeTokenMixer(nn.Module):
             self.global_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         if config.combine_mode == "concat":
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
-            # that of nn.Linear itself, as in the published code: both branches are normalised, and what they add
-            # begins smaller than what it is added to
+            # that of torch's own draw, which the published code leaves: both branches are normalised, and what they
+            # add begins smaller than what it is added to
             self.aggregate.init_std = (6 * config.hidden_size) ** -0.5
         if config.combine_mode == "residual":
             self.global_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)

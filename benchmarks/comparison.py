@@ -21,6 +21,7 @@ COLUMNS = (
     "recipe", "outcome", "parameters", "steps", "cpu_minutes",
 )
 # fmt: on
+_VERSIONS = ("torch", "transformers", "hf_hybrid")
 CURVE_COLUMNS = ("model", "seed", "learning_rate", "recipe", "step", "train_loss", "eval_loss")
 _HIGHER_IS_BETTER = re.compile(r"accuracy|rouge|f1|matthews|pearson|spearman|combined_score")
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|bits_per_byte|mse")
@@ -128,7 +129,7 @@ def _number(text: str) -> float:
 
 def report(rows: Sequence[Row]) -> str:
     """Return a file's tables as Markdown: each model at its best learning rate, and the rates that were searched."""
-    scores, last = score_names(rows), rows[-1]
+    scores = score_names(rows)
     trained = [row for row in rows if row["seed"]]
     models = list(dict.fromkeys(row["model"] for row in trained))
     runs = {model: runs_at_best_rate(rows, model) for model in models}
@@ -137,10 +138,12 @@ def report(rows: Sequence[Row]) -> str:
     own_steps = ["steps"] if len(steps) > 1 else []
     dates = sorted({row["date"] for row in rows})
     seeds = "one seed" if most == 1 else f"{most} seeds: mean ± standard error"
+    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
+    versions = {name: " and ".join(sorted({row[name] for row in rows})) for name in _VERSIONS}
     caption = (
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {last['cpu']}, one thread; "
-        + ", ".join(f"{name} {last[name]}" for name in ("torch", "transformers", "hf_hybrid"))
-        + f". {last['dataset']}, {'' if own_steps or not steps else f'{steps[0]} steps, '}{seeds}. "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {cpus}, one thread; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f". {rows[0]['dataset']}, {'' if own_steps or not steps else f'{steps[0]} steps, '}{seeds}. "
         "CPU minutes are those of a run's training steps."
     )
     header = ["model", "parameters", *own_steps, "learning rate", "CPU minutes", *map(title, scores)]

@@ -3,7 +3,7 @@
 import random
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,8 @@ __all__ = [
 IGNORED_LABEL = -100
 """The label that the losses of PyTorch and transformers skip."""
 Tokens = Sequence[int] | np.ndarray[Any, Any]
+_CHARACTERS = 2**20
+"""Texts are tokenized so many characters at a time: a tokenizer holds some 200 bytes for each token of a call."""
 
 # A sentence may end here: closing punctuation, perhaps a quote or bracket, then space and what can start a sentence.
 _BOUNDARY = re.compile(r"""(?:[.!?…]+["'”’)\]]*|[。！？]["”’）]*)(?:\s+(?=["'“‘(\[]*[^\Wa-z_])|(?<=[。！？])|$)""")
@@ -145,8 +147,24 @@ def tokenize_texts(
     texts = list(batch[column])
     if (wrong := next((text for text in texts if not isinstance(text, str)), "")) != "":
         raise ValueError(f"column {column!r} must hold text in every row; got {type(wrong).__name__}: {wrong!r:.80}")
-    encoded = tokenizer(texts, add_special_tokens=not are_lines, verbose=False)
-    return {"input_ids": encoded["input_ids"], "num_bytes": [len(text.encode()) for text in texts]}
+    tokens: list[Any] = []
+    for some in _by_size(texts):
+        encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False)
+        tokens += (np.asarray(row, dtype=np.int32) for row in encoded["input_ids"])
+    return {"input_ids": tokens, "num_bytes": [len(text.encode()) for text in texts]}
+
+
+def _by_size(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Divide texts into runs of at most `_CHARACTERS`, or of one text: books come a thousand to a batch of rows."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        size += len(text)
+        if some and size > _CHARACTERS:
+            yield some
+            some, size = [], len(text)
+        some.append(text)
+    yield some
 
 
 def group_into_blocks(batch: Mapping[str, Sequence[Tokens]], *, block_size: int) -> dict[str, Any]:

@@ -60,6 +60,20 @@ def test_texts_are_ended_and_lines_are_not(tokenizer):
         tokenize_texts({"text": ["a", None]}, tokenizer, column="text")
 
 
+def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch):
+    monkeypatch.setattr("hf_hybrid.data.preprocessing._CHARACTERS", 5)
+    calls = []
+
+    def counted(texts, **options):
+        calls.append(texts)
+        return tokenizer(texts, **options)
+
+    texts = ["ab", "cd", "ef", "longer than all", "", "g", "h"]
+    rows = tokenize_texts({"text": texts}, counted, column="text", are_lines=True)["input_ids"]
+    assert calls == [["ab", "cd"], ["ef"], ["longer than all"], ["", "g", "h"]]
+    assert [tokenizer.decode(ids) for ids in rows] == texts
+
+
 def test_blocks_join_texts_and_drop_what_is_left():
     blocks = group_into_blocks({"input_ids": [[1, 2, 3], [], [4, 5], [6, 7, 8]]}, block_size=3)["input_ids"]
     assert [block.tolist() for block in blocks] == [[1, 2, 3], [4, 5, 6]]

@@ -16,7 +16,7 @@ TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-long test lint docs bench gpu aot-matrix build clean
+.PHONY: help install demo demo-long test test-full lint docs bench gpu aot-matrix build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,9 @@ demo-long: $(INSTALLED) ## The same with a larger model and more steps, in half 
 
 test: $(INSTALLED) ## Run the tests on two processes, without network
 	$(TEST_ENV) $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+test-full: $(INSTALLED) ## Run the tests with every matrix whole, as before a release
+	$(TEST_ENV) $(PY) -m pytest -n 2 -m 'full or not full' $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check formatting, style, types and the structure of the model files
 	$(PY) -m ruff format --check .

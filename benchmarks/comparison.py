@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.record import Row, markdown_table
 
@@ -223,8 +223,25 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 # ---- one model beside another ----
 
 
-def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
-    """Say which of two models is ahead, by how much, and whether that is more than their seeds differ.
+class Lead(NamedTuple):
+    """How far one model is ahead of another by a score: negative if it is behind.
+
+    Attributes:
+        by: The difference of the means over the seeds.
+        error: Its standard error; NaN where a model has one seed.
+    """
+
+    by: float
+    error: float
+
+    @property
+    def count(self) -> float:
+        """The lead in standard errors."""
+        return self.by / self.error if self.error else math.copysign(math.inf, self.by)
+
+
+def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | None:
+    """Return the lead of one model over another, each at its best rate; None where one of them diverged.
 
     Raises:
         ValueError: There is no such model or score.
@@ -235,15 +252,37 @@ def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
             raise ValueError(f"{kind} {name!r} must be one of {', '.join(sorted(known[kind]))}")
     values = [[_number(row[score]) for row in runs_at_best_rate(rows, model)] for model in (first, second)]
     if not all(values):
-        return f"{first} and {second} cannot be compared: one of them diverged"
+        return None
     (mean, error), (other, other_error) = map(_mean, values)
-    ahead, behind = (first, second) if is_better(score)(mean, other) else (second, first)
-    digits, difference = _digits(score), abs(mean - other)
-    if math.isnan(error + other_error):
+    by = abs(mean - other) if is_better(score)(mean, other) else -abs(mean - other)
+    return Lead(by, math.hypot(error, other_error))
+
+
+def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
+    """Say which of two models is ahead, by how much, and whether that is more than their seeds differ.
+
+    Raises:
+        ValueError: There is no such model or score.
+    """
+    if (found := lead(rows, first, second, score)) is None:
+        return f"{first} and {second} cannot be compared: one of them diverged"
+    ahead, behind = (first, second) if found.by > 0 else (second, first)
+    digits, difference, count = _digits(score), abs(found.by), abs(found.count)
+    if math.isnan(found.error):
         return f"{ahead} is ahead of {behind} by {difference:.{digits}f} (too few seeds to say how surely)"
-    error = math.hypot(error, other_error)
-    count = difference / error if error else math.inf
-    text = f"{difference:.{digits}f} ± {error:.{digits}f} ({count:.1f} standard errors)"
+    text = f"{difference:.{digits}f} ± {found.error:.{digits}f} ({count:.1f} standard errors)"
     if count < _CLEAR:
         return f"{first} and {second} are not told apart: {ahead} is ahead by {text}"
     return f"{ahead} is ahead of {behind} by {text}"
+
+
+def verdict(rows: Sequence[Row], first: str, second: str, score: str) -> str:
+    """Judge the claim that the first of two models is ahead: shown, contradicted, or neither.
+
+    Raises:
+        ValueError: There is no such model or score.
+    """
+    found = lead(rows, first, second, score)
+    if found is None or math.isnan(found.error) or abs(found.count) < _CLEAR:
+        return "not shown at this size"
+    return "shown" if found.by > 0 else "contradicted at this size"

@@ -5,8 +5,9 @@ Run it from the repository root, after a measurement was made anew::
     python -m benchmarks.results_page
 
 A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``. A statement about two models stands within a line
-between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->``; inside a table of the page it
-takes ``;`` in place of ``|``. What is between them is replaced. A ``.csv`` file is one of the modules in `REPORTS`, a
+between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->``; with ``verdict`` in place of
+``compare``, whether the first is ahead. Inside a table of the page both take ``;`` in place of ``|``. What is between
+them is replaced. A ``.csv`` file is one of the modules in `REPORTS`, a
 ``.json`` file a copy of a demo's ``demo_results.json``.
 """
 
@@ -41,7 +42,9 @@ REPORTS = {
     "precision": bench_models,
 }
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-_STATEMENT = re.compile(r"(?P<begin><!-- compare: (?P<asked>.*?) -->).*?(?P<end><!-- end -->)", re.DOTALL)
+_STATEMENT = re.compile(
+    r"(?P<begin><!-- (?P<kind>compare|verdict): (?P<asked>.*?) -->).*?(?P<end><!-- end -->)", re.DOTALL
+)
 
 
 def tables(path: Path) -> str:
@@ -52,10 +55,11 @@ def tables(path: Path) -> str:
     return next(module.report for column, module in REPORTS.items() if column in rows[0])(rows)
 
 
-def statement(asked: str) -> str:
-    """Return which of two models is ahead, for what stands behind ``compare:``."""
+def statement(kind: str, asked: str) -> str:
+    """Return what is said of two models, for the word before the colon and what stands after it."""
     file, *names = re.split(r"\s*[|;]\s*", asked)
-    return comparison.compare(read_csv(RESULTS / file), *names)
+    say = {"compare": comparison.compare, "verdict": comparison.verdict}[kind]
+    return say(read_csv(RESULTS / file), *names)
 
 
 def _demo_table(results: dict[str, Any]) -> str:
@@ -68,7 +72,7 @@ def _demo_table(results: dict[str, Any]) -> str:
 def renewed(page: str) -> str:
     """Return a page with every table and every statement made anew."""
     page = _TABLE.sub(lambda match: f"{match['begin']}{tables(RESULTS / match['file'])}\n{match['end']}", page)
-    return _STATEMENT.sub(lambda match: f"{match['begin']}{statement(match['asked'])}{match['end']}", page)
+    return _STATEMENT.sub(lambda match: match["begin"] + statement(match["kind"], match["asked"]) + match["end"], page)
 
 
 def main() -> int:

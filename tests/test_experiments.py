@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import compare_on_data, facts, figures, results_page, train_one
 from benchmarks.compare_on_data import Queue, read_experiment
-from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report
+from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
 
@@ -365,6 +365,20 @@ def test_one_model_beside_another(first, second, score, expected):
     assert compare(rows, "A", "B", score) == expected
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1.0, 1.1, 1.2], [2.0, 2.2, 2.4], "shown"),
+        ([2.0, 2.2, 2.4], [1.0, 1.1, 1.2], "contradicted at this size"),
+        ([1.0, 1.1, 1.2], [1.1, 1.2, 1.3], "not shown at this size"),
+        ([1.1, 1.2, 1.3], [1.0, 1.1, 1.2], "not shown at this size"),
+        ([1.0], [2.0, 2.2], "not shown at this size"),
+    ],
+)
+def test_what_a_claim_is_worth(first, second, expected):
+    assert verdict(table_of({"A": first, "B": second}), "A", "B", "eval_loss") == expected
+
+
 def test_statements_are_written_into_pages(tmp_path, monkeypatch):
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     scores = (*COLUMNS, "eval_loss")
@@ -373,6 +387,8 @@ def test_statements_are_written_into_pages(tmp_path, monkeypatch):
         begin = f"So <!-- compare: t.csv {mark} A, S4 {mark} B {mark} eval_loss -->"
         told = "A, S4 is ahead of B by 1.0500 ± 0.1118 (9.4 standard errors)"
         assert results_page.renewed(f"{begin}old<!-- end -->.\n") == f"{begin}{told}<!-- end -->.\n"
+        begin = begin.replace("compare", "verdict")
+        assert results_page.renewed(f"{begin}old<!-- end -->.\n") == f"{begin}shown<!-- end -->.\n"
     assert "| A, S4 | 1,000 |" in results_page.renewed("<!-- table: t.csv -->\n<!-- end -->")
     for wrong in ("C | B | eval_loss", "B | C | eval_loss", "B | B | eval_f1"):
         with pytest.raises(ValueError, match="must be one of"):

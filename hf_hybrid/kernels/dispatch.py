@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -179,8 +179,3 @@ def choose_backend(
         level = logging.INFO if objection is not None and no_device is None else logging.DEBUG
         logger.log(level, "%s runs on %s (%s)", op, chosen, reason)
     return chosen
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off on a device; on the meta device, which knows no autocast, do nothing."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

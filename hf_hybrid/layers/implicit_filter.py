@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.dispatch import full_precision
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
+from ..kernels.precision import full_precision
 from ..kernels.ssm_kernel import fingerprint
 from .state_space import StateSpaceLayer, check_positive
 

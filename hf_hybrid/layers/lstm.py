@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ..kernels.dispatch import full_precision
+from ..kernels.precision import full_precision
 from .state_space import StateSpaceLayer, keep_precision
 
 

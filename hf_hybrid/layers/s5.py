@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.diagonal_scan import diagonal_scan
-from ..kernels.dispatch import full_precision
-from ..kernels.long_conv.torch_impl import complex_dtype, compute_dtype
+from ..kernels.precision import complex_dtype, compute_dtype, full_precision
 from ..kernels.ssm_kernel import DISCRETIZATIONS, diagonalize_legs, discretize
 from .state_space import StateSpaceLayer, check_choice, check_positive
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..dispatch import choose_backend, full_precision
-from ..long_conv.torch_impl import compute_dtype
+from ..dispatch import choose_backend
+from ..precision import compute_dtype, full_precision
 
 _SCORES = 1 << 22
 """Scores of one block of queries, at most."""

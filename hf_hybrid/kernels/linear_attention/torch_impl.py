@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch import NAMESPACE, choose_backend, full_precision, wished_backend
-from ..long_conv.torch_impl import compute_dtype
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import bounds, run_each
+from ..precision import compute_dtype, full_precision
 
 _BLOCK = 64
 """Tokens per block. Masked scores, half of them wasted, grow with it; smaller products run slower. For heads of 64 to

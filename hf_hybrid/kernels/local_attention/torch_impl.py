@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, choose_backend, full_precision, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import run_each
+from ..precision import full_precision
 
 _LOG2E = 1.4426950408889634
 # Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.

@@ -12,6 +12,7 @@ import torch
 
 from ..dispatch import check_devices
 from ..packed import check_cu_seqlens
+from ..precision import compute_dtype
 from . import filter_bank, torch_impl
 from .online import ConvState, online_conv, start_online_conv
 
@@ -214,7 +215,7 @@ def long_conv(
         reverse_kernel = reverse_kernel[:, : length - 1]
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
     # float64 in means float64 throughout, whatever the taps are stored in
-    dtype = torch.promote_types(kernel.dtype, torch_impl.compute_dtype(u))
+    dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)
     reverse_kernel = None if reverse_kernel is None else reverse_kernel.to(dtype)
     return torch_impl.long_conv(

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import NAMESPACE, wished_backend
+from ..precision import compute_dtype
 from .steps import Around, Block, Spectrum
-from .torch_impl import block_steps, choose_steps, compute_dtype, fast_size, ranges, transformed_together
+from .torch_impl import block_steps, choose_steps, fast_size, ranges, transformed_together
 
 _PLAIN = Around(None, None, None, silu=False)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..dispatch import full_precision
+from ..precision import compute_dtype, full_precision
 from . import torch_impl
 
 _DIRECT = 16
@@ -56,7 +56,7 @@ def start_online_conv(u: torch.Tensor, kernel: torch.Tensor) -> ConvState:
         kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)` where G divides D, as for `long_conv`.
     """
     ring = ring_size(kernel.shape[1])
-    dtype = torch.promote_types(torch_impl.compute_dtype(u), kernel.dtype)
+    dtype = torch.promote_types(compute_dtype(u), kernel.dtype)
     x = u[:, max(0, u.shape[1] - kernel.shape[1] + 1) :].to(dtype)
     nothing = x.shape[1] == 0
     pending = x.new_zeros(u.shape[0], ring, u.shape[2]) if nothing else _contribution(x, kernel, ring)

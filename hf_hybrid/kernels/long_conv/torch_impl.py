@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import bounds
+from ..precision import complex_dtype, compute_dtype
 from . import steps as torch_steps
 from .steps import Around, Block, Sequences, Spectrum
 
@@ -60,16 +61,6 @@ def fast_size(smallest: int) -> int:
     while power < smallest:
         power *= 2
     return power // 4 * 3 if power > 4 and power // 4 * 3 >= smallest else power
-
-
-def compute_dtype(u: Tensor) -> torch.dtype:
-    """Precision in which a convolution of `u` is transformed: its own, but float32 at least."""
-    return torch.promote_types(u.dtype, torch.float32)
-
-
-def complex_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Complex dtype of the same precision; torch.compile cannot trace `torch.dtype.to_complex`."""
-    return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
 def block_steps(u: Tensor, n_fft: int) -> tuple[int, int]:

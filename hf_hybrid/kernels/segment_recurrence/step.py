@@ -7,7 +7,8 @@ a slot · `K` key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, check_devices, choose_backend, full_precision, may_run_triton, needs_gradient
+from ..dispatch import NAMESPACE, check_devices, choose_backend, may_run_triton, needs_gradient
+from ..precision import full_precision
 
 
 def segment_step(

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, choose_backend, full_precision, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, wished_backend
+from ..precision import full_precision
 from .reference import SURROGATE_SLOPE
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import NAMESPACE, choose_backend, wished_backend
-from ..long_conv.torch_impl import compute_dtype
 from ..packed import run_each
+from ..precision import compute_dtype
 
 _BLOCK = 1 << 18
 """Numbers multiplied at once in the taps' gradient."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..dispatch import full_precision
+from ..precision import full_precision
 
 BLOCK = 64
 """Tokens that `s4_final_state` and `s4_state_response` advance at a time."""

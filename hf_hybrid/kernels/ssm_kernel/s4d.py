@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..dispatch import full_precision
-from ..long_conv import torch_impl as conv_impl
+from ..precision import complex_dtype, full_precision
 from .discrete import BLOCK, check_system
 from .torch_impl import recomputed, tile_numbers
 
@@ -125,7 +124,7 @@ def s4d_block_powers(step: S4DStep, dtype: torch.dtype = torch.float32) -> torch
     Returns:
         `(H, R + 1, M)`, complex.
     """
-    return _powers(step.decay, BLOCK + 1).to(conv_impl.complex_dtype(dtype))
+    return _powers(step.decay, BLOCK + 1).to(complex_dtype(dtype))
 
 
 def s4d_final_state(

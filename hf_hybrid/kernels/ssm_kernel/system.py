@@ -16,9 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..dispatch import NAMESPACE, full_precision
+from ..dispatch import NAMESPACE
 from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
 from ..long_conv import torch_impl as conv_impl
+from ..precision import complex_dtype, compute_dtype, full_precision
 from .discrete import (
     S4Blocks,
     S4Step,
@@ -117,13 +118,13 @@ class _System:
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
         """Real dtype of computations with `u`: the wider of u's and the stored one, float32 at least."""
-        return torch.promote_types(conv_impl.compute_dtype(u), self.tensors.C.dtype)
+        return torch.promote_types(compute_dtype(u), self.tensors.C.dtype)
 
     def kernel(self, taps: int, dtype: torch.dtype) -> torch.Tensor:
         """The first taps, `(C, H, taps)`: a prefix of the longest kernel so far."""
         kernel = self._kernels.get(dtype)
         if kernel is None or kernel.shape[-1] < taps:
-            kernel = self._kernels[dtype] = self._make_kernel(self.C.to(conv_impl.complex_dtype(dtype)), taps)
+            kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
         return kernel[..., :taps]
 
     def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -144,7 +145,7 @@ class _System:
     def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """C and the decode step's constants, in the complex form of `dtype`."""
         if dtype not in self._steps:
-            narrow = conv_impl.complex_dtype(dtype)
+            narrow = complex_dtype(dtype)
             with self._making():
                 wide = self._make_step()
                 self._steps[dtype] = self.C.to(narrow), type(wide)(*(x.to(narrow) for x in wide))

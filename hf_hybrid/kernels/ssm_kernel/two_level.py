@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..dispatch import NAMESPACE, full_precision
+from ..dispatch import NAMESPACE
+from ..precision import full_precision
 from .discrete import S4Step, dense_diagonal, to_complex, to_real, to_real_row, two_re
 
 

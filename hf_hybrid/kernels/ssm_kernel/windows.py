@@ -6,7 +6,7 @@ B batch · T length · W window · n = T // W windows · H channels · S copies 
 import torch
 from torch.nn import functional as F
 
-from ..dispatch import full_precision
+from ..precision import full_precision
 from .discrete import BLOCK, s4_step_constants, to_complex, to_real
 from .torch_impl import recomputed, tile_numbers
 from .two_level import s4_block, s4_block_scan

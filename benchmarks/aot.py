@@ -179,7 +179,7 @@ def _short_conv(dtype: torch.dtype, taps: int, packed: bool) -> None:
     state = _meta(8, taps - 1, width, dtype=dtype)
     arguments = (u, _meta(width, taps), _meta(width), state, cu_seqlens, 0, True)
     triton_kernels.forward(*arguments)
-    triton_kernels.backward(u, *arguments)
+    triton_kernels.backward(u, *arguments, True)
 
 
 def _linear_attention(dtype: torch.dtype, heads: int, width: int, packed: bool) -> None:

@@ -8,12 +8,14 @@ An op asks inside of its custom op, where no tracer looks, because the choice re
 imports its Triton kernels, and with them triton, only when the answer is ``"triton"``.
 """
 
+import importlib
 import importlib.util
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
@@ -179,3 +181,29 @@ def choose_backend(
         level = logging.INFO if objection is not None and no_device is None else logging.DEBUG
         logger.log(level, "%s runs on %s (%s)", op, chosen, reason)
     return chosen
+
+
+def triton_kernels(
+    op: str,
+    package: str,
+    backend: str,
+    tensors: Iterable[torch.Tensor | None],
+    why_not: Callable[[ModuleType], str | None],
+) -> ModuleType | None:
+    """Return the Triton kernels of an op where they run, and None where torch does.
+
+    Args:
+        op: See `choose_backend`.
+        package: The package that has the kernels, ``__package__`` of the op's own module.
+        backend: See `choose_backend`.
+        tensors: See `choose_backend`.
+        why_not: From the kernels' module to the op's objection to running on Triton, or None.
+
+    Raises:
+        ValueError: See `choose_backend`.
+    """
+
+    def kernels() -> ModuleType:
+        return importlib.import_module(f"{package}.triton_kernels")
+
+    return kernels() if choose_backend(op, backend, tensors, lambda: why_not(kernels())) == "triton" else None

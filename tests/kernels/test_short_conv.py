@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_hybrid.kernels import short_conv, use_backend
-from hf_hybrid.kernels.short_conv import merge_kernels, torch_impl
+from hf_hybrid.kernels.short_conv import merge_kernels, op, torch_impl
 from hf_hybrid.kernels.short_conv.reference import short_conv as reference
 from tests.tolerances import assert_close
 
@@ -190,9 +190,9 @@ def test_strided_inputs_and_expanded_gradients():
 def test_opcheck():
     u, kernel, bias, state = (x.requires_grad_() for x in make(9))
     packed = (u.detach()[:1], kernel, bias, state, torch.tensor([0, 2, 9]), 0, True, "auto")
-    torch.library.opcheck(torch_impl.short_conv, packed)
-    torch.library.opcheck(torch_impl.short_conv, (u, kernel, bias, None, None, 0, True, "auto"))
-    torch.library.opcheck(torch_impl.short_conv, (u, kernel.detach(), None, None, None, 2, False, "auto"))
+    torch.library.opcheck(op.short_conv, packed)
+    torch.library.opcheck(op.short_conv, (u, kernel, bias, None, None, 0, True, "auto"))
+    torch.library.opcheck(op.short_conv, (u, kernel.detach(), None, None, None, 2, False, "auto"))
 
 
 def test_compiles_without_graph_breaks():

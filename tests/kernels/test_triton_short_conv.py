@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import short_conv
-from hf_hybrid.kernels.short_conv import torch_impl
+from hf_hybrid.kernels.short_conv import op
 from hf_hybrid.kernels.short_conv.reference import short_conv as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -113,7 +113,7 @@ def test_opcheck():
         (u, kernel, bias, state, None, 0, True, "triton"),
         (u[:1].detach(), kernel, None, None, cu_seqlens, 1, False, "triton"),
     ):
-        torch.library.opcheck(torch_impl.short_conv, arguments)
+        torch.library.opcheck(op.short_conv, arguments)
 
 
 @interpreted

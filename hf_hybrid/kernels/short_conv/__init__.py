@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..dispatch import check_devices, forces_triton
 from ..packed import check_cu_seqlens
-from . import torch_impl
+from . import op, torch_impl
 
 __all__ = ["merge_kernels", "short_conv"]
 
@@ -109,7 +109,7 @@ def short_conv(
     else:
         ahead = 0 if causal else past // 2
         before = state if past else None
-        y = torch_impl.short_conv(u, kernel, bias, before, cu_seqlens, ahead, activation == "silu", backend)
+        y = op.short_conv(u, kernel, bias, before, cu_seqlens, ahead, activation == "silu", backend)
     return y, _last_inputs(u, past, state, cu_seqlens) if causal else None
 
 

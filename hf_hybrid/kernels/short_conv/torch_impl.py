@@ -1,4 +1,4 @@
-"""Short convolution as an opaque op with its own backward, which keeps nothing but the inputs.
+"""The short convolution and its gradient in torch.
 
 On a CPU in float32 the convolution runs as torch's two-dimensional one with channels last, the layout the tokens
 already have: three times as fast as one multiplication per tap, and twenty times as fast as `conv1d`, which wants them
@@ -9,29 +9,16 @@ B batch · T length · J taps · D width
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import run_each
 from ..precision import compute_dtype
 
 _BLOCK = 1 << 18
 """Numbers multiplied at once in the taps' gradient."""
-
-
-def _runs_on_triton(backend: str, u: Tensor, kernel: Tensor, *others: Tensor | None) -> bool:
-    """Choose the backend, in here, where no tracer looks, because the choice reads the environment and logs."""
-
-    def why_not() -> str | None:
-        from .triton_kernels import why_not
-
-        return why_not(u, kernel)
-
-    return choose_backend("short_conv", backend, [u, kernel, *others], why_not) == "triton"
 
 
 def _shifts(length: int, taps: int, ahead: int) -> Iterator[tuple[int, slice, slice]]:
@@ -77,8 +64,7 @@ def _continued(u: Tensor, state: Tensor | None) -> Tensor:
     return u if state is None else torch.cat([state.to(u.dtype), u], dim=1)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::short_conv", mutates_args=())
-def short_conv(
+def forward(
     u: Tensor,
     kernel: Tensor,
     bias: Tensor | None,
@@ -86,13 +72,8 @@ def short_conv(
     cu_seqlens: Tensor | None,
     ahead: int,
     silu: bool,
-    backend: str,
 ) -> Tensor:
-    """The convolution with its activation; `ahead` is the number of taps on later tokens."""
-    if _runs_on_triton(backend, u, kernel, bias, state, cu_seqlens):
-        from . import triton_kernels
-
-        return triton_kernels.forward(u, kernel, bias, state, cu_seqlens, ahead, silu)
+    """The convolution with its activation; not differentiable."""
 
     def alone(u: Tensor, state: Tensor | None) -> tuple[Tensor]:
         if u.shape[1] == 0:
@@ -101,20 +82,6 @@ def short_conv(
         return (y[:, y.shape[1] - u.shape[1] :].contiguous(),)
 
     return alone(u, state)[0] if cu_seqlens is None else run_each(alone, cu_seqlens, (u,), state, states_out=0)[0]
-
-
-@short_conv.register_fake
-def _(
-    u: Tensor,
-    kernel: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ahead: int,
-    silu: bool,
-    backend: str,
-) -> Tensor:
-    return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
 def _differentiate(
@@ -142,8 +109,7 @@ def _differentiate(
     return grad_u.to(u.dtype), grad_taps.mT, grad_bias
 
 
-@torch.library.custom_op(f"{NAMESPACE}::short_conv_backward", mutates_args=())
-def short_conv_backward(
+def backward(
     grad: Tensor,
     u: Tensor,
     kernel: Tensor,
@@ -153,17 +119,8 @@ def short_conv_backward(
     ahead: int,
     silu: bool,
     trained: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, the taps, the bias and the state, which is empty where there is no state.
-
-    Those of taps and bias are computed only if `trained`, and zeros otherwise, where leaving them out is cheaper.
-    """
-    if _runs_on_triton(backend, u, kernel, bias, state, cu_seqlens):
-        from . import triton_kernels
-
-        d_u, d_kernel, d_bias, d_state = triton_kernels.backward(grad, u, kernel, bias, state, cu_seqlens, ahead, silu)
-        return d_u, d_kernel, d_bias, u.new_empty(0) if d_state is None else d_state
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of u, the taps, the bias and the state; those of taps and bias are zeros unless `trained`."""
     wide = compute_dtype(u)
     d_kernel, d_bias = kernel.new_zeros(kernel.shape, dtype=wide), kernel.new_zeros(kernel.shape[0], dtype=wide)
 
@@ -182,44 +139,4 @@ def short_conv_backward(
         d_u, d_state = alone(u, grad, state)
     else:
         d_u, d_state = run_each(alone, cu_seqlens, (u, grad), state, states_out=1)
-    return d_u, d_kernel.to(kernel.dtype), d_bias, d_state
-
-
-@short_conv_backward.register_fake
-def _(
-    grad: Tensor,
-    u: Tensor,
-    kernel: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ahead: int,
-    silu: bool,
-    trained: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = torch.empty_like(u, memory_format=torch.contiguous_format)
-    taps = torch.empty_like(kernel, memory_format=torch.contiguous_format)
-    d_bias = kernel.new_empty(kernel.shape[0], dtype=torch.promote_types(u.dtype, torch.float32))
-    d_state = u.new_empty(0) if state is None else torch.empty_like(state, memory_format=torch.contiguous_format)
-    return like, taps, d_bias, d_state
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, kernel, bias, state, cu_seqlens, ctx.ahead, ctx.silu, backend = inputs
-    ctx.backend = wished_backend(backend)
-    ctx.save_for_backward(u, kernel, bias, state, cu_seqlens)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    u, kernel, bias, state, cu_seqlens = ctx.saved_tensors
-    _, wants_kernel, wants_bias, wants_state = ctx.needs_input_grad[:4]
-    trained = wants_kernel or wants_bias
-    d_u, d_kernel, d_bias, d_state = short_conv_backward(
-        grad, u, kernel, bias, state, cu_seqlens, ctx.ahead, ctx.silu, trained, ctx.backend
-    )
-    grad_bias = d_bias.to(bias.dtype) if bias is not None and wants_bias else None
-    return d_u, d_kernel if wants_kernel else None, grad_bias, d_state if wants_state else None, *(None,) * 4
-
-
-short_conv.register_autograd(_backward, setup_context=_setup_context)
+    return d_u, d_kernel.to(kernel.dtype), d_bias, None if state is None else d_state

@@ -204,8 +204,9 @@ def backward(
     cu_seqlens: Tensor | None,
     ahead: int,
     silu: bool,
+    trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of u, the taps, the bias in float32, and the state."""
+    """Gradients of u, the taps, the bias in float32, and the state: all in one pass, whether `trained` or not."""
     d_u = torch.empty_like(u, memory_format=torch.contiguous_format)
     # a state of a sequence without tokens is reached by no program
     d_state = None if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)

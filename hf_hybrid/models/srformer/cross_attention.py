@@ -16,7 +16,7 @@ from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 
 from ...kernels import segment_recurrence, segment_step
-from ...kernels.dispatch import full_precision
+from ...kernels.precision import full_precision
 from .segments import Reading, SegmentCache, SegmentMemory, previous_slot
 
 NORM_FLOOR = 1e-6

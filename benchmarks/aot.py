@@ -202,8 +202,8 @@ def _diagonal_scan(dtype: torch.dtype, packed: bool) -> None:
     a, state, cu_seqlens = _meta(384, dtype=wide), _meta(8, 384, dtype=wide), None
     if packed:
         cu_seqlens = _meta(9, dtype=torch.int32)
-    triton_kernels.run(a, b, state, cu_seqlens, False, False)
-    triton_kernels.run(a, b, state, cu_seqlens, True, True, b, state)
+    triton_kernels.forward(a, b, state, cu_seqlens, False, False)
+    triton_kernels.backward(b, state, a, b, state, cu_seqlens, False)
 
 
 def _long_conv(dtype: torch.dtype, around: bool, packed: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hybrid.kernels import diagonal_scan, dispatch, use_backend
-from hf_hybrid.kernels.diagonal_scan import reference, torch_impl
+from hf_hybrid.kernels.diagonal_scan import op, reference, torch_impl
 from tests.tolerances import assert_close
 
 ROW = {
@@ -293,12 +293,12 @@ def test_opcheck(reverse):
     a, b, initial_state = (x.requires_grad_() for x in make(11))
     for state in (None, initial_state):
         for transposed in (False, True):
-            torch.library.opcheck(torch_impl._scan, (a, b, state, None, reverse, transposed, "auto"))
+            torch.library.opcheck(op.diagonal_scan, (a, b, state, None, reverse, transposed, "auto"))
     row, cu_seqlens = b.detach()[:1].requires_grad_(), torch.tensor([0, 4, 11])
-    torch.library.opcheck(torch_impl._scan, (a, row, initial_state, cu_seqlens, reverse, False, "auto"))
-    x, final = (x.detach() for x in torch_impl._scan(a, row, initial_state, cu_seqlens, reverse, False, "auto"))
+    torch.library.opcheck(op.diagonal_scan, (a, row, initial_state, cu_seqlens, reverse, False, "auto"))
+    x, final = (x.detach() for x in op.diagonal_scan(a, row, initial_state, cu_seqlens, reverse, False, "auto"))
     arguments = (x, final, a.detach(), x, initial_state.detach(), cu_seqlens, reverse, "auto")
-    torch.library.opcheck(torch_impl._differentiate, arguments)
+    torch.library.opcheck(op.diagonal_scan_backward, arguments)
 
 
 def test_compiles_without_graph_breaks():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import diagonal_scan
-from hf_hybrid.kernels.diagonal_scan import torch_impl
+from hf_hybrid.kernels.diagonal_scan import op
 from hf_hybrid.kernels.diagonal_scan.reference import diagonal_scan as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -158,10 +158,10 @@ def test_opcheck():
         (a, row, None, cu_seqlens, False, False, "triton"),
         (a.detach(), row, initial_state.detach(), cu_seqlens, False, True, "triton"),
     ):
-        torch.library.opcheck(torch_impl._scan, arguments)
-    x, final = (x.detach() for x in torch_impl._scan(a, b, initial_state, None, True, False, "triton"))
+        torch.library.opcheck(op.diagonal_scan, arguments)
+    x, final = (x.detach() for x in op.diagonal_scan(a, b, initial_state, None, True, False, "triton"))
     arguments = (x, final, a.detach(), x, initial_state.detach(), None, True, "triton")
-    torch.library.opcheck(torch_impl._differentiate, arguments)
+    torch.library.opcheck(op.diagonal_scan_backward, arguments)
 
 
 @interpreted

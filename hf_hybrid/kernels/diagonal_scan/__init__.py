@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..dispatch import check_devices
 from ..packed import check_cu_seqlens
-from . import torch_impl
+from . import op
 
 __all__ = ["diagonal_scan"]
 
@@ -50,9 +50,8 @@ def diagonal_scan(
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
     _check(a, b, initial_state, cu_seqlens)
-    return torch_impl.diagonal_scan(
-        a, b, initial_state=initial_state, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend
-    )
+    states, final = op.diagonal_scan(a, b, initial_state, cu_seqlens, reverse, False, backend)
+    return states, final
 
 
 def _check(a: Tensor, b: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:

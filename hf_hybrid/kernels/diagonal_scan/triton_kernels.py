@@ -196,7 +196,36 @@ def _pairs(x: Tensor | None) -> Tensor | None:
     return torch.view_as_real(x.resolve_conj().contiguous())
 
 
-def run(
+def forward(
+    a: Tensor,
+    b: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """The states in b's dtype, and the final one in a's."""
+    x, final, _ = _run(a, b, initial_state, cu_seqlens, reverse, transposed)
+    return x, final
+
+
+def backward(
+    grad: Tensor,
+    grad_final: Tensor,
+    a: Tensor,
+    states: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of b, the initial state and a, in one pass."""
+    saved = states, initial_state
+    d, d_initial, d_a = _run(a.conj_physical(), grad, grad_final, cu_seqlens, not reverse, True, *saved)
+    assert d_a is not None
+    return d, d_initial, d_a
+
+
+def _run(
     a: Tensor,
     b: Tensor,
     initial: Tensor | None,

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_hybrid.kernels import linear_attention, use_backend
-from hf_hybrid.kernels.linear_attention import reference, torch_impl
+from hf_hybrid.kernels.linear_attention import op, reference, torch_impl
 from tests.tolerances import assert_close
 
 LENGTHS = (1, 2, 63, 64, 65, 200)
@@ -179,7 +179,7 @@ def test_saved_by_the_norm_is_what_it_gives():
     trained = query.clone().requires_grad_()
     assert saved(trained, key, value) == inputs + value.numel() + rows
     assert saved(trained, key, value, gate=gate) == inputs + 2 * value.numel() + rows
-    _, _, n, scale = torch_impl._forward_normed(query, key, value, gate, None, None, 1e-6, False, "auto")
+    _, _, n, scale = op.linear_attention_normed(query, key, value, gate, None, None, 1e-6, False, "auto")
     assert n.numel() == scale.numel() == 0
 
 
@@ -254,16 +254,16 @@ def test_strided_inputs_and_expanded_gradients():
 
 def test_opcheck():
     query, key, value, state = (x.requires_grad_() for x in make(9))
-    torch.library.opcheck(torch_impl._forward, (query, key, value, state, None, "auto"))
+    torch.library.opcheck(op.linear_attention, (query, key, value, state, None, "auto"))
     row = [x.detach()[:1].requires_grad_() for x in (query, key, value)]
-    torch.library.opcheck(torch_impl._forward, (*row, state, torch.tensor([0, 4, 9]), "auto"))
-    torch.library.opcheck(torch_impl._forward, (query.detach(), key.detach(), value.detach(), None, None, "auto"))
+    torch.library.opcheck(op.linear_attention, (*row, state, torch.tensor([0, 4, 9]), "auto"))
+    torch.library.opcheck(op.linear_attention, (query.detach(), key.detach(), value.detach(), None, None, "auto"))
     gate = value.detach().clone().requires_grad_()
     for own, before, bounds in ((gate, state, None), (None, None, None), (gate[:1].detach(), None, [0, 4, 9])):
         inputs = row if bounds else (query, key, value)
         cu_seqlens = torch.tensor(bounds) if bounds else None
         arguments = (*inputs, own, before, cu_seqlens, 1e-6, True, "auto")
-        torch.library.opcheck(torch_impl._forward_normed, arguments)
+        torch.library.opcheck(op.linear_attention_normed, arguments)
 
 
 def test_compiles_without_graph_breaks():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import linear_attention
-from hf_hybrid.kernels.linear_attention import torch_impl
+from hf_hybrid.kernels.linear_attention import op
 from hf_hybrid.kernels.linear_attention.reference import linear_attention as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -143,11 +143,11 @@ def test_opcheck():
         (query, key, value, state, None, "triton"),
         (query.detach(), key, value, None, cu_seqlens, "triton"),
     ):
-        torch.library.opcheck(torch_impl._forward, arguments)
+        torch.library.opcheck(op.linear_attention, arguments)
     for gate, trained in ((value.detach().clone().requires_grad_(), True), (None, False)):
         inputs = (query, key, value) if trained else (query.detach(), key.detach(), value.detach())
         arguments = (*inputs, gate, state if gate is not None else None, None, 1e-6, trained, "triton")
-        torch.library.opcheck(torch_impl._forward_normed, arguments)
+        torch.library.opcheck(op.linear_attention_normed, arguments)
 
 
 @interpreted

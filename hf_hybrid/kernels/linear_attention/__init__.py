@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch import check_devices, forces_triton
 from ..packed import check_cu_seqlens
-from . import torch_impl
+from . import op, torch_impl
 
 __all__ = ["linear_attention"]
 
@@ -64,13 +64,14 @@ def linear_attention(
     check_devices(query, key=key, value=value, gate=gate, state=state)
     last = None
     if not causal:
-        output = torch_impl.bidirectional(query, key, value, cu_seqlens, backend)
+        output = op.bidirectional(query, key, value, cu_seqlens, backend)
     elif query.shape[1] == 1 and cu_seqlens is None and not forces_triton(backend):
         output, last = torch_impl.step(query, key, value, state)
     elif norm_eps is not None:
-        return torch_impl.causal_normed(query, key, value, gate, state, cu_seqlens, norm_eps, backend)
+        return op.causal_normed(query, key, value, gate, state, cu_seqlens, norm_eps, backend)
     else:
-        return torch_impl.causal(query, key, value, state, cu_seqlens, backend)
+        output, last = op.linear_attention(query, key, value, state, cu_seqlens, backend)
+        return output, last
     return output if norm_eps is None else torch_impl.normed(output, norm_eps, gate, query.dtype), last
 
 

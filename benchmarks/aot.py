@@ -70,6 +70,7 @@ MODULES = {
     "local_attention_step": "local_attention.step",
     "long_conv": "long_conv",
     "segment_recurrence": "segment_recurrence",
+    "segment_step": "segment_recurrence.step",
     "short_conv": "short_conv",
     "ssm_kernel": "ssm_kernel",
     "ssm_step": "ssm_kernel.step",
@@ -118,7 +119,7 @@ LIMITS = {
     "segment_recurrence.unwind": Limit(False, 16, "9 loads in flight per warp make up for few warps"),
     "segment_recurrence.collect": Limit(True, 8, "two tiles of a state and three parts of W"),
     "segment_recurrence.visits": Limit(False, 32, "bound by memory, with one load in flight in every thread"),
-    "segment_recurrence.step": Limit(False, 16, "bound by memory, with tiles of keys and values in flight"),
+    "segment_step.token": Limit(False, 16, "bound by memory, with tiles of keys and values in flight"),
 }
 
 
@@ -292,10 +293,16 @@ def _segment_recurrence(dtype: torch.dtype, width: int, full: bool) -> None:
     options = (visited, full, 2.0 if full else None)
     states = triton_kernels.forward(key, key, *neuron, *options)
     triton_kernels.backward(states, key, key, *neuron, *options, full)
+
+
+def _segment_step(dtype: torch.dtype, width: int, full: bool) -> None:
+    from hf_hybrid.kernels.segment_recurrence.step import triton_kernels
+
+    key, states = _meta(8, 12, 64, 64, width, dtype=dtype), _meta(8, 12, 32 if full else 64, width, width, dtype=dtype)
     query, norm, sigma = key[:, :, 0, 0], key[:, :, :1, 0], _meta(1) if full else None
     index, visible = _meta(8, 12, dtype=torch.int64), _meta(8, 64, dtype=torch.bool)
     documents = _meta(8, dtype=torch.int64) if full else None
-    triton_kernels.step(query, key, key, states, index, visible, norm, documents, sigma, 0.125)
+    triton_kernels.forward(query, key, key, states, index, visible, norm, documents, sigma, 0.125)
 
 
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
@@ -317,6 +324,7 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         # what is recorded last takes the most registers, and is what the tests compile
         for width, full in ((64, False), (256, False), (64, True), (256, True)):
             calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
+            calls.append(("segment_step", lambda a=(dtype, width, full): _segment_step(*a)))
         for width in (64, 128, 256):
             for form in _LOCAL_FORMS:
                 calls.append(("local_attention", lambda a=(dtype, width, *form): _local_attention(*a)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import dispatch, segment_recurrence, segment_step, use_backend
-from hf_hybrid.kernels.segment_recurrence import reference, step, torch_impl
+from hf_hybrid.kernels.segment_recurrence import op, reference, step
 from tests.tolerances import assert_close
 
 ROW = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -251,7 +251,7 @@ def test_opcheck(case):
     tensors = [arguments.get(name) for name in ("key", "value", *NEURON)]
     leaves = [None if x is None else x.requires_grad_() for x in tensors]
     options = (arguments.get("visited"), True, arguments.get("clamp"), False, "auto")
-    torch.library.opcheck(torch_impl._forward, (*leaves, *options))
+    torch.library.opcheck(op.segment_recurrence, (*leaves, *options))
 
 
 def test_compiles_without_graph_breaks():
@@ -348,8 +348,8 @@ def test_a_step_matches_the_reference(case):
     arguments = {**make_step(), **STEPS[case]}
     expected = reference.segment_step(**arguments)
     assert_close(segment_step(**arguments), expected, "float64")
-    op = step._step(*arguments.values(), "torch")
-    assert_close(op, segment_step(**arguments), "exact")
+    opaque = step.op.segment_step(*arguments.values(), "torch")
+    assert_close(opaque, segment_step(**arguments), "exact")
 
 
 def test_a_step_reads_one_slot_and_its_visible_keys():
@@ -385,7 +385,7 @@ def test_a_step_is_differentiable_in_torch():
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_a_step_compiles_without_graph_breaks(backend, monkeypatch):
     """Forced, the op itself is in the graph; what it does is not traced, so that it may do it on torch."""
-    monkeypatch.setattr(step, "choose_backend", lambda *_: "torch")
+    monkeypatch.setattr(step.op, "triton_kernels", lambda *_: None)
     torch._dynamo.reset()
     compiled = torch.compile(segment_step, fullgraph=True, backend="aot_eager")
     for slots in (5, 7):

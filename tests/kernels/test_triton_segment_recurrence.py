@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import segment_recurrence, segment_step
-from hf_hybrid.kernels.segment_recurrence import reference, step, torch_impl
+from hf_hybrid.kernels.segment_recurrence import op, reference, step
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
 from tests.tolerances import assert_close
@@ -59,13 +59,20 @@ def run(function, arguments, wide=False):
 def small_tiles():
     """Several tiles and spans in what is small, so that an interpreter gets to their edges."""
     from hf_hybrid.kernels.segment_recurrence import triton_kernels
+    from hf_hybrid.kernels.segment_recurrence.step import triton_kernels as step_kernels
 
     sizes = {"BT": 4, "BK": 4, "BV": 4, "BLOCK": 8, "STEP": 2, "BS": 4, "D": 16}
-    small = {
-        name: configuration._replace(tiles={tile: sizes[tile] for tile in configuration.tiles})
-        for name, configuration in triton_kernels.CONFIGURATIONS.items()
-    }
-    with patch.multiple(triton_kernels, CONFIGURATIONS=small, _SHORTEST_SPAN=8):
+    small, small_steps = (
+        {
+            name: configuration._replace(tiles={tile: sizes[tile] for tile in configuration.tiles})
+            for name, configuration in kernels.CONFIGURATIONS.items()
+        }
+        for kernels in (triton_kernels, step_kernels)
+    )
+    with (
+        patch.multiple(triton_kernels, CONFIGURATIONS=small, _SHORTEST_SPAN=8),
+        patch.object(step_kernels, "CONFIGURATIONS", small_steps),
+    ):
         yield
 
 
@@ -147,7 +154,7 @@ def test_opcheck():
         (*tensors, visited, True, 1.0, True, "triton"),
         (*(x.detach() for x in tensors[:2]), None, None, None, None, False, None, False, "triton"),
     ):
-        torch.library.opcheck(torch_impl._forward, given)
+        torch.library.opcheck(op.segment_recurrence, given)
 
 
 @interpreted
@@ -248,7 +255,7 @@ def test_a_document_that_is_not_there_is_the_nearest():
 @interpreted
 def test_opcheck_of_the_step():
     arguments = list(make_step(size=2).values())
-    torch.library.opcheck(step._step, (*arguments, "triton"))
+    torch.library.opcheck(step.op.segment_step, (*arguments, "triton"))
 
 
 @interpreted

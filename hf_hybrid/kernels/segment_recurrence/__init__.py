@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import check_devices
-from . import torch_impl
+from . import op
 from .step import segment_step
 
 __all__ = ["SOURCES", "segment_recurrence", "segment_step"]
@@ -63,18 +63,11 @@ def segment_recurrence(
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(key, value, weight, leak, threshold, visited, source, clamp)
-    return torch_impl.segment_recurrence(
-        key,
-        value,
-        weight=weight,
-        leak=leak,
-        threshold=threshold,
-        visited=visited,
-        source=source,
-        clamp=clamp,
-        surrogate=surrogate,
-        backend=backend,
-    )
+    if visited is not None:
+        visited = visited.to(torch.int64).expand(key.shape[0], -1)
+    limit = None if clamp is None else float(clamp)
+    complement = source == "complement"
+    return op.segment_recurrence(key, value, weight, leak, threshold, visited, complement, limit, surrogate, backend)
 
 
 def _check(

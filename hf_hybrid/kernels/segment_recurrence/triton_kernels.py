@@ -1,4 +1,4 @@
-"""The segments' states on a GPU, their gradients, and the step of decoding that reads them in place.
+"""The segments' states on a GPU, and their gradients.
 
 Forward, every sum over tokens comes before the recurrence, which then has nothing left but elementwise work:
 
@@ -19,13 +19,9 @@ one over tokens, and made by the same kernel. No atomics: the same bits in every
 A difference of large products decides whether a neuron fires, so P is float32 and P W^T of three tf32 parts, whatever
 the dtype of keys, as K^T V is of float32 keys. K^T V of 16 bits is exact but for the order of its sums.
 
-Decoding, one program has one row and one head: it reads keys, values and state of the segment where they lie. A matrix
-times a vector is bound by memory, and summed in float32 without tensor cores.
-
-B batch · H heads · M segments · S segment size · K key dim · V value dim · N visited segments · D documents
+B batch · H heads · M segments · S segment size · K key dim · V value dim · N visited segments
 """
 
-import math
 from typing import Any
 
 import torch
@@ -34,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
-from ..triton_kernels import LOG2E, NOTHING, interpreted, why_not_heads
+from ..triton_kernels import interpreted, why_not_heads
 from .reference import SURROGATE_SLOPE
 
 _PROGRAMS = 528
@@ -58,8 +54,6 @@ CONFIGURATIONS = {
         Configuration("collect", "from sm_90 on, unless float32 and V > 64", _WIDE, 8, 2),
         Configuration("collect narrow", "before sm_90, or float32 and V > 64", _NARROW, 4, 2),
         Configuration("visits", "instead of collect, without neurons and clamp", _NARROW, 4, 1),
-        Configuration("step k64", "K and V <= 64", {"BS": 64, "D": 64}, 8, 1),
-        Configuration("step k256", "K or V > 64", {"BS": 16, "D": 256}, 4, 1),
     )
 }
 """Wide tiles, where they fit into registers without spilling one. Tiles of 32 are avoided in products: compilers have
@@ -72,7 +66,7 @@ def why_not(dtype: torch.dtype, width: int, value_width: int) -> str | None:
 
 
 @triton.jit
-def _tile(x, row, rows, count, WIDTH: tl.constexpr, column, COLUMNS: tl.constexpr, FLOAT32: tl.constexpr):
+def load_tile(x, row, rows, count, WIDTH: tl.constexpr, column, COLUMNS: tl.constexpr, FLOAT32: tl.constexpr):
     """Rows of the matrix whose first row of WIDTH numbers is x's `row`; zeros from `count` rows on and behind WIDTH.
 
     Only `row` is a large number, so that the places of a tile's numbers behind it need no more than 32 bits.
@@ -93,8 +87,8 @@ def _product(
     total = tl.zeros((BK, BV), tl.float32)
     for start in range(0, count, BT):
         rows = start + tl.arange(0, BT)
-        keys = _tile(k, row, rows, count, K, column_k, BK, FLOAT32)
-        values = _tile(v, row, rows, count, V, column_v, BV, FLOAT32)
+        keys = load_tile(k, row, rows, count, K, column_k, BK, FLOAT32)
+        values = load_tile(v, row, rows, count, V, column_v, BV, FLOAT32)
         total = tl.dot(tl.trans(keys), values, total, input_precision=PRECISION)
     return total
 
@@ -160,12 +154,12 @@ def drive_kernel(
         own = _product(k, v, row, S, column_k, column_v, K, V, FLOAT32, PRECISION, BT, BK, BV)
         own = _clamped(own, CLAMP)
         if whole is not None:
-            own = _tile(whole, strip.to(tl.int64) * K, rows, K, V, column_v, BV, True) - own
+            own = load_tile(whole, strip.to(tl.int64) * K, rows, K, V, column_v, BV, True) - own
         if weight is None:
             result = own
         else:
             outputs = column + tl.arange(0, BV)
-            factor = _tile(weight, 0, outputs, V, V, column_v, BV, True)
+            factor = load_tile(weight, 0, outputs, V, V, column_v, BV, True)
             result = tl.dot(own, tl.trans(factor), result, input_precision="tf32x3")
             if inputs is not None:
                 cols = column_v + tl.arange(0, BV)[None, :]
@@ -307,80 +301,21 @@ def collect_kernel(
             slot = j
             if order is not None:
                 slot = tl.load(order + strip // H * N + j).to(tl.int32)
-            visits += _tile(grad, (strip.to(tl.int64) * N + slot) * K, rows, K, V, column_v, BV, True)
+            visits += load_tile(grad, (strip.to(tl.int64) * N + slot) * K, rows, K, V, column_v, BV, True)
         if weight is None:
             result = visits
         else:
             outputs = column_v + tl.arange(0, BV)
-            factor = _tile(weight, 0, outputs, V, V, column, BV, True)
+            factor = load_tile(weight, 0, outputs, V, V, column, BV, True)
             result = tl.dot(visits, factor, result, input_precision=PRECISION)
     if CLAMP is not None:
         row = (strip.to(tl.int64) * M + segment) * S
         own = _product(k, v, row, S, column_k, column, K, V, FLOAT32, PRECISION, BT, BK, BV)
         result = tl.where(tl.abs(own) <= CLAMP, result, 0.0)
     if d_whole is not None:
-        result = _tile(d_whole, strip.to(tl.int64) * K, rows, K, V, column, BV, True) - result
+        result = load_tile(d_whole, strip.to(tl.int64) * K, rows, K, V, column, BV, True) - result
     target = d_own + place.to(tl.int64) * (K * V) + (rows[:, None] * V + cols)
     tl.store(target, result.to(d_own.dtype.element_ty), mask=(rows[:, None] < K) & (cols < V))
-
-
-@triton.jit(do_not_specialize=["SLOTS", "DOCUMENTS", "S"])
-def step_kernel(
-    q, k, v, states, index, visible, norm, documents, sigma, output,
-    SLOTS, DOCUMENTS, S, H, VISIBLE, SCALE,
-    K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """What one token of one row and head reads of its segment, `(V,)`."""
-    strip = tl.program_id(0)
-    slot = tl.load(index + strip).to(tl.int64)
-    slot = tl.minimum(tl.maximum(slot, 0), SLOTS - 1)
-    cols = tl.arange(0, D)
-    inside = cols < V
-    source = q + strip.to(tl.int64) * K
-    result = tl.zeros((D,), tl.float32)
-    recurrent = tl.zeros((D,), tl.float32)
-    if states is not None:
-        for start in range(0, K, BS):
-            rows = start + tl.arange(0, BS)
-            query = tl.load(source + rows, mask=rows < K, other=0.0).to(tl.float32) * SCALE
-            recurrent += tl.sum(query[:, None] * _tile(states, slot * K, rows, K, V, 0, D, True), 0)
-        if norm is not None:
-            document = strip // H
-            if documents is not None:
-                document = tl.load(documents + document)
-                document = tl.minimum(tl.maximum(document, 0), DOCUMENTS - 1).to(tl.int32)
-            place = norm + (document * H + strip % H) * NORM
-            if NORM == 1:
-                recurrent = recurrent / tl.load(place).to(tl.float32)
-            else:
-                recurrent = recurrent / tl.load(place + cols, mask=inside, other=1.0).to(tl.float32)
-        result = recurrent
-    if k is not None:
-        query = tl.load(source + cols, mask=cols < K, other=0.0).to(tl.float32) * (SCALE * LOG2E)
-        most = tl.full((1,), NOTHING, tl.float32)
-        weights = tl.zeros((1,), tl.float32)
-        segmented = tl.zeros((D,), tl.float32)
-        for start in range(0, S, BS):
-            rows = start + tl.arange(0, BS)
-            keys = _tile(k, slot * S, rows, S, K, 0, D, True)
-            values = _tile(v, slot * S, rows, S, V, 0, D, True)
-            seen = rows < S
-            if visible is not None:
-                seen &= tl.load(visible + strip // H * VISIBLE + rows, mask=seen, other=0) != 0
-            scores = tl.where(seen, tl.sum(keys * query[None, :], 1), -float("inf"))
-            more = tl.maximum(most, tl.max(scores, 0))
-            faded = tl.exp2(most - more)
-            own = tl.exp2(scores - more)
-            weights = weights * faded + tl.sum(own, 0)
-            segmented = segmented * faded + tl.sum(own[:, None] * values, 0)
-            most = more
-        segmented = segmented / tl.where(weights > 0, weights, 1.0)  # a segment may have no key at all
-        if sigma is not None:
-            share = tl.load(sigma).to(tl.float32)
-            result = share * segmented + (1 - share) * recurrent
-        else:
-            result = segmented + recurrent
-    tl.store(output + strip.to(tl.int64) * V + cols, result.to(output.dtype.element_ty), mask=inside)
 
 
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
@@ -597,47 +532,3 @@ def backward(
     d_key = torch.matmul(call.value.to(d_own.dtype), d_own.mT).to(key.dtype)
     d_value = torch.matmul(call.key.to(d_own.dtype), d_own).to(key.dtype)
     return d_key, d_value, d_weight, d_leak, d_threshold
-
-
-def step(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    state: Tensor | None,
-    index: Tensor,
-    visible: Tensor | None,
-    norm: Tensor | None,
-    documents: Tensor | None,
-    sigma: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """What one token per row reads, `(B, H, V)` in query's dtype."""
-    batch, heads, width = query.shape
-    value_width = next(x.shape[4] for x in (value, state) if x is not None)
-    output = torch.empty(batch, heads, value_width, dtype=query.dtype, device=query.device)
-    configuration = CONFIGURATIONS["step k64" if max(width, value_width) <= 64 else "step k256"]
-    launch(
-        step_kernel,
-        batch * heads,
-        configuration,
-        q=query.contiguous(),
-        k=None if key is None else key.contiguous(),
-        v=None if value is None else value.contiguous(),
-        states=None if state is None else state.contiguous(),
-        index=index.contiguous(),
-        visible=None if visible is None else visible.contiguous().view(torch.uint8),
-        norm=None if norm is None else norm.contiguous(),
-        documents=None if documents is None else documents.contiguous(),
-        sigma=sigma,
-        output=output,
-        SLOTS=next(math.prod(x.shape[:3]) for x in (key, state) if x is not None),
-        DOCUMENTS=0 if norm is None else norm.shape[0],
-        S=0 if key is None else key.shape[3],
-        H=heads,
-        VISIBLE=0 if visible is None or visible.shape[0] == 1 else visible.shape[1],
-        SCALE=scale,
-        K=width,
-        V=value_width,
-        NORM=0 if norm is None else norm.shape[3],
-    )
-    return output

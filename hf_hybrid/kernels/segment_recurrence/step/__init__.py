@@ -7,8 +7,10 @@ a slot · `K` key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, check_devices, choose_backend, may_run_triton, needs_gradient
-from ..precision import full_precision
+from ...dispatch import check_devices, may_run_triton, needs_gradient
+from . import op, torch_impl
+
+__all__ = ["segment_step"]
 
 
 def segment_step(
@@ -58,13 +60,13 @@ def segment_step(
     _check(query, key, value, state, index, visible, norm, documents, sigma)
     differentiated = needs_gradient("segment_step", backend, query, key, value, state, norm, sigma)
     if not differentiated and may_run_triton(backend, query):
-        return _step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
+        return op.segment_step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         kept = next(x for x in (key, state) if x is not None)
         _check_within("index", index, kept.shape[:3].numel())
         if norm is not None:
             _check_within("documents", documents, norm.shape[0])
-    return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
+    return torch_impl.forward(query, key, value, state, index, visible, norm, documents, sigma, scale)
 
 
 def _check_within(name: str, index: Tensor | None, size: int) -> None:
@@ -138,94 +140,3 @@ def _check(
     )
     if sigma is not None and (sigma.numel() != 1 or key is None or state is None):
         raise ValueError(f"sigma must hold one number, beside key and state; got {tuple(sigma.shape)}")
-
-
-def _in_torch(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    state: Tensor | None,
-    index: Tensor,
-    visible: Tensor | None,
-    norm: Tensor | None,
-    documents: Tensor | None,
-    sigma: Tensor | None,
-    scale: float,
-) -> Tensor:
-    flat = index.flatten()
-    q = (query if scale == 1 else query * scale)[:, :, None]
-
-    def read(x: Tensor) -> Tensor:
-        return x.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape)
-
-    segmented = recurrent = None
-    if key is not None and value is not None:
-        scores = torch.matmul(q, read(key).mT)
-        hidden = None if visible is None else visible.logical_not()[:, None, None]
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=wide).to(value.dtype)
-        if hidden is not None:
-            weights = weights.masked_fill(hidden, 0)  # where a segment has no key at all
-        segmented = torch.matmul(weights, read(value))
-    if state is not None:
-        recurrent = torch.matmul(q, read(state))
-        if norm is not None:
-            recurrent = recurrent / (norm if documents is None else norm.index_select(0, documents))
-    if segmented is None or recurrent is None:
-        only = recurrent if segmented is None else segmented
-        assert only is not None
-        return only[:, :, 0]
-    if sigma is not None:
-        share = sigma.to(segmented.dtype)
-        return (share * segmented + (1 - share) * recurrent)[:, :, 0]
-    return (segmented + recurrent)[:, :, 0]
-
-
-@torch.library.custom_op(f"{NAMESPACE}::segment_step", mutates_args=())
-def _step(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    state: Tensor | None,
-    index: Tensor,
-    visible: Tensor | None,
-    norm: Tensor | None,
-    documents: Tensor | None,
-    sigma: Tensor | None,
-    scale: float,
-    backend: str,
-) -> Tensor:
-    def why_not() -> str | None:
-        from ..triton_kernels import why_not_heads
-
-        value_width = next(x.shape[4] for x in (value, state) if x is not None)
-        return why_not_heads("query", query.dtype, query.shape[2], value_width)
-
-    # chosen in here, where no tracer looks, because the choice reads the environment and logs
-    tensors = [x for x in (query, key, value, state, index, visible, norm, documents, sigma) if x is not None]
-    if choose_backend("segment_step", backend, tensors, why_not) == "triton":
-        from . import triton_kernels
-
-        return triton_kernels.step(query, key, value, state, index, visible, norm, documents, sigma, scale)
-    with full_precision(query.device):
-        return _in_torch(query, key, value, state, index, visible, norm, documents, sigma, scale)
-
-
-@_step.register_fake
-def _(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    state: Tensor | None,
-    index: Tensor,
-    visible: Tensor | None,
-    norm: Tensor | None,
-    documents: Tensor | None,
-    sigma: Tensor | None,
-    scale: float,
-    backend: str,
-) -> Tensor:
-    width = next(x.shape[4] for x in (value, state) if x is not None)
-    return query.new_empty(*query.shape[:2], width)

@@ -233,13 +233,15 @@ def _local_attention(
     dtype: torch.dtype, width: int, chunk_size: int | None, packed: bool, masked: bool, biased: bool, dropout: float
 ) -> None:
     from hf_hybrid.kernels.local_attention import triton_kernels
+    from hf_hybrid.kernels.local_attention.settings import Settings
 
     q = _meta(1 if packed else 8, 4096, 12, width, dtype=dtype)
     bias = _meta(12, 2 * chunk_size - 1 if chunk_size else 257) if biased else None
     mask = _meta(*q.shape[:2], dtype=torch.bool) if masked else None
     seed = _meta(dtype=torch.int64) if dropout else None
     cu_seqlens = _meta(9, dtype=torch.int32) if packed else None
-    options = (bias, mask, seed, cu_seqlens, None if chunk_size else 128, chunk_size, False, 0.125, dropout)
+    settings = Settings(None if chunk_size else 128, chunk_size, False, 0.125, dropout)
+    options = (bias, mask, seed, cu_seqlens, settings)
     output, log_sum = triton_kernels.forward(q, q, q, *options)
     triton_kernels.backward(q, output, log_sum, q, q, q, *options)
 

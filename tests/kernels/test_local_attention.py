@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid.kernels.local_attention import local_attention, reference, torch_impl
+from hf_hybrid.kernels.local_attention import local_attention, op, reference, torch_impl
 from tests.tolerances import assert_close
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 4
@@ -434,11 +434,11 @@ def test_opcheck(changes, packed):
         query, key, value, bias, mask, seed, _, *options = arguments
         row = [x[:1].detach().requires_grad_() for x in (query, key, value)]
         arguments = (*row, bias, mask[:1], seed, torch.tensor([0, 30, 70]), *options)
-    torch.library.opcheck(torch_impl._forward, arguments)
-    output, log_sum = torch_impl._forward(*arguments)
+    torch.library.opcheck(op.local_attention, arguments)
+    output, log_sum = op.local_attention(*arguments)
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
     saved = (output.detach(), log_sum.detach())
-    torch.library.opcheck(torch_impl._backward, (torch.ones_like(output), *saved, *arguments))
+    torch.library.opcheck(op.local_attention_backward, (torch.ones_like(output), *saved, *arguments))
 
 
 @pytest.mark.parametrize("shape", [{"radius": 5}, {"chunk_size": 16}], ids=shape_id)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import local_attention, packed
-from hf_hybrid.kernels.local_attention import torch_impl
+from hf_hybrid.kernels.local_attention import op
 from hf_hybrid.kernels.local_attention.reference import local_attention as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -193,7 +193,7 @@ def test_opcheck():
     options = (None, 4, False, 0.3, 0.0, "triton")
     leaves = [x.clone().requires_grad_() for x in tensors[:4]]
     with small_blocks():
-        torch.library.opcheck(torch_impl._forward, (*leaves, *tensors[4:], *options))
+        torch.library.opcheck(op.local_attention, (*leaves, *tensors[4:], *options))
 
 
 def survivors(length, seed, heads=2, **options):

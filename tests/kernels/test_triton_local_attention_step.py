@@ -100,7 +100,7 @@ def test_opcheck():
             ((bias, mask, place, None), (0, 0, 3, None, True)),
             ((None, None, None, None), (5, 0, None, 4, False)),
         ):
-            torch.library.opcheck(step._step, (query, key, value, *tensors, *numbers, 0.5, backend))
+            torch.library.opcheck(step.op.local_attention_step, (query, key, value, *tensors, *numbers, 0.5, backend))
 
 
 @interpreted

@@ -2,11 +2,12 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from ..dispatch import check_devices, check_integer
 from ..packed import check_cu_seqlens
-from . import torch_impl
+from . import op
 from .step import local_attention_step
 
 __all__ = ["local_attention", "local_attention_step"]
@@ -69,20 +70,13 @@ def local_attention(
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, scale, dropout)
-    return torch_impl.local_attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        radius=radius,
-        chunk_size=chunk_size,
-        causal=causal,
-        attention_mask=attention_mask,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        dropout=dropout,
-        backend=backend,
-    )
+    mask = None if attention_mask is None else attention_mask != 0
+    # the only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    settings = (radius, chunk_size, causal, scale, float(dropout))
+    output, _ = op.local_attention(query, key, value, bias, mask, seed, cu_seqlens, *settings, backend)
+    return output
 
 
 def _check(

@@ -16,14 +16,14 @@ again batch by batch from query, key and the saved log-sum-exp.
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, choose_backend, wished_backend
 from ..packed import run_each
 from ..precision import full_precision
+from .settings import Settings
 
 _LOG2E = 1.4426950408889634
 # Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.
@@ -115,9 +115,9 @@ class _Walk:
     """One call's buffers and the order in which it visits blocks: the same forward and backward."""
 
     def __init__(
-        self, query: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-        radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
-    ) -> None:  # fmt: skip
+        self, query: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None, settings: Settings
+    ) -> None:
+        radius, chunk_size, causal, scale, dropout = settings
         self.batch, self.length, self.heads, _ = query.shape
         self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.low = _operand_dtype(query)
@@ -276,17 +276,6 @@ class _Walk:
         return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
 
 
-def _runs_on_triton(backend: str, query: Tensor, value: Tensor, *others: Tensor | None) -> bool:
-    """Choose the backend, in the op, where no tracer looks, because the choice reads the environment and logs."""
-
-    def why_not() -> str | None:
-        from ..triton_kernels import why_not_heads
-
-        return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
-
-    return choose_backend("local_attention", backend, [query, value, *others], why_not) == "triton"
-
-
 def _each_alone(
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor, query: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -296,9 +285,14 @@ def _each_alone(
 
 
 def _forward_alone(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, bias: Tensor | None,
-    radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    bias: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
     log_sum = torch.zeros(query.shape[:3], dtype=wide, device=query.device)
@@ -306,7 +300,7 @@ def _forward_alone(
         return output, log_sum
     with full_precision(query.device):
         mask = _informative(mask)
-        walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
+        walk = _Walk(query, bias, mask, seed, settings)
         for strips in walk.strips():
             q = walk.load("query", query, strips, walk.wide)
             k = walk.load("key", key, strips, walk.wide, walk.pad)
@@ -332,21 +326,18 @@ def _forward_alone(
         return output, log_sum
 
 
-@torch.library.custom_op(f"{NAMESPACE}::local_attention", mutates_args=())
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if _runs_on_triton(backend, query, value, key, bias, mask, cu_seqlens):
-        from . import triton_kernels
-
-        return triton_kernels.forward(
-            query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout
-        )
-    alone = partial(
-        _forward_alone, bias=bias, radius=radius, chunk_size=chunk_size, causal=causal, scale=scale, dropout=dropout
-    )
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor]:
+    """Outputs in query's dtype, and log2 of the sum of weights, `(B, T, H)`; not differentiable."""
+    alone = partial(_forward_alone, bias=bias, settings=settings)
     if cu_seqlens is None:
         return alone(query, key, value, mask, seed)
     mask, seeds = _each_alone(mask, seed, cu_seqlens, query)
@@ -354,21 +345,17 @@ def _forward(
     return output, log_sum
 
 
-@_forward.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=wide)
-
-
 def _differentiate_alone(
-    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    seed: Tensor | None, bias: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    log_sum: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    bias: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and, in the precision of sums, of bias: `(1, H, offsets)`."""
     d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     d_bias = torch.zeros((1, *bias.shape) if bias is not None else (1, 0), dtype=log_sum.dtype, device=query.device)
@@ -378,7 +365,7 @@ def _differentiate_alone(
         mask = _informative(mask)
         if mask is not None:
             grad = grad.masked_fill(~mask[:, :, None, None], 0.0)
-        walk = _Walk(query, bias, mask, seed, radius, chunk_size, causal, scale, dropout)
+        walk = _Walk(query, bias, mask, seed, settings)
         d_offsets = torch.zeros_like(walk.offsets)
         for strips in walk.strips():
             q = q_low = walk.load("query", query, strips, walk.wide)
@@ -413,8 +400,8 @@ def _differentiate_alone(
                 place = walk.queries(dq, at)
                 place.copy_(walk.matmul("d_queries", scores_low, keys).view_as(place))
                 walk.add_keys(dk, walk.matmul("d_keys", scores_low.mT, queries), at)
-            walk.store(dq.mul_(scale / walk.keep_rate), d_query, strips)
-            walk.store(dk.mul_(scale / walk.keep_rate), d_key, strips, walk.pad)
+            walk.store(dq.mul_(walk.scale / walk.keep_rate), d_query, strips)
+            walk.store(dk.mul_(walk.scale / walk.keep_rate), d_key, strips, walk.pad)
             walk.store(dv.div_(walk.keep_rate), d_value, strips, walk.pad)
         if mask is not None:
             for gradient in (d_query, d_key, d_value):
@@ -424,73 +411,25 @@ def _differentiate_alone(
         return d_query, d_key, d_value, d_bias
 
 
-@torch.library.custom_op(f"{NAMESPACE}::local_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
-    causal: bool, scale: float, dropout: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if _runs_on_triton(backend, query, value, key, bias, mask, cu_seqlens):
-        from . import triton_kernels
-
-        return triton_kernels.backward(
-            grad, output, log_sum, query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale,
-            dropout,
-        )  # fmt: skip
-    alone = partial(
-        _differentiate_alone,
-        bias=bias,
-        radius=radius,
-        chunk_size=chunk_size,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
-    )
+def backward(
+    grad: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias; `output` is not read."""
+    alone = partial(_differentiate_alone, bias=bias, settings=settings)
     if cu_seqlens is None:
         d_query, d_key, d_value, d_bias = alone(grad, log_sum, query, key, value, mask, seed)
     else:
         mask, seeds = _each_alone(mask, seed, cu_seqlens, query)
         tensors = (grad, log_sum, query, key, value, mask)
         d_query, d_key, d_value, d_bias = run_each(alone, cu_seqlens, tensors, seeds, states_out=1)
-    return d_query, d_key, d_value, query.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
-
-
-@_backward.register_fake
-def _(
-    grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
-    causal: bool, scale: float, dropout: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    d_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_bias
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    # Triton's backward reads the output; a projection that follows holds the same memory anyway
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.settings = (*inputs[7:-1], wished_backend(inputs[-1]))
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    output, log_sum, *tensors = ctx.saved_tensors
-    *gradients, d_bias = _backward(grad, output, log_sum, *tensors, *ctx.settings)
-    return *gradients, d_bias if tensors[3] is not None else None, *[None] * 9
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def local_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None, radius: int | None = None,
-    chunk_size: int | None = None, causal: bool = False, attention_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, scale: float | None = None, dropout: float = 0.0, backend: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Compute `hf_hybrid.kernels.local_attention` block by block; arguments as there, not checked again."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mask = None if attention_mask is None else attention_mask != 0
-    # The only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask.
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
-    options = (radius, chunk_size, causal, float(scale), float(dropout), backend)
-    output, _ = _forward(query, key, value, bias, mask, seed, cu_seqlens, *options)
-    return output
+    return d_query, d_key, d_value, None if bias is None else d_bias.sum(0).to(bias.dtype)

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper
 from ..packed import span_arguments
-from ..triton_kernels import LOG2E, NOTHING, interpreted, tokens_of_span
+from ..triton_kernels import LOG2E, NOTHING, interpreted, tokens_of_span, why_not_heads
+from .settings import Settings
 
 CONFIGURATIONS = {
     configuration.name: configuration
@@ -73,6 +74,11 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
     size = f"{kind} k{64 if width <= 64 else 128 if width <= 128 else 256}"
     names = (f"{size} before sm_90" if not like_hopper(capability) else size, size, kind)
     return next(CONFIGURATIONS[name] for name in names if name in CONFIGURATIONS)
+
+
+def why_not(query: Tensor, value: Tensor) -> str | None:
+    """The op's objection to running here, or None."""
+    return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
 
 @triton.jit
@@ -438,9 +444,9 @@ class _Call:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None,
-        seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool,
-        scale: float, dropout: float,
+        seed: Tensor | None, cu_seqlens: Tensor | None, settings: Settings,
     ) -> None:  # fmt: skip
+        radius, chunk_size, causal, scale, dropout = settings
         self.batch, self.length, self.heads, self.width = query.shape
         self.dtype, self.cu_seqlens, self.value_width = query.dtype, cu_seqlens, value.shape[3]
         self.capability = capability_of(query)
@@ -518,10 +524,10 @@ class _Call:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-    cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
+    cu_seqlens: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs in query's dtype, and log2 of the sum of weights, `(B, T, H)`."""
-    call = _Call(query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout)
+    call = _Call(query, key, value, bias, mask, seed, cu_seqlens, settings)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     log_sum = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     configuration = call.configuration("forward")
@@ -538,11 +544,10 @@ def forward(
 
 def backward(
     grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
-    causal: bool, scale: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value and bias, the last one empty where there is none."""
-    call = _Call(query, key, value, bias, mask, seed, cu_seqlens, radius, chunk_size, causal, scale, dropout)
+    mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of query, key, value and bias."""
+    call = _Call(query, key, value, bias, mask, seed, cu_seqlens, settings)
     d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     if mask is not None:  # infinite there, it would make NaN of weights of 0
         grad = grad.masked_fill(~mask[:, :, None, None], 0.0)
@@ -569,5 +574,5 @@ def backward(
         d_value=d_value,
     )
     if bias is None or sums is None:
-        return d_query, d_key, d_value, query.new_empty(0)
+        return d_query, d_key, d_value, None
     return d_query, d_key, d_value, call.bias_gradient(sums, bias, configuration)

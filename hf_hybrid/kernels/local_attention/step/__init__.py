@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...dispatch import NAMESPACE, check_devices, check_integer, choose_backend, may_run_triton, needs_gradient
-from . import torch_impl
+from ...dispatch import check_devices, check_integer, may_run_triton, needs_gradient
+from . import op, torch_impl
 
 __all__ = ["local_attention_step"]
 
@@ -63,55 +63,17 @@ def local_attention_step(
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     query_place, query_number = _place(query_start)
     key_place, key_number = _place(key_start)
+    tensors = query, key, value, bias, attention_mask, query_place, key_place
+    settings = query_number, key_number, radius, chunk_size, include_self, scale
     differentiated = needs_gradient("local_attention_step", backend, query, key, value, bias)
     if not differentiated and may_run_triton(backend, query):
-        return _step(
-            query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius,
-            chunk_size, include_self, scale, backend,
-        )  # fmt: skip
-    # on a CPU the door of an op costs as much as a short window
-    return torch_impl.attend(
-        query, key, value, bias, attention_mask, query_place, key_place, query_number, key_number, radius, chunk_size,
-        include_self, scale,
-    )  # fmt: skip
+        return op.local_attention_step(*tensors, *settings, backend)
+    return torch_impl.forward(*tensors, *settings)  # on a CPU the door of an op costs as much as a short window
 
 
 def _place(start: int | Tensor) -> tuple[Tensor | None, int]:
     """A position as the sum of what a tensor holds, if any, and of a number."""
     return (start, 0) if isinstance(start, Tensor) else (None, start)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::local_attention_step", mutates_args=())
-def _step(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
-    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
-    include_self: bool, scale: float, backend: str,
-) -> Tensor:  # fmt: skip
-    """The step, not differentiable; a position is the sum of the number and of what its tensor holds, if any."""
-
-    def why_not() -> str | None:
-        from ...triton_kernels import why_not_heads
-
-        return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
-
-    tensors = query, key, value, bias, mask, query_place, key_place
-    if choose_backend("local_attention_step", backend, tensors, why_not) == "triton":
-        from .triton_kernels import forward as attend
-    else:
-        attend = torch_impl.attend
-    return attend(
-        query, key, value, bias, mask, query_place, key_place, query_start, key_start, radius, chunk_size,
-        include_self, scale,
-    )  # fmt: skip
-
-
-@_step.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
-    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
-    include_self: bool, scale: float, backend: str,
-) -> Tensor:  # fmt: skip
-    return query.new_empty(*query.shape[:3], value.shape[3])
 
 
 def _check(

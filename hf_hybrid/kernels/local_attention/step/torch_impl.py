@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def attend(
+def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
     key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float,

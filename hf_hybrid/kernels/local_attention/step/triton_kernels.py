@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launching import Configuration, launch
-from ...triton_kernels import LOG2E, NOTHING
+from ...triton_kernels import LOG2E, NOTHING, why_not_heads
 
 CONFIGURATIONS = {
     configuration.name: configuration
@@ -29,6 +29,11 @@ CONFIGURATIONS = {
     )
 }
 """BS keys at a time, D columns that registers hold of each."""
+
+
+def why_not(query: Tensor, value: Tensor) -> str | None:
+    """The op's objection to running here, or None."""
+    return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
 
 @triton.jit

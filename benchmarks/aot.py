@@ -209,7 +209,7 @@ def _diagonal_scan(dtype: torch.dtype, packed: bool) -> None:
 
 def _long_conv(dtype: torch.dtype, around: bool, packed: bool) -> None:
     from hf_hybrid.kernels.long_conv import triton_kernels
-    from hf_hybrid.kernels.long_conv.steps import Around, Block, Sequences, Spectrum
+    from hf_hybrid.kernels.long_conv.blocks import Around, Block, Sequences, Spectrum
 
     batch, length, width, n_fft = 1 if packed else 8, 4096, 768, 8192
     u = _meta(batch, length, width, dtype=dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid.kernels.long_conv import filter_bank_conv, reference, torch_impl
+from hf_hybrid.kernels.long_conv import blocks, filter_bank_conv, reference
 from hf_hybrid.kernels.ssm_kernel import dplr_legs, s4_window_states
 from hf_hybrid.kernels.ssm_kernel import torch_impl as tiles
 from hf_hybrid.kernels.ssm_kernel import windows as windows_module
@@ -29,7 +29,7 @@ def gradients(function, *tensors):
 @pytest.mark.parametrize(("dtype", "row"), [(torch.float64, "float64"), (torch.float32, "float32")])
 @pytest.mark.parametrize(("length", "taps"), [(1, 1), (1, 5), (7, 3), (64, 64), (65, 200), (200, 63)])
 def test_a_bank_is_one_filter_after_the_other(length, taps, dtype, row, monkeypatch):
-    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", 600)  # several blocks of rows and channels
+    monkeypatch.setattr(blocks, "_CPU_BLOCK", 600)  # several blocks of rows and channels
     u, kernel, skip = draw(3, length, 5), draw(4, 5, taps, seed=1), draw(4, 5, seed=2)
     expected, expected_grads = gradients(lambda u, k, s: reference.filter_bank_conv(u, k, skip=s), u, kernel, skip)
     narrow = [x.to(dtype) for x in (u, kernel, skip)]

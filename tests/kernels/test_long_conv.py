@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_hybrid.kernels import dispatch
-from hf_hybrid.kernels.long_conv import fft_length, kernel_spectrum, long_conv, spectral_conv, torch_impl
+from hf_hybrid.kernels.long_conv import blocks, fft_length, kernel_spectrum, long_conv, op, spectral_conv
 from hf_hybrid.kernels.long_conv.reference import long_conv as reference
 from tests.tolerances import assert_close
 
@@ -101,7 +101,7 @@ PACKED = ([0, 7], [0, 3, 3, 23, 24, 27], [0, 0, 5, 5], [0, 6, 11, 17])
 @pytest.mark.parametrize("bounds", PACKED)
 def test_packed_sequences_are_each_alone(bounds, block, monkeypatch, poisoned):
     """Also filters that are longer than some sequences, and sequences that share a transform's length."""
-    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", block)
+    monkeypatch.setattr(blocks, "_CPU_BLOCK", block)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     tensors = gated(bounds[-1], batch=1, taps=9)
     compare(tensors, activation="silu", cu_seqlens=cu_seqlens)
@@ -141,7 +141,7 @@ def test_blocks_of_channels_and_rows_make_no_difference(block, monkeypatch):
     leaves = [x.requires_grad_() for x in (u, kernel, reverse, skip)]
     expected = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
-    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", block)
+    monkeypatch.setattr(blocks, "_CPU_BLOCK", block)
     actual = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)
     assert_close(actual, expected, "float64")
     for one, other in zip(torch.autograd.grad(actual.square().sum(), leaves), gradients, strict=True):
@@ -212,7 +212,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda u, s, d: spectral_conv(u, s, 10, d), (u, spectrum, skip))
 
     def adjoint(u, s):
-        return torch_impl.spectral_conv(u, s, 10, None, None, u.cos(), None, True, True, "auto")
+        return op.spectral_conv(u, s, 10, None, None, u.cos(), None, True, True, "auto")
 
     assert torch.autograd.gradcheck(adjoint, (u, spectrum))
 
@@ -222,8 +222,8 @@ def test_adjoint_is_the_transpose():
     v = make(21, seed=9)[0]
     n_fft = fft_length(21)
     spectrum = kernel_spectrum(kernel, n_fft, reverse)
-    forward = torch_impl.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, False, "auto")
-    backward = torch_impl.spectral_conv(v, spectrum, n_fft, skip, None, None, None, False, True, "auto")
+    forward = op.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, False, "auto")
+    backward = op.spectral_conv(v, spectrum, n_fft, skip, None, None, None, False, True, "auto")
     assert_close((forward * v).sum(), (u * backward).sum(), "float64")
 
 
@@ -267,7 +267,7 @@ def test_backward_of_a_convolution_with_taps_keeps_its_arguments_alone(groups):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("block", [1, 64, 4096])
 def test_groups_share_taps_and_their_gradient(groups, block, monkeypatch):
-    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", block)
+    monkeypatch.setattr(blocks, "_CPU_BLOCK", block)
     u, kernel, reverse, skip = make(21, batch=2, width=6)
     shared = [x[:groups].clone().requires_grad_() for x in (kernel, reverse)]
     spread = [x.detach().repeat(6 // groups, 1).requires_grad_() for x in shared]
@@ -324,13 +324,13 @@ def test_opcheck():
     spectrum = kernel_spectrum(kernel, 18, reverse)
     nothing = (None,) * 3
     leaves = [x.clone().requires_grad_() for x in (u, spectrum, skip, gate, gate)]
-    torch.library.opcheck(torch_impl.spectral_conv, (*leaves[:2], 18, *leaves[2:], None, True, False, "auto"))
-    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, None, *nothing, False, True, "auto"))
+    torch.library.opcheck(op.spectral_conv, (*leaves[:2], 18, *leaves[2:], None, True, False, "auto"))
+    torch.library.opcheck(op.spectral_conv, (leaves[0], spectrum, 18, None, *nothing, False, True, "auto"))
     leaves = [x.clone().requires_grad_() for x in (u, kernel, reverse, skip, gate, gate)]
-    torch.library.opcheck(torch_impl.long_conv, (*leaves, None, True, "auto"))
-    torch.library.opcheck(torch_impl.long_conv, (u, leaves[1][:1], None, None, *nothing, False, "auto"))
+    torch.library.opcheck(op.long_conv, (*leaves, None, True, "auto"))
+    torch.library.opcheck(op.long_conv, (u, leaves[1][:1], None, None, *nothing, False, "auto"))
     packed = [x[:1].detach().requires_grad_() if x.dim() == 3 else x for x in leaves]
-    torch.library.opcheck(torch_impl.long_conv, (*packed, cu_seqlens, False, "auto"))
+    torch.library.opcheck(op.long_conv, (*packed, cu_seqlens, False, "auto"))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hf_hybrid.kernels.long_conv import ConvState, long_conv, online, online_conv, start_online_conv
+from hf_hybrid.kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
 from hf_hybrid.kernels.long_conv.reference import long_conv as reference
+from hf_hybrid.kernels.long_conv.step import torch_impl
 from tests.tolerances import assert_close
 
 LENGTH = 150
@@ -48,8 +49,8 @@ def test_parts_of_any_size_give_what_the_whole_gives(taps, prompt, splits):
 
 @pytest.mark.parametrize("direct", [1, 4, 64])
 def test_where_sums_end_and_transforms_begin_makes_no_difference(direct, monkeypatch):
-    monkeypatch.setattr(online, "_DIRECT", direct)
-    monkeypatch.setattr(online, "_CPU_BLOCK", 100)  # a few channels at once
+    monkeypatch.setattr(torch_impl, "_DIRECT", direct)
+    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", 100)  # a few channels at once
     u, kernel, skip = make(40)
     for splits in SPLITS.values():
         actual, _ = decode(u, kernel, skip, 7, splits)
@@ -125,13 +126,13 @@ def test_a_state_from_inference_mode_serves_outside():
 def test_work_per_token_grows_with_the_logarithm_of_the_taps(monkeypatch):
     """Numbers transformed for n tokens: 2 n in each of log2(n) sizes of square, against n^2 / 2 products."""
     transformed = []
-    original = online._transformed
+    original = torch_impl._transformed
 
     def counted(x, kernel, n_fft, wanted):
         transformed.append(n_fft)
         return original(x, kernel, n_fft, wanted)
 
-    monkeypatch.setattr(online, "_transformed", counted)
+    monkeypatch.setattr(torch_impl, "_transformed", counted)
     u, kernel, skip = make(1024, length=1024)
     with torch.no_grad():
         decode(u, kernel, skip, 0, [1] * 1024)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_hybrid.kernels.long_conv import filter_bank_conv, kernel_spectrum, long_conv, spectral_conv, torch_impl
+from hf_hybrid.kernels.long_conv import blocks, filter_bank_conv, kernel_spectrum, long_conv, op, spectral_conv
 from hf_hybrid.kernels.long_conv import reference as references
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -47,7 +47,7 @@ def small(block=1 << 19):
         name: c._replace(tiles={"BF": 16} if "BF" in c.tiles else {"BT": 16, "BD": 2})
         for name, c in triton_kernels.CONFIGURATIONS.items()
     }
-    with patch.dict(triton_kernels.CONFIGURATIONS, cut), patch.object(torch_impl, "_CPU_BLOCK", block):
+    with patch.dict(triton_kernels.CONFIGURATIONS, cut), patch.object(blocks, "_CPU_BLOCK", block):
         yield
 
 
@@ -173,9 +173,9 @@ def test_strides_make_no_difference_and_the_bits_are_the_same_twice():
 @interpreted
 def test_opcheck():
     leaves = [x.requires_grad_() for x in make(9, batch=1)]
-    torch.library.opcheck(torch_impl.long_conv, (*leaves, torch.tensor([0, 4, 9]), True, "triton"))
+    torch.library.opcheck(op.long_conv, (*leaves, torch.tensor([0, 4, 9]), True, "triton"))
     spectrum = kernel_spectrum(leaves[1].detach(), 18)
-    torch.library.opcheck(torch_impl.spectral_conv, (leaves[0], spectrum, 18, *(None,) * 4, False, True, "triton"))
+    torch.library.opcheck(op.spectral_conv, (leaves[0], spectrum, 18, *(None,) * 4, False, True, "triton"))
 
 
 @interpreted

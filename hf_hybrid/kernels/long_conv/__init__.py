@@ -13,8 +13,9 @@ import torch
 from ..dispatch import check_devices
 from ..packed import check_cu_seqlens
 from ..precision import compute_dtype
-from . import filter_bank, torch_impl
-from .online import ConvState, online_conv, start_online_conv
+from . import filter_bank, op
+from .blocks import fast_size
+from .step import ConvState, online_conv, start_online_conv
 
 __all__ = [
     "ConvState",
@@ -43,7 +44,7 @@ def fft_length(length: int) -> int:
     """
     if length < 1:
         raise ValueError(f"length must be a positive integer; got {length}")
-    return torch_impl.fast_size(2 * length)
+    return fast_size(2 * length)
 
 
 def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:
@@ -102,7 +103,7 @@ def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tens
     kernel = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
     if reverse_kernel is not None:
         _check_taps("reverse_kernel", reverse_kernel, kernel.shape[0])
-    return torch_impl.spectrum_of_taps(kernel, n_fft, reverse_kernel)
+    return op.spectrum_of_taps(kernel, n_fft, reverse_kernel)
 
 
 def spectral_conv(
@@ -153,7 +154,7 @@ def spectral_conv(
     if cu_seqlens is None and u.shape[1] > n_fft:
         raise ValueError(f"n_fft must be at least the length {u.shape[1]}; got {n_fft}")
     check_devices(u, spectrum=spectrum, skip=skip, input_gate=input_gate, gate=gate)
-    return torch_impl.spectral_conv(
+    return op.spectral_conv(
         u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, activation == "silu", False, backend
     )
 
@@ -218,9 +219,7 @@ def long_conv(
     dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)
     reverse_kernel = None if reverse_kernel is None else reverse_kernel.to(dtype)
-    return torch_impl.long_conv(
-        u, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens, activation == "silu", backend
-    )
+    return op.long_conv(u, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens, activation == "silu", backend)
 
 
 def filter_bank_conv(

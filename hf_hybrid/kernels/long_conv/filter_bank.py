@@ -1,7 +1,7 @@
 """Several causal filters of the same sequence by FFT, as an opaque op with its own backward.
 
 The sequence is transformed once for all filters, and nothing but it and the taps is kept for the backward, which makes
-the spectra anew. Channels are transformed a few at a time, as in `torch_impl`.
+the spectra anew. Channels are transformed a few at a time, as in `transforms`.
 
 B batch · T length · T_k taps · D width · C filters
 """
@@ -14,35 +14,35 @@ from torch import Tensor
 
 from ..dispatch import NAMESPACE, wished_backend
 from ..precision import compute_dtype
-from .steps import Around, Block, Spectrum
-from .torch_impl import block_steps, choose_steps, fast_size, ranges, transformed_together
+from .blocks import Around, Block, Spectrum, block_steps, fast_size, ranges, transformed_together
+from .transforms import implementation
 
 _PLAIN = Around(None, None, None, silu=False)
 
 
-def _factors(steps: ModuleType, kernel: Tensor, channels: slice, n_fft: int, dtype: torch.dtype, adjoint: bool) -> Any:
+def _factors(impl: ModuleType, kernel: Tensor, channels: slice, n_fft: int, dtype: torch.dtype, adjoint: bool) -> Any:
     """What multiplies by each filter of a few channels."""
     spectra = torch.fft.rfft(kernel[:, channels].to(dtype), n=n_fft)
-    return [steps.factor(Spectrum(spectrum, 0), spectrum.shape[0], adjoint) for spectrum in spectra]
+    return [impl.factor(Spectrum(spectrum, 0), spectrum.shape[0], adjoint) for spectrum in spectra]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::filter_bank_conv", mutates_args=())
 def _forward(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
-    steps = choose_steps("filter_bank_conv", backend, u, kernel)
+    impl = implementation("filter_bank_conv", backend, u, kernel)
     dtype = compute_dtype(u)
     out = torch.empty((kernel.shape[0], *u.shape), dtype=u.dtype, device=u.device)
     (sequences,) = transformed_together(u, None, lambda length: fast_size(length + kernel.shape[2] - 1))
-    n_fft, x = sequences.n_fft, steps.arranged(u)
+    n_fft, x = sequences.n_fft, impl.arranged(u)
     row_step, channel_step = block_steps(u, n_fft)
     for channels in ranges(u.shape[2], channel_step):
-        factors = _factors(steps, kernel, channels, n_fft, dtype, adjoint=False)
+        factors = _factors(impl, kernel, channels, n_fft, dtype, adjoint=False)
         for rows in ranges(u.shape[0], row_step):
             block = Block(sequences, rows, channels)
-            signal = torch.fft.rfft(steps.prologue(x, None, block, dtype), n=n_fft)
+            signal = torch.fft.rfft(impl.prologue(x, None, block, dtype), n=n_fft)
             product = torch.empty_like(signal)
             for filtered, factor in zip(out, factors, strict=True):
-                y = steps.inverse(steps.multiply(signal, factor, product), n_fft)
-                steps.epilogue(y, None, _PLAIN, block, filtered)
+                y = impl.inverse(impl.multiply(signal, factor, product), n_fft)
+                impl.epilogue(y, None, _PLAIN, block, filtered)
     return out
 
 
@@ -54,27 +54,27 @@ def _(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
 @torch.library.custom_op(f"{NAMESPACE}::filter_bank_conv_backward", mutates_args=())
 def _adjoint(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Correlations, du[s] = sum_c sum_t k_c[t-s] dy_c[t] and dk_c[j] = sum_b sum_t u[t-j] dy_c[t]."""
-    steps = choose_steps("filter_bank_conv", backend, u, kernel)
+    impl = implementation("filter_bank_conv", backend, u, kernel)
     dtype, taps = compute_dtype(u), kernel.shape[2]
     grad_u = torch.empty_like(u, memory_format=torch.contiguous_format)
     grad_kernel = torch.empty_like(kernel, memory_format=torch.contiguous_format)
     (sequences,) = transformed_together(u, None, lambda length: fast_size(length + taps - 1))
-    n_fft, x, grads = sequences.n_fft, steps.arranged(u), [steps.arranged(part) for part in grad]
+    n_fft, x, grads = sequences.n_fft, impl.arranged(u), [impl.arranged(part) for part in grad]
     row_step, channel_step = block_steps(u, n_fft)
     for channels in ranges(u.shape[2], channel_step):
-        factors = _factors(steps, kernel, channels, n_fft, dtype, adjoint=True)
+        factors = _factors(impl, kernel, channels, n_fft, dtype, adjoint=True)
         products: list[Tensor | None] = [None] * len(factors)
         for rows in ranges(u.shape[0], row_step):
             block = Block(sequences, rows, channels)
-            signal = torch.fft.rfft(steps.prologue(x, None, block, dtype), n=n_fft)
+            signal = torch.fft.rfft(impl.prologue(x, None, block, dtype), n=n_fft)
             total = torch.empty_like(signal)
             for c, (part, factor) in enumerate(zip(grads, factors, strict=True)):
-                gradients = torch.fft.rfft(steps.prologue(part, None, block, dtype), n=n_fft)
-                steps.multiply(gradients, factor, total, add=c > 0)
-                product = steps.correlate(signal, gradients, None, 0)
+                gradients = torch.fft.rfft(impl.prologue(part, None, block, dtype), n=n_fft)
+                impl.multiply(gradients, factor, total, add=c > 0)
+                product = impl.correlate(signal, gradients, None, 0)
                 before = products[c]
                 products[c] = product if before is None else before + product
-            steps.epilogue(steps.inverse(total, n_fft), None, _PLAIN, block, grad_u)
+            impl.epilogue(impl.inverse(total, n_fft), None, _PLAIN, block, grad_u)
         for own, product in zip(grad_kernel, products, strict=True):
             own[channels] = torch.fft.irfft(product, n=n_fft)[..., :taps]
     return grad_u, grad_kernel

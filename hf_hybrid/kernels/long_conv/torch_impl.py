@@ -1,515 +1,168 @@
-"""Long convolution by FFT in blocks of channels, as an opaque op with its own backward.
+"""What stands around the transforms of a long convolution, in torch; `triton_kernels` has functions of the same names.
 
-Two decisions shape this file. Channels are transformed a few at a time, so that a block's spectrum stays in the CPU's
-cache instead of travelling to memory three times (2.5 times faster than one transform over the whole `(B, T, D)`
-tensor). And nothing but the inputs is kept for the backward, which makes the spectra that it needs anew: the gradient
-of u is the same convolution with the conjugate spectrum of the taps, and the input's spectrum is only made where the
-taps are trained, or where an activation or a gate behind the convolution needs its output again. A spectrum that
-serves many calls is an input itself, of `spectral_conv`.
+A block, some sequences and channels, has time innermost, so that transforms run along memory: `(b, d, ·)`, in the
+precision computed in. Between blocks and tensors `(B, T, D)` lie a prologue and an epilogue, forward and backward.
 
-The loops over blocks are the same on torch and on Triton, whose FFT is torch's too: what differs are the steps around
-the transforms, `steps` or `triton_kernels`.
-
-Two real rows packed into one complex transform are no faster than a real transform of each, on a CPU.
-
-Conjugates are computed, never lazy: a tracer that runs the op may not resolve the lazy form, silently.
-
-B batch · T length · D width · G groups · N packed sequences · F = n_fft / 2 + 1 frequencies
+b sequences and d channels of a block · B batch · T length · D width · G groups · F = n_fft / 2 + 1 frequencies
 """
-
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..dispatch import NAMESPACE, choose_backend, wished_backend
-from ..packed import bounds
-from ..precision import complex_dtype, compute_dtype
-from . import steps as torch_steps
-from .steps import Around, Block, Sequences, Spectrum
-
-_CPU_BLOCK = 1 << 19
-"""Real numbers transformed at once on a CPU: 2 MiB of float32, near the fastest for every length measured."""
-
-_GPU_BLOCK = 1 << 27
-"""The same elsewhere, where only memory limits the block."""
-
-Spectra = Callable[[slice], Spectrum]
-"""Gives the spectra of some channels."""
+from .blocks import Around, Block, Spectrum
 
 
-def choose_steps(op: str, backend: str, u: Tensor, *others: Tensor | None) -> ModuleType:
-    """Choose the backend, in an op, where no tracer looks, because the choice reads the environment and logs."""
-
-    def why_not() -> str | None:
-        from .triton_kernels import why_not
-
-        return why_not(u)
-
-    if choose_backend(op, backend, [u, *others], why_not) == "torch":
-        return torch_steps
-    from . import triton_kernels
-
-    return triton_kernels
+def arranged(x: Tensor | None) -> Tensor | None:
+    """A tensor `(B, T, D)` as the steps want it in memory: here, anyhow."""
+    return x
 
 
-def fast_size(smallest: int) -> int:
-    """Smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
-    power = 2
-    while power < smallest:
-        power *= 2
-    return power // 4 * 3 if power > 4 and power // 4 * 3 >= smallest else power
+def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Tensor:
+    """What `multiply` takes: one spectrum for each channel of a block, or its conjugate."""
+    rows = spectrum.rows
+    if spectrum.first or rows.shape[0] != width:
+        rows = rows[(spectrum.first + torch.arange(width, device=rows.device)) % rows.shape[0]]
+    return rows.conj_physical() if adjoint else rows
 
 
-def block_steps(u: Tensor, n_fft: int) -> tuple[int, int]:
-    """Sequences and channels of one block."""
-    budget = _CPU_BLOCK if u.device.type == "cpu" else _GPU_BLOCK
-    channels = max(1, budget // n_fft)
-    if u.device.type != "cpu" and channels > 16:
-        channels -= channels % 16  # every block's first channel lies where many can be read at once
-    return max(1, budget // (n_fft * max(1, u.shape[2]))), max(1, min(u.shape[2], channels))
+def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """A block of `(B, T, D)`, zeros behind its shorter sequences; it may be the tensor's own memory."""
+    sequences, rows, channels = block
+    if sequences.bounds is None:
+        return x[rows, :, channels].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+    found = sequences.bounds[rows]
+    gathered = torch.zeros(len(found), block.width, sequences.length, dtype=dtype, device=x.device)
+    for row, tokens in zip(gathered, found, strict=True):
+        row[:, : tokens.stop - tokens.start] = x[0, tokens, channels].mT
+    return gathered
 
 
-def ranges(size: int, step: int) -> Iterator[slice]:
-    """Parts of a range."""
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+def _scatter(y: Tensor, block: Block, out: Tensor) -> None:
+    """Write a block to its place in `(B, T, D)`."""
+    sequences, rows, channels = block
+    if sequences.bounds is None:
+        out[rows, :, channels] = y.transpose(1, 2)
+        return
+    for row, tokens in zip(y, sequences.bounds[rows], strict=True):
+        out[0, tokens, channels] = row[:, : tokens.stop - tokens.start].mT
 
 
-def transformed_together(u: Tensor, cu_seqlens: Tensor | None, n_fft: Callable[[int], int]) -> list[Sequences]:
-    """The batch's sequences, those of one transform length together; the host reads `cu_seqlens`."""
-    if cu_seqlens is None:
-        return [Sequences(None, None, 0, u.shape[0], u.shape[1], n_fft(u.shape[1]))]
-    together: dict[int, list[slice]] = {}
-    for tokens in bounds(cu_seqlens, u.shape[1]):
-        if tokens.stop > tokens.start:
-            together.setdefault(n_fft(tokens.stop - tokens.start), []).append(tokens)
-    pairs = [(tokens.start, tokens.stop - tokens.start) for found in together.values() for tokens in found]
-    table = torch.tensor(pairs, dtype=torch.int32, device=u.device)
-    groups: list[Sequences] = []
-    first = 0
-    for size, found in together.items():
-        longest = max(tokens.stop - tokens.start for tokens in found)
-        groups.append(Sequences(found, table, first, len(found), longest, size))
-        first += len(found)
-    return groups
+def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -> Tensor:
+    """A block of the inputs times their gate, to be read alone; zeros behind each sequence."""
+    x = _gather(u, block, dtype)
+    return x if gate is None else x * _gather(gate, block, dtype)
 
 
-def convolve(
-    steps: ModuleType, u: Tensor, spectra: Spectra, sequences: Sequences, around: Around, adjoint: bool, out: Tensor
-) -> None:
-    """Multiply u's spectrum by another, or by its conjugate for the adjoint; not differentiable.
+def multiply(x: Tensor, factor: Tensor, out: Tensor, add: bool = False) -> Tensor:
+    """Multiply spectra `(b, d, F)` by those of a `factor`, into `out`, which may be x, or in addition to it."""
+    if add:
+        return out.addcmul_(x, factor)
+    return x.mul_(factor) if out is x else torch.mul(x, factor, out=out)
+
+
+def inverse(x: Tensor, n_fft: int) -> Tensor:
+    """Back from what `multiply` gives to `(b, d, n_fft)`."""
+    return torch.fft.irfft(x, n=n_fft)
+
+
+def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int) -> Tensor:
+    """Sum conj(inputs) gradients over sequences and over the channels of each group.
 
     Args:
-        steps: Those of torch or of Triton.
-        u: `(B, T, D)`.
-        spectra: Those to multiply by.
-        sequences: Which of u's.
-        around: What happens to input and output.
-        adjoint: Whether to apply the transposed operator, which a backward needs.
-        out: Where their outputs go, `(B, T, D)`.
+        inputs: `(b, d, F)`.
+        gradients: `(b, d, F)`.
+        groups: G; None where each channel is its own.
+        first: The block's first channel.
+
+    Returns:
+        `(G, F)`, or `(d, F)`.
     """
-    dtype, n_fft = compute_dtype(u), sequences.n_fft
-    row_step, channel_step = block_steps(u, n_fft)
-    for channels in ranges(u.shape[2], channel_step):
-        factor = steps.factor(_narrow(spectra(channels), dtype), channels.stop - channels.start, adjoint)
-        for rows in ranges(sequences.number, row_step):
-            block = Block(sequences, rows, channels)
-            x = steps.prologue(u, around.input_gate, block, dtype)
-            product = torch.fft.rfft(x, n=n_fft)
-            if around.skip is None:
-                x = None
-            y = steps.inverse(steps.multiply(product, factor, product), n_fft)
-            del product  # a block is large on a GPU
-            steps.epilogue(y, x, around, block, out)
+    product = inputs.conj_physical().mul_(gradients).sum(0)
+    if groups is None:
+        return product
+    # a product, since indexed sums on a GPU have no fixed order
+    group = (first + torch.arange(product.shape[0], device=product.device)) % groups
+    member = torch.arange(groups, device=product.device)[:, None] == group
+    return member.to(product.dtype) @ product
 
 
-def _narrow(spectrum: Spectrum, dtype: torch.dtype) -> Spectrum:
-    return spectrum._replace(rows=spectrum.rows.to(complex_dtype(dtype)))
+def _with_skip(y: Tensor, x: Tensor | None, skip: Tensor | None, block: Block) -> Tensor:
+    """A convolution's tokens, and the skip connection's part, in place."""
+    y = y[..., : block.sequences.length]
+    if skip is None:
+        return y
+    assert x is not None
+    return y.addcmul_(x, skip[block.channels, None].to(y.dtype))
 
 
-class Gradients(NamedTuple):
-    """Where gradients go, None where one is not wanted: `(B, T, D)` each, and the skip weights' sum, `(D,)`."""
+def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Tensor) -> None:
+    """From a block of the convolution, which is used up, and one of its input to the op's output."""
+    y = _with_skip(y, x, around.skip, block)
+    if around.silu:
+        F.silu(y, inplace=True)
+    if around.gate is not None:
+        y.mul_(_gather(around.gate, block, y.dtype))
+    _scatter(y, block, out)
 
-    u: Tensor | None
-    input_gate: Tensor | None
-    gate: Tensor | None
-    skip: Tensor | None
 
-
-def differentiate(
-    steps: ModuleType,
-    grad: Tensor,
-    u: Tensor | None,
-    spectra: Spectra,
-    sequences: Sequences,
-    around: Around,
-    adjoint: bool,
-    into: Gradients,
-    products: Tensor | None,
-) -> None:
-    """Go back through `convolve`.
-
-    With x = input_gate u, y = conv(x) + skip x and dy = grad gate f'(y), where y is computed again if it is needed,
-
-    d_gate = grad f(y),  dx = conv^T(dy) + skip dy,  d_u = input_gate dx,  d_input_gate = u dx,  d_skip = sum x dy.
+def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None) -> Tensor:
+    """Gradient of a block of the convolution, before activation and gate, and of the gate if it is wanted.
 
     Args:
-        steps: Those of torch or of Triton.
+        y: The convolution, used up.
+        x: Its input.
+        around: What is differentiated.
         grad: Gradient of the output, `(B, T, D)`.
-        u: Input, `(B, T, D)`; may be None where only its own gradient is wanted and there is neither activation nor
-            gate behind the convolution.
-        spectra: Those that it was multiplied by.
-        sequences: Which of u's.
-        around: What happened to input and output.
-        adjoint: Whether the forward used conjugate spectra.
-        into: Where the gradients go.
-        products: Where sums of conj(rfft(x)) rfft(dy) over the sequences are added, `(D, F)`, or over each group of
-            channels too, `(G, F)`; None if they are not wanted.
+        block: The block.
+        d_gate: Where the gate's gradient goes, `(B, T, D)`.
     """
-    dtype, n_fft, width = compute_dtype(grad), sequences.n_fft, grad.shape[2]
-    again = around.gate is not None or around.silu
-    wants_input = into.u is not None or into.input_gate is not None
-    groups = None if products is None or products.shape[0] == width else products.shape[0]
-    row_step, channel_step = block_steps(grad, n_fft)
-    for channels in ranges(width, channel_step):
-        there = back = None
-        if again or wants_input:
-            spectrum, count = _narrow(spectra(channels), dtype), channels.stop - channels.start
-            there = steps.factor(spectrum, count, adjoint) if again else None
-            back = steps.factor(spectrum, count, not adjoint) if wants_input else None
-        for rows in ranges(sequences.number, row_step):
-            block = Block(sequences, rows, channels)
-            x: Any = None
-            inputs: Any = None
-            d_x = None
-            if again or products is not None or into.skip is not None:
-                x = steps.prologue(u, around.input_gate, block, dtype)
-            if again or products is not None:
-                inputs = torch.fft.rfft(x, n=n_fft)
-            if again:
-                product = inputs if products is None else torch.empty_like(inputs)
-                y = steps.inverse(steps.multiply(inputs, there, product), n_fft)
-                del product
-                d_y = steps.upstream(y, x, around, grad, block, into.gate)
-            else:
-                d_y = steps.prologue(grad, None, block, dtype)
-            if wants_input or products is not None:
-                gradients = torch.fft.rfft(d_y, n=n_fft)
-                if products is not None:
-                    at = channels if groups is None else slice(None)
-                    products[at] += steps.correlate(inputs, gradients, groups, channels.start)
-                inputs = None  # a block is large on a GPU
-                if wants_input:
-                    d_x = steps.inverse(steps.multiply(gradients, back, gradients), n_fft)
-                del gradients
-            d_skip = steps.downstream(
-                d_x, d_y, x, u, around, block, into.u, into.input_gate, trains_skip=into.skip is not None
-            )
-            if into.skip is not None:
-                into.skip[channels] += d_skip
+    y = _with_skip(y, x, around.skip, block)
+    g = _gather(grad, block, y.dtype)
+    sigmoid = torch.sigmoid(y) if around.silu else None
+    if d_gate is not None:
+        _scatter(g * y if sigmoid is None else g * y * sigmoid, block, d_gate)
+    if around.gate is not None:
+        g = g * _gather(around.gate, block, y.dtype)
+    if sigmoid is not None:
+        # (y s)' = s (1 + y (1 - s))
+        g = g * sigmoid * (1 + y * (1 - sigmoid))
+    return g
 
 
-def _arranged(
-    steps: ModuleType,
+def downstream(
+    d_x: Tensor | None,
+    d_y: Tensor,
+    x: Tensor | None,
     u: Tensor | None,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    silu: bool,
-) -> tuple[Any, Around]:
-    return steps.arranged(u), Around(skip, steps.arranged(input_gate), steps.arranged(gate), silu)
+    around: Around,
+    block: Block,
+    d_u: Tensor | None,
+    d_gate: Tensor | None,
+    trains_skip: bool,
+) -> Tensor | None:
+    """Gradients of the op's input and of its gate, and, returned, a block's part of the skip weights', `(d,)`.
 
-
-def _gradients(
-    grad: Tensor, skip: Tensor | None, input_gate: Tensor | None, gate: Tensor | None, wants: Sequence[bool]
-) -> Gradients:
-    """Memory for the gradients that are wanted of u, skip, input gate and gate."""
-    like = (grad, input_gate, gate)
-    u, d_input_gate, d_gate = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if wanted and x is not None else None
-        for x, wanted in zip(like, (wants[0], *wants[2:]), strict=True)
-    )
-    total = torch.zeros(grad.shape[2], dtype=compute_dtype(grad), device=grad.device) if wants[1] else None
-    return Gradients(u, d_input_gate, d_gate, total)
-
-
-def _returned(into: Gradients, skip: Tensor | None, grad: Tensor) -> list[Tensor]:
-    """Gradients of u, skip, input gate and gate; an op returns tensors only, so those not wanted are empty."""
-    d_skip = None if into.skip is None or skip is None else into.skip.to(skip.dtype)
-    return [grad.new_empty(0) if x is None else x for x in (into.u, d_skip, into.input_gate, into.gate)]
-
-
-def _returned_fakes(grad: Tensor, like: Sequence[Tensor | None], wants: Sequence[bool]) -> list[Tensor]:
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if wanted and x is not None else grad.new_empty(0)
-        for x, wanted in zip(like, wants, strict=True)
-    ]
-
-
-# with a spectrum
-
-
-def _size_for(n_fft: int) -> Callable[[int], int]:
-    """One transform length for sequences of every length that it can hold."""
-
-    def size(length: int) -> int:
-        if length > n_fft:
-            raise ValueError(f"n_fft must be at least the length {length}; got {n_fft}")
-        return n_fft
-
-    return size
-
-
-@torch.library.custom_op(f"{NAMESPACE}::spectral_conv", mutates_args=())
-def spectral_conv(
-    u: Tensor,
-    spectrum: Tensor,
-    n_fft: int,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    adjoint: bool,
-    backend: str,
-) -> Tensor:
-    """`convolve` as an op that autograd and torch.compile know."""
-    steps = choose_steps("long_conv", backend, u, spectrum, skip, input_gate, gate)
-    out = torch.empty_like(u, memory_format=torch.contiguous_format)
-    x, around = _arranged(steps, u, skip, input_gate, gate, silu)
-    for sequences in transformed_together(u, cu_seqlens, _size_for(n_fft)):
-        convolve(steps, x, lambda at: Spectrum(spectrum[at], 0), sequences, around, adjoint, out)
-    return out
-
-
-@spectral_conv.register_fake
-def _(u: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(u, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::spectral_conv_backward", mutates_args=())
-def spectral_conv_backward(
-    grad: Tensor,
-    u: Tensor | None,
-    spectrum: Tensor,
-    n_fft: int,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    adjoint: bool,
-    wants: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, spectrum, skip, input gate and gate, as far as `wants` says of each; see `differentiate`.
-
-    Of the spectrum, dS = conj(X) dY c / n,  c = 1 at frequencies 0 and n/2 and 2 between (each stands for its mirror
-    image too). The batch is summed in frequency space.
+    Args:
+        d_x: The transposed convolution of `d_y`, used up; None where neither input nor gate wants a gradient.
+        d_y: Gradient of the convolution.
+        x: Input of the convolution.
+        u: Input of the op, `(B, T, D)`.
+        around: What is differentiated.
+        block: The block.
+        d_u: Where the input's gradient goes, `(B, T, D)`.
+        d_gate: Where the input gate's gradient goes, `(B, T, D)`.
+        trains_skip: Whether the skip weights' is wanted.
     """
-    steps = choose_steps("long_conv", backend, grad, u, spectrum, skip, input_gate, gate)
-    real = compute_dtype(grad)
-    into = _gradients(grad, skip, input_gate, gate, (wants[0], *wants[2:]))
-    products = torch.zeros(spectrum.shape, dtype=complex_dtype(real), device=grad.device) if wants[1] else None
-    x, around = _arranged(steps, u, skip, input_gate, gate, silu)
-    g = steps.arranged(grad)
-    for sequences in transformed_together(grad, cu_seqlens, _size_for(n_fft)):
-        differentiate(steps, g, x, lambda at: Spectrum(spectrum[at], 0), sequences, around, adjoint, into, products)
-    if products is not None:
-        weight = torch.full((n_fft // 2 + 1,), 2.0 / n_fft, dtype=real, device=grad.device)
-        weight[0] = 1.0 / n_fft
-        weight[-1] = 1.0 / n_fft
-        products *= weight
-        products = (products.conj_physical_() if adjoint else products).to(spectrum.dtype)
-    d_u, *others = _returned(into, skip, grad)
-    return d_u, spectrum.new_empty(0) if products is None else products, others[0], others[1], others[2]
-
-
-@spectral_conv_backward.register_fake
-def _(
-    grad: Tensor,
-    u: Tensor | None,
-    spectrum: Tensor,
-    n_fft: int,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    adjoint: bool,
-    wants: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_u, *others = _returned_fakes(grad, (grad, skip, input_gate, gate), (wants[0], *wants[2:]))
-    d_spectrum = torch.empty_like(spectrum, memory_format=torch.contiguous_format)
-    return d_u, d_spectrum if wants[1] else spectrum.new_empty(0), others[0], others[1], others[2]
-
-
-def _setup_spectral(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, silu, adjoint, backend = inputs
-    # a frozen spectrum's backward reads no input at all, unless there is an activation or a gate behind it
-    keeps_input = any(ctx.needs_input_grad[i] for i in (1, 3, 4)) or gate is not None or silu
-    ctx.save_for_backward(u if keeps_input else None, spectrum, skip, input_gate, gate, cu_seqlens)
-    ctx.rest = n_fft, silu, adjoint, wished_backend(backend)
-
-
-def _backward_spectral(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    u, spectrum, skip, input_gate, gate, cu_seqlens = ctx.saved_tensors
-    n_fft, silu, adjoint, backend = ctx.rest
-    wants = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5)]
-    found = spectral_conv_backward(
-        grad, u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, silu, adjoint, wants, backend
-    )
-    d_u, d_spectrum, *others = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
-    return d_u, d_spectrum, None, *others, *(None,) * 4
-
-
-spectral_conv.register_autograd(_backward_spectral, setup_context=_setup_spectral)
-
-
-# with taps
-
-
-def spectrum_of_taps(kernel: Tensor, n_fft: int, reverse_kernel: Tensor | None) -> Tensor:
-    """Spectrum `(D, F)` of taps at lag 0, 1, ... and at lag -1, -2, ..., which sit at the end of the ring."""
-    if reverse_kernel is not None:
-        gap = kernel.new_zeros(kernel.shape[0], n_fft - kernel.shape[1] - reverse_kernel.shape[1])
-        kernel = torch.cat([kernel, gap, reverse_kernel.to(kernel.dtype).flip(1)], dim=1)
-    return torch.fft.rfft(kernel, n=n_fft)
-
-
-def _reached(kernel: Tensor, reverse_kernel: Tensor | None, length: int) -> tuple[Tensor, Tensor | None]:
-    """The taps whose lag lies within a sequence."""
-    return kernel[:, :length], None if reverse_kernel is None else reverse_kernel[:, : length - 1]
-
-
-def _size_of_taps(kernel: Tensor, reverse_kernel: Tensor | None) -> Callable[[int], int]:
-    """Transform length by the sequence's: no lag between two of its tokens wraps onto a tap."""
-    longest = max(kernel.shape[1] - 1, 0 if reverse_kernel is None else reverse_kernel.shape[1])
-    return lambda length: fast_size(length + min(longest, length - 1))
-
-
-def _spectra(kernel: Tensor, reverse_kernel: Tensor | None, width: int, n_fft: int) -> Spectra:
-    """What gives the spectra of some channels, made when they are asked for; those of shared taps are made once."""
-    groups = kernel.shape[0]
-    if groups == width:
-        return lambda channels: Spectrum(
-            spectrum_of_taps(kernel[channels], n_fft, None if reverse_kernel is None else reverse_kernel[channels]),
-            0,
-        )
-    spectrum = spectrum_of_taps(kernel, n_fft, reverse_kernel)
-    return lambda channels: Spectrum(spectrum, channels.start % groups)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::long_conv", mutates_args=())
-def long_conv(
-    u: Tensor,
-    kernel: Tensor,
-    reverse_kernel: Tensor | None,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    backend: str,
-) -> Tensor:
-    """The convolution with taps `(G, ·)`, of which channel c has those of row ``c % G``; as `spectral_conv`."""
-    steps = choose_steps("long_conv", backend, u, kernel, reverse_kernel, skip, input_gate, gate)
-    out = torch.empty_like(u, memory_format=torch.contiguous_format)
-    x, around = _arranged(steps, u, skip, input_gate, gate, silu)
-    for sequences in transformed_together(u, cu_seqlens, _size_of_taps(kernel, reverse_kernel)):
-        taps = _reached(kernel, reverse_kernel, sequences.length)
-        convolve(steps, x, _spectra(*taps, u.shape[2], sequences.n_fft), sequences, around, False, out)
-    return out
-
-
-@long_conv.register_fake
-def _(u: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(u, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::long_conv_backward", mutates_args=())
-def long_conv_backward(
-    grad: Tensor,
-    u: Tensor | None,
-    kernel: Tensor,
-    reverse_kernel: Tensor | None,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    wants: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, taps, reverse taps, skip, input gate and gate, as far as `wants` says; see `differentiate`.
-
-    Of a ring of taps, dk[j] = sum_b sum_t x[t-j] dy[t], and the sum of that over each group's channels: one inverse
-    transform per group.
-    """
-    steps = choose_steps("long_conv", backend, grad, u, kernel, reverse_kernel, skip, input_gate, gate)
-    real, groups = compute_dtype(grad), kernel.shape[0]
-    into = _gradients(grad, skip, input_gate, gate, (wants[0], *wants[3:]))
-    d_kernel = torch.zeros_like(kernel, memory_format=torch.contiguous_format) if wants[1] or wants[2] else None
-    d_reverse = None
-    if wants[2] and reverse_kernel is not None:
-        d_reverse = torch.zeros_like(reverse_kernel, memory_format=torch.contiguous_format)
-    x, around = _arranged(steps, u, skip, input_gate, gate, silu)
-    g = steps.arranged(grad)
-    for sequences in transformed_together(grad, cu_seqlens, _size_of_taps(kernel, reverse_kernel)):
-        n_fft = sequences.n_fft
-        taps, reverse_taps = _reached(kernel, reverse_kernel, sequences.length)
-        products = None
-        if d_kernel is not None:
-            products = torch.zeros(groups, n_fft // 2 + 1, dtype=complex_dtype(real), device=grad.device)
-        spectra = _spectra(taps, reverse_taps, grad.shape[2], n_fft)
-        differentiate(steps, g, x, spectra, sequences, around, False, into, products)
-        if d_kernel is not None:
-            ring = torch.fft.irfft(products, n=n_fft)
-            d_kernel[:, : taps.shape[1]] += ring[:, : taps.shape[1]]
-            if d_reverse is not None and reverse_taps is not None:
-                count = reverse_taps.shape[1]
-                d_reverse[:, :count] += ring[:, n_fft - count :].flip(1)
-    d_u, *others = _returned(into, skip, grad)
-    d_kernel, d_reverse = (grad.new_empty(0) if x is None else x for x in (d_kernel, d_reverse))
-    return d_u, d_kernel, d_reverse, others[0], others[1], others[2]
-
-
-@long_conv_backward.register_fake
-def _(
-    grad: Tensor,
-    u: Tensor | None,
-    kernel: Tensor,
-    reverse_kernel: Tensor | None,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    wants: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = (grad, kernel, reverse_kernel, skip, input_gate, gate)
-    wants = [wants[0], wants[1] or wants[2], *wants[2:]]
-    found = _returned_fakes(grad, like, wants)
-    return found[0], found[1], found[2], found[3], found[4], found[5]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens, silu, backend = inputs
-    # the backward of frozen taps reads no input at all, unless there is an activation or a gate behind it
-    keeps_input = any(ctx.needs_input_grad[i] for i in (1, 2, 3, 4)) or gate is not None or silu
-    ctx.save_for_backward(u if keeps_input else None, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens)
-    ctx.silu, ctx.backend = silu, wished_backend(backend)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, cu_seqlens = ctx.saved_tensors
-    wants = list(ctx.needs_input_grad[:6])
-    found = long_conv_backward(grad, *tensors, cu_seqlens, ctx.silu, wants, ctx.backend)
-    return *(x if wanted else None for x, wanted in zip(found, wants, strict=True)), *(None,) * 3
-
-
-long_conv.register_autograd(_differentiate, setup_context=_save)
+    if d_x is not None:
+        d_x = _with_skip(d_x, d_y, around.skip, block)
+        if d_gate is not None:
+            assert u is not None
+            _scatter(d_x * _gather(u, block, d_x.dtype), block, d_gate)
+        if d_u is not None:
+            gate = around.input_gate
+            _scatter(d_x if gate is None else d_x.mul_(_gather(gate, block, d_x.dtype)), block, d_u)
+    if not trains_skip:
+        return None
+    assert x is not None
+    return (x * d_y).sum((0, 2))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..launching import Configuration, blocks, launch
 from ..triton_kernels import why_not_dtype
-from .steps import Around, Block, Spectrum
+from .blocks import Around, Block, Spectrum
 
 CONFIGURATIONS = {
     name: Configuration(name, "all shapes and dtypes", tiles, num_warps=4, num_stages=1)

@@ -18,7 +18,7 @@ import torch
 
 from ..dispatch import NAMESPACE
 from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
-from ..long_conv import torch_impl as conv_impl
+from ..long_conv import op as conv_op
 from ..precision import complex_dtype, compute_dtype, full_precision
 from .discrete import (
     S4Blocks,
@@ -167,7 +167,7 @@ class _System:
             kernel = self.kernel(taps, self.dtype(u))
             return long_conv(u, kernel[0], reverse_kernel=kernel[1] if kernel.shape[0] == 2 else None, skip=skip)
         spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
-        return conv_impl.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, adjoint, "auto")
+        return conv_op.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, adjoint, "auto")
 
     def advance(
         self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, max_length: int | None

@@ -1,4 +1,4 @@
-"""A causal convolution carried on token by token: n tokens cost O(n log(n)^2) per channel, however long the filter.
+"""A causal convolution carried on in torch: n tokens cost O(n log(n)^2) per channel, however long the filter.
 
 Of what earlier inputs contribute to later outputs, each part is computed as soon as its inputs are known, in squares
 of doubling size ("relaxed" or online convolution, van der Hoeven 2002; Oncescu et al. 2024 for language models). After
@@ -11,33 +11,17 @@ outputs is pending from the start, by one transform.
 B batch · T length · T_k taps · D width · P ring, a power of two and at least T_k - 1 · U block
 """
 
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
-from ..precision import compute_dtype, full_precision
-from . import torch_impl
+from ...precision import compute_dtype, full_precision
+from ..blocks import fast_size
 
 _DIRECT = 16
 """Within blocks of this size every output is a sum over the inputs so far: cheaper than smaller squares."""
 
 _CPU_BLOCK = 1 << 17
 """Numbers transformed at once on a CPU: memory of that size is used again instead of being asked for anew."""
-
-
-class ConvState(NamedTuple):
-    """What a causal convolution remembers of its past: numbers of two rings, whatever was read so far.
-
-    Attributes:
-        pending: What earlier inputs contribute to the outputs of the ring, `(B, P, D)`, float32 or float64.
-        inputs: The inputs of the ring so far, `(B, P, D)`, alike; those from `position` on mean nothing.
-        position: Number of inputs in the ring, below P.
-    """
-
-    pending: torch.Tensor
-    inputs: torch.Tensor
-    position: int
 
 
 def ring_size(taps: int) -> int:
@@ -48,51 +32,24 @@ def ring_size(taps: int) -> int:
     return size
 
 
-def start_online_conv(u: torch.Tensor, kernel: torch.Tensor) -> ConvState:
-    """The state after a prompt with nothing before it.
-
-    Args:
-        u: The prompt, `(B, T, D)`, any floating dtype; T may be 0.
-        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)` where G divides D, as for `long_conv`.
-    """
+def start(u: torch.Tensor, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is pending behind a prompt, and a ring of inputs that holds none."""
     ring = ring_size(kernel.shape[1])
     dtype = torch.promote_types(compute_dtype(u), kernel.dtype)
     x = u[:, max(0, u.shape[1] - kernel.shape[1] + 1) :].to(dtype)
     nothing = x.shape[1] == 0
     pending = x.new_zeros(u.shape[0], ring, u.shape[2]) if nothing else _contribution(x, kernel, ring)
-    return ConvState(pending, torch.zeros_like(pending), 0)
+    return pending, torch.zeros_like(pending)
 
 
-def online_conv(
-    u: torch.Tensor, kernel: torch.Tensor, state: ConvState, *, skip: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ConvState]:
-    """Convolve the next tokens of a sequence, of which a state remembers what came before.
-
-    Outputs are those of `long_conv` over the whole sequence, up to rounding.
-
-    Args:
-        u: `(B, T, D)`, any floating dtype.
-        kernel: The taps that the state was made with.
-        state: The state before the first of these tokens. It is used up: unless a gradient is recorded, its memory
-            becomes that of the new one, since a copy would cost more than a token does.
-        skip: Weight of the input itself, `(D,)`; none when None.
-
-    Returns:
-        `(B, T, D)` in u's dtype, and the state after the last token.
-
-    Raises:
-        ValueError: A shape does not fit the state.
-    """
-    pending, inputs, position = state
-    ring = ring_size(kernel.shape[1])
-    if pending.shape != (u.shape[0], ring, u.shape[2]):
-        raise ValueError(
-            f"state must be of {u.shape[0]} sequences, {u.shape[2]} channels and {kernel.shape[1]} taps, with a "
-            f"pending {(u.shape[0], ring, u.shape[2])}; got {tuple(pending.shape)}"
-        )
+def advance(
+    u: torch.Tensor, kernel: torch.Tensor, pending: torch.Tensor, inputs: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Outputs in the precision of the state, and the state after them."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (u, kernel, pending, inputs))
     if not torch.compiler.is_compiling() and pending.is_inference() and not torch.is_inference_mode_enabled():
         pending, inputs = pending.clone(), inputs.clone()
+    ring = ring_size(kernel.shape[1])
     x, base = u.to(pending.dtype), min(_DIRECT, ring)
     outputs = []
     start = 0
@@ -117,9 +74,7 @@ def online_conv(
         else:
             pending[:, position : position + size] += square
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    if skip is not None:
-        y = y + skip.to(x.dtype) * x
-    return y.to(u.dtype), ConvState(pending, inputs, position)
+    return y, pending, inputs, position
 
 
 def _lowest_bit(position: int, ring: int) -> int:
@@ -152,11 +107,11 @@ def _contribution(x: torch.Tensor, kernel: torch.Tensor, count: int) -> torch.Te
         with full_precision(x.device):
             return (matrix @ x.flip(1).permute(2, 1, 0)).permute(2, 1, 0)
     # lags that wrap around the transform end up in the block's own outputs, which are not wanted
-    return _transformed(x, kernel, torch_impl.fast_size(size + count), slice(size, size + count))
+    return _transformed(x, kernel, fast_size(size + count), slice(size, size + count))
 
 
 def _transformed(x: torch.Tensor, kernel: torch.Tensor, n_fft: int, wanted: slice) -> torch.Tensor:
-    """Some outputs of the circular convolution on a ring of n_fft; a few channels at once, as in `torch_impl`."""
+    """Some outputs of the circular convolution on a ring of n_fft; a few channels at once, as for a whole sequence."""
     budget = _CPU_BLOCK if x.device.type == "cpu" else x.numel()
     parts, step = [], max(1, budget // n_fft)
     taps = _taps(kernel, 0, min(n_fft, kernel.shape[1]), x)

@@ -13,9 +13,11 @@ its ``learning_rate``, which is not searched), and ``scores``, the metrics to ke
 the best rate. The models begin from scratch, or where there is a ``start``, one more model, from what that one has
 learnt with the same seed. ``initial`` of a model edits its starting values (`train_one.edit_initial_values`). Where
 there are ``evaluations``, flags by name, every trained model is evaluated once more with each of them, which gives
-``scores`` of the form "metric, name".
+``scores`` of the form "metric, name". Validation documents are cut to an ``excerpt`` of so many characters from their
+middle where there is one, so that of few long ones all are read.
 
-First every model is trained at each of its learning rates with the first seed, then at its best one with the others.
+First every model is trained at each of its learning rates with the first seed, and at further ones, twice, where the
+best of them is the lowest or the highest; then at its best one with the others.
 Every run is a process of its own with one thread (`train_one`), so that as many as there are cores can run side by
 side and the processor time of a run means the same for all. Each finished run adds a row to ``RESULTS/EXPERIMENT.csv``
 and its losses to ``RESULTS/curves/EXPERIMENT.csv``. All of it can be stopped at any moment, by whatever, and started
@@ -45,18 +47,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pandas
 from filelock import FileLock, Timeout
 
-from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, is_better, read_rows, report
+from benchmarks.comparison import (
+    COLUMNS,
+    CURVE_COLUMNS,
+    append_rows,
+    best_rate,
+    is_better,
+    read_rows,
+    report,
+    searched,
+)
 from benchmarks.record import Row, read_csv, stamp
 from benchmarks.train_one import MODEL, RESULT, RUN, slug
 from benchmarks.without_training import BASELINES
+from hf_hybrid.training.checkpoints import replacing
 from hf_hybrid.version import __version__
 
 RESULTS = Path("benchmarks/results")
 SAVE_EVERY = 150.0
-_KEYS = {"script", "data", "flags", "models", "start", "learning_rates", "scores", "select", "evaluations"}
+_KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "scores", "select", "evaluations"}
 _OWN_KEYS = {"learning_rates", "learning_rate", "initial"}
+_EXTENSIONS = 2
+"""How often a search goes on beyond its lowest or highest learning rate."""
 _WITHOUT_EFFECT = {"eval_steps", "logging_steps", "per_device_eval_batch_size"}
 """Flags that change neither a model nor its scores, and so make no other recipe."""
 
@@ -150,6 +165,7 @@ class Experiment:
         flags = {name: value for name, value in self.flags(model).items() if name not in _WITHOUT_EFFECT}
         made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
         made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]
+        made_by += [self.spec["excerpt"]] if "excerpt" in self.spec else []
         return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
 
     def rows(self) -> list[Row]:
@@ -175,6 +191,8 @@ def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experime
             f"{path}: --data must name a folder with {spec['data']} in it; got {', '.join(map(str, data))}"
         )
     files = {split: _data_file(folder, split) for split in ("train", "validation")}
+    if "excerpt" in spec and not (isinstance(spec["excerpt"], int) and spec["excerpt"] > 0):
+        raise ValueError(f"{path}: excerpt must be a positive number of characters; got {spec['excerpt']!r}")
     experiment = Experiment(path.stem, spec, files, results / f"{path.stem}.csv")
     is_better(experiment.scores[0])
     for model in experiment.models:
@@ -219,7 +237,7 @@ def plan(
         _check_recipe(experiment, rows, model, recipe)
         search = [
             Run(experiment.name, model, seeds[0], rate, recipe, parents.get(seeds[0]))
-            for rate in experiment.rates(model)
+            for rate in _searched_rates(experiment, rows, model)
         ]
         more: list[Run] = []
         if all(run.key in done for run in search):
@@ -239,6 +257,22 @@ def plan(
     lost = [run.parent for run in todo if run.parent and run.parent.key in done and not is_kept(run.parent)]
     ready = [run for run in todo if run.parent is None or (run.parent.key in done and is_kept(run.parent))]
     return list(dict.fromkeys([*before, *lost, *ready]))
+
+
+def _searched_rates(experiment: Experiment, rows: Sequence[Row], model: str) -> list[str]:
+    """A model's learning rates, and as long as the best is the lowest or the highest, one more, as far again."""
+    rates, known = experiment.rates(model), {row["learning_rate"] for row in searched(rows, model)}
+    if len(rates) < 2:
+        return rates
+    for _ in range(_EXTENSIONS):
+        if not known.issuperset(rates):
+            break
+        best = best_rate([row for row in rows if row["learning_rate"] in rates], model, experiment.scores[0])
+        if best == rates[0]:
+            rates.insert(0, f"{float(rates[0]) ** 2 / float(rates[1]):g}")
+        elif best == rates[-1]:
+            rates.append(f"{float(rates[-1]) ** 2 / float(rates[-2]):g}")
+    return rates
 
 
 def _check_recipe(experiment: Experiment, rows: Sequence[Row], model: str, recipe: str) -> None:
@@ -291,7 +325,7 @@ class Queue:
     def work(self, jobs: int, pause: float = 0.5) -> None:
         """Do all that is left; what fails is in ``failures``. When interrupted, the runs save checkpoints and end."""
         for experiment in self.experiments.values():
-            self._try(experiment.name, _add_baselines, experiment)
+            self._try(f"{experiment.name}: baselines", _add_baselines, experiment)
         try:
             while True:
                 for run, process in list(self.running.items()):
@@ -337,9 +371,12 @@ class Queue:
         if self._is_kept(run):  # it ended when nobody was there to note it
             self._record(run)
             return
+        files = dict(experiment.files)
+        if "excerpt" in experiment.spec:
+            files["validation"] = _excerpts(files["validation"], self.folder, experiment.spec["excerpt"])
         flags = {
             **experiment.flags(run.model),
-            **{f"{split}_file": str(path) for split, path in experiment.files.items()},
+            **{f"{split}_file": str(path) for split, path in files.items()},
             "learning_rate": float(run.rate),
             "seed": run.seed,
         }
@@ -385,6 +422,24 @@ class Queue:
             _delete(self.folder / experiment.name)
 
 
+def _excerpts(path: Path, folder: Path, size: int) -> Path:
+    """The file with so many characters from the middle of each of its documents.
+
+    Raises:
+        ValueError: A document is shorter.
+    """
+    excerpts = folder / f"{path.parent.name}-validation-{size}.jsonl"
+    texts = pandas.read_json(path, lines=True)["text"]
+    if (shortest := texts.str.len().min()) < size:
+        raise ValueError(f"{path}: excerpt must be at most the {shortest} characters of the shortest text; got {size}")
+    starts = (texts.str.len() - size) // 2
+    folder.mkdir(parents=True, exist_ok=True)
+    cut = [text[start : start + size] for text, start in zip(texts, starts, strict=True)]
+    with replacing(excerpts) as new:
+        pandas.DataFrame({"text": cut}).to_json(new, orient="records", lines=True)
+    return excerpts
+
+
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     with open(folder / "log", "ab") as log:
         return subprocess.Popen(
@@ -427,7 +482,9 @@ def _add_baselines(experiment: Experiment) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Work through experiments, or print the tables of what is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("experiments", type=Path, nargs="*", help="JSON files with flags and models, in order")
     parser.add_argument("--data", type=Path, nargs="+", default=(), metavar="FOLDER", help="where data sets lie")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches (0 1 2)")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scipy.stats import ttest_ind
+
 from benchmarks.record import Row, markdown_table
 
 # fmt: off
@@ -25,8 +27,8 @@ _VERSIONS = ("torch", "transformers", "hf_hybrid")
 CURVE_COLUMNS = ("model", "seed", "learning_rate", "recipe", "step", "train_loss", "eval_loss")
 _HIGHER_IS_BETTER = re.compile(r"accuracy|rouge|f1|matthews|pearson|spearman|combined_score")
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|bits_per_byte|mse")
-_CLEAR = 3.0
-"""Fewer standard errors tell nothing apart: with three seeds each, chance alone gives 2.8 once in twenty."""
+_CHANCE = 0.05
+"""Two models are told apart if models that are alike would differ as much less often than this."""
 TITLES = {
     "eval_loss": "validation loss",
     "eval_rouge1": "ROUGE-1",
@@ -216,8 +218,10 @@ def _digits(score: str) -> int:
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard error; the error of a single value is not known."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.fmean(values), error
+    mean, count = statistics.fmean(values), len(values)
+    # not `statistics.stdev`, which knows no NaN
+    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (count - 1) / count) if count > 1 else math.nan
+    return mean, error
 
 
 # ---- one model beside another ----
@@ -229,19 +233,16 @@ class Lead(NamedTuple):
     Attributes:
         by: The difference of the means over the seeds.
         error: Its standard error; NaN where a model has one seed.
+        chance: How often models that are alike differ as much, by Welch's t-test; NaN where that is not known.
     """
 
     by: float
     error: float
-
-    @property
-    def count(self) -> float:
-        """The lead in standard errors."""
-        return self.by / self.error if self.error else math.copysign(math.inf, self.by)
+    chance: float
 
 
 def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | None:
-    """Return the lead of one model over another, each at its best rate; None where one of them diverged.
+    """Return the lead of one model over another, each at its best rate; None where a seed of one has no score.
 
     Raises:
         ValueError: There is no such model or score.
@@ -250,12 +251,19 @@ def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | Non
     for kind, name in (("model", first), ("model", second), ("score", score)):
         if name not in known[kind]:
             raise ValueError(f"{kind} {name!r} must be one of {', '.join(sorted(known[kind]))}")
-    values = [[_number(row[score]) for row in runs_at_best_rate(rows, model)] for model in (first, second)]
-    if not all(values):
-        return None
+    values = []
+    for model in (first, second):
+        rate = best_rate(rows, model, score_names(rows)[0])
+        ended = {row["seed"] for row in rows if row["model"] == model and row["learning_rate"] == rate}
+        values.append([_number(row[score]) for row in runs_at_best_rate(rows, model)])
+        if not ended or len(values[-1]) < len(ended) or not all(map(math.isfinite, values[-1])):
+            return None
     (mean, error), (other, other_error) = map(_mean, values)
-    by = abs(mean - other) if is_better(score)(mean, other) else -abs(mean - other)
-    return Lead(by, math.hypot(error, other_error))
+    by, error = abs(mean - other), math.hypot(error, other_error)
+    chance = math.nan
+    if error > 0:  # seeds that all give the same number say nothing of what others would give
+        chance = float(ttest_ind(*values, equal_var=False).pvalue)
+    return Lead(by if is_better(score)(mean, other) else -by, error, chance)
 
 
 def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
@@ -267,13 +275,19 @@ def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
     if (found := lead(rows, first, second, score)) is None:
         return f"{first} and {second} cannot be compared: one of them diverged"
     ahead, behind = (first, second) if found.by > 0 else (second, first)
-    digits, difference, count = _digits(score), abs(found.by), abs(found.count)
-    if math.isnan(found.error):
-        return f"{ahead} is ahead of {behind} by {difference:.{digits}f} (too few seeds to say how surely)"
+    digits, difference = _digits(score), abs(found.by)
+    if math.isnan(found.chance):
+        means = (f"{model} has {_shown_mean(rows, model, score)}" for model in (first, second))
+        return f"{', '.join(means)}: the seeds do not tell which is ahead"
+    count = difference / found.error
     text = f"{difference:.{digits}f} ± {found.error:.{digits}f} ({count:.1f} standard errors)"
-    if count < _CLEAR:
+    if found.chance > _CHANCE:
         return f"{first} and {second} are not told apart: {ahead} is ahead by {text}"
     return f"{ahead} is ahead of {behind} by {text}"
+
+
+def _shown_mean(rows: Sequence[Row], model: str, score: str) -> str:
+    return mean_and_error([_number(row[score]) for row in runs_at_best_rate(rows, model)], score)
 
 
 def verdict(rows: Sequence[Row], first: str, second: str, score: str) -> str:
@@ -283,6 +297,6 @@ def verdict(rows: Sequence[Row], first: str, second: str, score: str) -> str:
         ValueError: There is no such model or score.
     """
     found = lead(rows, first, second, score)
-    if found is None or math.isnan(found.error) or abs(found.count) < _CLEAR:
+    if found is None or not found.chance <= _CHANCE:
         return "not shown at this size"
     return "shown" if found.by > 0 else "contradicted at this size"

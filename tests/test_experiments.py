@@ -146,10 +146,55 @@ def test_a_score_of_which_more_is_better_chooses_the_other_way(bench):
     bench.change(SPEC | {"select": "eval_accuracy"})
     bench.loss = lambda model_type, seed, rate: rate
     bench.work()
-    assert bench.done()[4] == ("searched, S4", 1, 0.001)
+    assert ("searched, S4", 1, 1e-05) in bench.done()
     assert list(bench.rows()[0])[len(COLUMNS) :] == ["eval_accuracy", "eval_loss"]
     with pytest.raises(ValueError, match="'eval_runtime' must be one of which"):
         best_rate(bench.rows(), "fixed", "eval_runtime")
+
+
+@pytest.mark.parametrize(
+    ("best", "further", "repeated"),
+    [(0.01, [], 0.01), (0.0001, [0.0001, 1e-05], 0.0001), (10.0, [1.0, 10.0], 10.0), (1e-9, [0.0001, 1e-05], 1e-05)],
+)
+def test_a_search_goes_on_where_the_best_is_at_its_edge(bench, best, further, repeated):
+    bench.loss = lambda model_type, seed, rate: 1.0 + abs(math.log10(rate / best))
+    bench.work()
+    searched = [rate for model, seed, rate in bench.done() if model != "fixed" and seed == 0]
+    assert searched == [0.001, 0.01, 0.1, *further]
+    assert ("searched, S4", 2, repeated) in bench.done()
+    assert [rate for model, _, rate in bench.done() if model == "fixed"] == [0.01] * 3
+    bench.work()
+    assert bench.begun == []
+
+
+def test_a_search_whose_edges_diverge_does_not_go_on(bench):
+    bench.loss = lambda model_type, seed, rate: math.nan
+    bench.work()
+    assert bench.done() == ORDER[:4]
+
+
+def test_validation_documents_are_cut_to_excerpts(bench):
+    texts = ["abcdefgh", "0123456"]
+    for split in ("train", "validation"):
+        (bench.root / "data" / "texts" / f"{split}.txt").unlink()
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (bench.root / "data" / "texts" / f"{split}.jsonl").write_text(lines)
+    read = []
+    bench.at_start = lambda: read.append([json.loads(line) for line in next(bench.root.glob("runs/*.jsonl")).open()])
+    bench.change(SPEC | {"excerpt": 4})
+    assert bench.work(seeds=(0,)).failures == {}
+    assert read[0] == [{"text": "cdef"}, {"text": "1234"}]
+    flags = bench.flags[ORDER[0]]
+    assert flags["validation_file"] == str(next(bench.root.glob("runs/*.jsonl")))
+    assert flags["train_file"].endswith("texts/train.jsonl")
+    bench.change(SPEC | {"excerpt": 3})
+    assert "were made by another recipe" in bench.work().failures["small"]
+    bench.table.unlink()
+    bench.change(SPEC | {"excerpt": 8})
+    assert "excerpt must be at most the 7 characters of the shortest" in str(bench.work(seeds=(0,)).failures)
+    bench.change(SPEC | {"excerpt": 0})
+    with pytest.raises(ValueError, match="excerpt must be a positive number of characters; got 0"):
+        bench.work()
 
 
 def test_the_next_experiment_begins_when_there_is_nothing_more_to_begin(bench, tmp_path):
@@ -277,16 +322,18 @@ def test_an_experiment_that_cannot_be_done_is_refused(bench, change, message):
 
 
 def test_a_failure_stops_nothing_else_and_is_tried_again(bench, capsys):
-    bench.loss = lambda model_type, seed, rate: None if (model_type, seed) == ("a", 1) else rate
+    bench.loss = lambda model_type, seed, rate: (
+        None if (model_type, seed) == ("a", 1) else Bench.loss(model_type, seed, rate)
+    )
     queue = bench.work()
-    assert list(queue.failures) == ["small: searched, S4, seed 1, learning rate 0.001"]
+    assert list(queue.failures) == ["small: searched, S4, seed 1, learning rate 0.01"]
     assert "exit status 1" in capsys.readouterr().out.partition("FAILED")[2]
-    assert ("searched, S4", 2, 0.001) in bench.done()
+    assert ("searched, S4", 2, 0.01) in bench.done()
     assert ("fixed", 2, 0.01) in bench.done()
     assert "| searched, S4 (n=2) |" in report(bench.rows())
-    bench.loss = lambda model_type, seed, rate: rate
+    bench.loss = Bench.loss
     assert bench.work().failures == {}
-    assert bench.begun == [("searched, S4", 1, 0.001)]
+    assert bench.begun == [("searched, S4", 1, 0.01)]
 
 
 def test_a_rate_at_which_the_loss_is_no_number_is_not_the_best(bench):
@@ -304,11 +351,11 @@ def test_a_rate_at_which_the_loss_is_no_number_is_not_the_best(bench):
 
 
 def test_models_start_from_what_another_learnt_with_their_seed(tmp_path):
-    parent = {"parent": {"model_type": "p", "learning_rates": [0.01, 0.1]}}
-    bench = Bench(tmp_path, SPEC | {"start": parent, "models": {"child": {"learning_rates": [0.001, 0.01]}}})
+    parent = {"parent": {"model_type": "p", "learning_rates": [0.001, 0.01, 0.1]}}
+    bench = Bench(tmp_path, SPEC | {"start": parent, "models": {"child": {"learning_rates": [0.005, 0.01, 0.02]}}})
     bench.work(seeds=(0, 1))
-    first = [("parent", 0, 0.01), ("parent", 0, 0.1), ("parent", 1, 0.01)]
-    rest = [("child", 0, 0.001), ("child", 0, 0.01), ("child", 1, 0.01)]
+    first = [*(("parent", 0, rate) for rate in (0.001, 0.01, 0.1)), ("parent", 1, 0.01)]
+    rest = [*(("child", 0, rate) for rate in (0.005, 0.01, 0.02)), ("child", 1, 0.01)]
     assert bench.begun == first + rest
     for run in rest:
         assert f"parent-{bench.rows()[0]['recipe']}-{run[1]}-0.01/model" in bench.flags[run]["model_name_or_path"]
@@ -357,7 +404,14 @@ def test_tables_show_mean_and_standard_error():
             "eval_loss",
             "A and B are not told apart: A is ahead by 0.1000 ± 0.0816 (1.2 standard errors)",
         ),
-        ([1.0], [2.0, 2.2], "eval_loss", "A is ahead of B by 1.1000 (too few seeds to say how surely)"),
+        ([1.0], [2.0, 2.2], "eval_loss", "A has 1.0000, B has 2.1000 ± 0.1000: the seeds do not tell which is ahead"),
+        (
+            [0.5] * 3,
+            [0.5] * 3,
+            "eval_loss",
+            "A has 0.5000 ± 0.0000, B has 0.5000 ± 0.0000: the seeds do not tell which is ahead",
+        ),
+        ([1.0, 1.1, float("nan")], [2.0, 2.2], "eval_loss", "A and B cannot be compared: one of them diverged"),
     ],
 )
 def test_one_model_beside_another(first, second, score, expected):
@@ -373,10 +427,26 @@ def test_one_model_beside_another(first, second, score, expected):
         ([1.0, 1.1, 1.2], [1.1, 1.2, 1.3], "not shown at this size"),
         ([1.1, 1.2, 1.3], [1.0, 1.1, 1.2], "not shown at this size"),
         ([1.0], [2.0, 2.2], "not shown at this size"),
+        ([0.5] * 3, [0.5] * 3, "not shown at this size"),
+        ([1.0, 1.1], [2.0, 2.2], "shown"),
+        ([1.0, 1.2], [1.3, 1.5], "not shown at this size"),
+        ([1.0, 1.1, float("nan")], [2.0, 2.2, 2.4], "not shown at this size"),
     ],
 )
 def test_what_a_claim_is_worth(first, second, expected):
     assert verdict(table_of({"A": first, "B": second}), "A", "B", "eval_loss") == expected
+
+
+def test_a_claim_is_not_judged_by_the_seeds_that_came_through():
+    rows = table_of({"A": [1.0, 1.1, 1.2], "B": [2.0, 2.2, 2.4]})
+    assert verdict(rows, "A", "B", "eval_loss") == "shown"
+    rows[2]["outcome"] = "diverged"
+    assert verdict(rows, "A", "B", "eval_loss") == "not shown at this size"
+    assert "| A (n=2) |" in report(rows)
+
+
+def test_a_score_that_is_not_a_number_is_shown():
+    assert "| A | 1,000 | 0.001 | 1.5 | nan ± nan |" in report(table_of({"A": [1.0, float("nan")]}))
 
 
 def test_statements_are_written_into_pages(tmp_path, monkeypatch):

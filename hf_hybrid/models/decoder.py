@@ -150,8 +150,8 @@ def init_shared(module: nn.Module, config: PreTrainedConfig):
             init.copy_(module.weight, module.recency_biases() * module.init_scale)
         else:
             init.normal_(module.weight, std=config.initializer_range * module.init_scale)
-    elif isinstance(module, nn.Linear) and hasattr(module, "init_std"):
-        # said by the projection itself: transformers calls this for no module without tensors of its own
+    elif isinstance(module, nn.Linear | nn.Embedding) and hasattr(module, "init_std"):
+        # said by the module itself: transformers calls this for no module without tensors of its own
         init.normal_(module.weight, std=module.init_std)
     elif isinstance(module, LocalAttention) and module.score_scale is not None:
         init.constant_(module.score_scale, float(config.score_scale_init))

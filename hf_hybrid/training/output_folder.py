@@ -64,6 +64,11 @@ RESULT_FILES = (
 )
 """Patterns of what scripts write beside the model. Not each run writes all of it, so old files could pass for its."""
 _NOT_COMPARED = {"architectures", "dtype", "transformers_version", "use_cache"}  # set by saving and by Trainer
+# read where weights are drawn, and never again
+_STARTING_VALUES = {
+    *("alpha_init", "embedding_initializer_range", "init_std", "initializer_factor", "initializer_range"),
+    *("leak_init", "relative_attention_init", "score_scale_init", "threshold_init"),
+}
 _RESIZED = {"max_position_embeddings", "vocab_size"}
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states: FSDP, DeepSpeed
 
@@ -190,16 +195,17 @@ def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, ne
             f"--resume_from_checkpoint {resume_from}: its config.json cannot be read. {explain_config_error(error)}"
         )
         raise ValueError(message) from error
-    skipped = _NOT_COMPARED if new else _NOT_COMPARED | _RESIZED
+    skipped = _NOT_COMPARED | _STARTING_VALUES | (set() if new else _RESIZED)
     before, now = (_settings(values, skipped) for values in (saved, config.to_dict()))
     for name in ["model_type", *(name for name in now if name in before)]:
         asked = now[name]
         if isinstance(before[name], list) and not isinstance(asked, list):
             asked = [asked] * len(before[name])  # LED writes a value for all layers out
         if asked != before[name]:
+            override = f" (--config_overrides {name}={before[name]})" if name != "model_type" else ""
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {name} is {before[name]!r} there and {now[name]!r} in this "
-                "run; go on with the model that was begun, or start anew in another --output_dir"
+                f"run; go on with the model that was begun{override}, or start anew in another --output_dir"
             )
 
 

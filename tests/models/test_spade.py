@@ -481,6 +481,14 @@ def test_layers_may_be_named_on_loading(tmp_path):
     assert all(layer.mixer.ssm is not None for layer in model.get_encoder().layers)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_absolute_positions_begin_as_large_as_embeddings(scaled):
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "scale_embeddings": scaled}
+    model = tiny_model("spade", "AutoModel", decoder_position="learned_absolute", **sizes)
+    tokens, positions = model.encoder.embed_tokens.weight.std(), model.decoder.embed_positions.weight.std()
+    assert 0.9 < positions / tokens / (8.0 if scaled else 1.0) < 1.1
+
+
 def test_absolute_positions_end():
     model = tiny_model("spade", "AutoModel", decoder_position="learned_absolute", max_decoder_position_embeddings=6)
     model(**tiny_inputs(model, target_length=6))

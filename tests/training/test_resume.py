@@ -341,6 +341,18 @@ def test_a_run_of_another_model_is_not_resumed(arguments, used, no_data, more, m
     assert _content(used) == before
 
 
+def test_a_run_that_0_1_0_began_goes_on_where_only_starting_values_are_others():
+    folder = str(Path(__file__).parent.parent / "models" / "saved_by_0_1_0" / "spade_causal_lm")
+    config = AutoConfig.from_pretrained(folder)
+    check_resumed_model(config, folder, new=True)
+    config.initializer_range, config.relative_attention_init = 0.5, "recency"
+    check_resumed_model(config, folder, new=True)
+    config.scale_embeddings = True
+    remedy = r"go on with the model that was begun \(--config_overrides scale_embeddings=False\)"
+    with pytest.raises(ValueError, match=f"scale_embeddings is False there and True in this run; {remedy}"):
+        check_resumed_model(config, folder, new=True)
+
+
 def test_a_run_from_another_checkpoint_is_not_resumed(arguments, used, tmp_path):
     config = AutoConfig.from_pretrained(used)
     config.d_ff = 48

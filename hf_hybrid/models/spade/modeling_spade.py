@@ -387,6 +387,9 @@ class SpadeStack(SpadePreTrainedModel):
         self.embed_positions = None
         if absolute:
             self.embed_positions = nn.Embedding(config.max_decoder_position_embeddings, config.hidden_size)
+            # as large as the embeddings that they are added to
+            scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
+            self.embed_positions.init_std = scale * config.initializer_range
         self.embedding_norm = None
         if config.embedding_norm:
             self.embedding_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)

@@ -183,7 +183,7 @@ def choose_backend(
     return chosen
 
 
-def triton_kernels(
+def triton_if_chosen(
     op: str,
     package: str,
     backend: str,

@@ -385,7 +385,7 @@ def test_a_step_is_differentiable_in_torch():
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_a_step_compiles_without_graph_breaks(backend, monkeypatch):
     """Forced, the op itself is in the graph; what it does is not traced, so that it may do it on torch."""
-    monkeypatch.setattr(step.op, "triton_kernels", lambda *_: None)
+    monkeypatch.setattr(step.op, "triton_if_chosen", lambda *_: None)
     torch._dynamo.reset()
     compiled = torch.compile(segment_step, fullgraph=True, backend="aot_eager")
     for slots in (5, 7):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, triton_kernels, wished_backend
+from ..dispatch import NAMESPACE, triton_if_chosen, wished_backend
 from . import torch_impl
 
 
 def _triton(backend: str, b: Tensor, *others: Tensor | None) -> ModuleType | None:
-    return triton_kernels("diagonal_scan", __package__, backend, (b, *others), lambda k: k.why_not(b))
+    return triton_if_chosen("diagonal_scan", __package__, backend, (b, *others), lambda k: k.why_not(b))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::diagonal_scan", mutates_args=())

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, choose_backend, triton_kernels, wished_backend
+from ..dispatch import NAMESPACE, choose_backend, triton_if_chosen, wished_backend
 from ..precision import compute_dtype
 from . import torch_impl
 
 
 def _triton(backend: str, query: Tensor, *others: Tensor | None) -> ModuleType | None:
-    return triton_kernels("linear_attention", __package__, backend, (query, *others), lambda k: k.why_not(query))
+    return triton_if_chosen("linear_attention", __package__, backend, (query, *others), lambda k: k.why_not(query))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_attention", mutates_args=())

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, triton_kernels, wished_backend
+from ..dispatch import NAMESPACE, triton_if_chosen, wished_backend
 from . import torch_impl
 from .settings import Settings
 
 
 def _triton(backend: str, query: Tensor, value: Tensor, *others: Tensor | None) -> ModuleType | None:
     tensors = query, value, *others
-    return triton_kernels("local_attention", __package__, backend, tensors, lambda k: k.why_not(query, value))
+    return triton_if_chosen("local_attention", __package__, backend, tensors, lambda k: k.why_not(query, value))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::local_attention", mutates_args=())

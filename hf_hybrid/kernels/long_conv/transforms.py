@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import triton_kernels
+from ..dispatch import triton_if_chosen
 from ..precision import complex_dtype, compute_dtype
 from . import torch_impl
 from .blocks import Around, Block, Sequences, Spectrum, block_steps, ranges
@@ -31,7 +31,7 @@ Spectra = Callable[[slice], Spectrum]
 
 def implementation(op: str, backend: str, u: Tensor, *others: Tensor | None) -> ModuleType:
     """What stands around the transforms in one call of an op: `triton_kernels`, or else `torch_impl`."""
-    return triton_kernels(op, __package__, backend, (u, *others), lambda kernels: kernels.why_not(u)) or torch_impl
+    return triton_if_chosen(op, __package__, backend, (u, *others), lambda kernels: kernels.why_not(u)) or torch_impl
 
 
 def convolve(

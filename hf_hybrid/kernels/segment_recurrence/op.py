@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, triton_kernels, wished_backend
+from ..dispatch import NAMESPACE, triton_if_chosen, wished_backend
 from ..precision import full_precision
 from . import torch_impl
 
 
 def _triton(backend: str, key: Tensor, value: Tensor, *others: Tensor | None) -> ModuleType | None:
-    return triton_kernels(
+    return triton_if_chosen(
         "segment_recurrence",
         __package__,
         backend,

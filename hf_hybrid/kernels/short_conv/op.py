@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import NAMESPACE, triton_kernels, wished_backend
+from ..dispatch import NAMESPACE, triton_if_chosen, wished_backend
 from ..precision import compute_dtype
 from . import torch_impl
 
 
 def _triton(backend: str, u: Tensor, kernel: Tensor, *others: Tensor | None) -> ModuleType | None:
-    return triton_kernels("short_conv", __package__, backend, (u, kernel, *others), lambda k: k.why_not(u, kernel))
+    return triton_if_chosen("short_conv", __package__, backend, (u, kernel, *others), lambda k: k.why_not(u, kernel))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::short_conv", mutates_args=())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import NAMESPACE, triton_kernels
+from ...dispatch import NAMESPACE, triton_if_chosen
 from . import torch_impl
 
 
@@ -19,7 +19,7 @@ def local_attention_step(
     tensors = query, key, value, bias, mask, query_place, key_place
     settings = query_start, key_start, radius, chunk_size, include_self, scale
     asked = ("local_attention_step", __package__, backend, tensors)
-    run = triton_kernels(*asked, lambda kernels: kernels.why_not(query, value)) or torch_impl
+    run = triton_if_chosen(*asked, lambda kernels: kernels.why_not(query, value)) or torch_impl
     return run.forward(*tensors, *settings)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import NAMESPACE, triton_kernels
+from ...dispatch import NAMESPACE, triton_if_chosen
 from ...precision import full_precision
 from . import torch_impl
 
@@ -28,7 +28,7 @@ def segment_step(
     tensors = query, key, value, state, index, visible, norm, documents, sigma
     width = _value_width(value, state)
     asked = ("segment_step", __package__, backend, tensors)
-    run = triton_kernels(*asked, lambda kernels: kernels.why_not(query, width)) or torch_impl
+    run = triton_if_chosen(*asked, lambda kernels: kernels.why_not(query, width)) or torch_impl
     with full_precision(query.device):
         return run.forward(*tensors, scale)
 

@@ -513,7 +513,7 @@ def test_models_beside_each_other_are_of_one_size(name):
     assert max(counts.values()) <= 1.002 * min(counts.values()), counts
 
 
-@pytest.mark.parametrize("name", ["novels", "wikitext2", "imdb", "dialogsum", "srformer", "facts"])
+@pytest.mark.parametrize("name", ["novels", "wikitext2", "imdb", "dialogsum", "srformer", "facts", "defaults"])
 def test_experiments_can_be_read(tmp_path, name):
     path = EXPERIMENTS / f"{name}.json"
     folder = tmp_path / json.loads(path.read_text(encoding="utf-8"))["data"]

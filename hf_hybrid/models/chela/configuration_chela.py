@@ -60,7 +60,6 @@ PROBABILITIES = (
 LANGUAGE_MODEL = {
     "is_decoder": True,
     "short_kernel_rounding": "down",
-    "scale_embeddings": True,
     "eos_token_id": None,
     "pad_token_id": None,
 }
@@ -228,13 +227,13 @@ class ChelaConfig(PreTrainedConfig):
         attention_norm_eps: Its epsilon.
         chunk_size: Length of the chunks that `"laplace"` is cut into, which makes it linear; whole sequences when
             None.
-        alpha_init: Initial value of α_q and α_k; noise of `initializer_range` when None.
+        alpha_init: Initial value of α_q and α_k; noise with a standard deviation of 0.02, as in GAU, when None.
         gate_residual: What the output gate mixes with: `"raw"`, the layer's input (Mega), or `"normed"`, the norm of
             it (CHELA's equations to the letter, which leave no path around the norms).
         share_gate_value_proj: Whether the attention's gate has the value's projection (eq. 10 to the letter).
         tie_word_embeddings: Whether a language modelling head shares the embedding table.
         scale_embeddings: Whether embeddings start with a variance of 1 / D and are multiplied by
-            ``sqrt(hidden_size)``; when None, exactly with post-norm, whose first layer reads them without a norm.
+            ``sqrt(hidden_size)``, so that they begin as large as what the first layer adds to them.
         adaptive_cutoffs: For a causal language model, token ids at which the next cluster of an adaptive input
             embedding and softmax begins, ids being sorted by frequency; an ordinary vocabulary when None.
         adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
@@ -297,7 +296,7 @@ class ChelaConfig(PreTrainedConfig):
     gate_residual: str = "raw"
     share_gate_value_proj: bool = False
     tie_word_embeddings: bool = True
-    scale_embeddings: bool | None = None
+    scale_embeddings: bool = True
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0
@@ -335,7 +334,6 @@ class ChelaConfig(PreTrainedConfig):
         check_number_of_layers(self, ("num_hidden_layers",))
         for field, default in {
             "final_norm": self.norm_position == "pre",
-            "scale_embeddings": self.norm_position == "post",
             "long_kernel_groups": self.hidden_size,
             "mixer_state_size": 64 if self.mixer == "s4d" else 16,
             "classifier_size": 2 * self.hidden_size,

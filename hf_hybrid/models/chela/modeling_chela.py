@@ -45,6 +45,9 @@ from ..hub import ModelCardMixin
 from ..inputs import check_not_empty
 from .configuration_chela import ChelaConfig
 
+ALPHA_STD = 0.02
+"""Of α_q and α_k at first. The norm behind them takes their size out, but a step of Adam moves small ones further."""
+
 logger = logging.get_logger(__name__)
 
 
@@ -297,7 +300,7 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
             ):
                 init.zeros_(beta)
                 if self.config.alpha_init is None:
-                    init.normal_(alpha, std=self.config.initializer_range)
+                    init.normal_(alpha, std=ALPHA_STD)
                 else:
                     init.constant_(alpha, float(self.config.alpha_init))
             if module.gate_bias is not None:

@@ -24,7 +24,6 @@ from benchmarks import (
     bench_models,
     bench_state_memory,
     comparison,
-    earlier_comparisons,
 )
 from benchmarks.record import read_csv
 from hf_hybrid.training.demo import scores_and_checks
@@ -34,7 +33,6 @@ RESULTS = Path("benchmarks/results")
 # a column that no earlier module's files have -> the module
 REPORTS = {
     "recipe": comparison,
-    "dataset": earlier_comparisons,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
     "way": bench_chela,

@@ -51,11 +51,11 @@ demo: $(INSTALLED) ## Train a small SPADE summarizer on offline text and use it,
 demo-long: $(INSTALLED) ## The same with a larger model and more steps, in half an hour to forty minutes
 	$(PY) -m hf_hybrid.training.demo --long
 
-test: $(INSTALLED) ## Run the tests without network, on three processes, which two cores keep busy
-	$(TEST_ENV) $(PY) -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+test: $(INSTALLED) ## Run the tests on two processes, without network
+	$(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-full: $(INSTALLED) ## Run the tests with every matrix whole, as before a release
-	$(TEST_ENV) $(PY) -m pytest -n 3 --dist worksteal -m 'full or not full' $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -m 'full or not full' $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check formatting, style, types and the structure of the model files
 	$(PY) -m ruff format --check .

@@ -15,7 +15,6 @@ from benchmarks import aot
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
 
-
 # a minute of ptxas for these three; make test-full has it
 LONG = {"linear_attention", "local_attention", "segment_recurrence"}
 

@@ -423,12 +423,14 @@ class Queue:
 
 
 def _excerpts(path: Path, folder: Path, size: int) -> Path:
-    """The file with so many characters from the middle of each of its documents.
+    """The file with so many characters from the middle of each of its documents, made once for all runs.
 
     Raises:
         ValueError: A document is shorter.
     """
     excerpts = folder / f"{path.parent.name}-validation-{size}.jsonl"
+    if excerpts.exists():  # a newer file would make every run tokenize it anew
+        return excerpts
     texts = pandas.read_json(path, lines=True)["text"]
     if (shortest := texts.str.len().min()) < size:
         raise ValueError(f"{path}: excerpt must be at most the {shortest} characters of the shortest text; got {size}")

@@ -23,7 +23,6 @@ COLUMNS = (
     "recipe", "outcome", "parameters", "steps", "cpu_minutes",
 )
 # fmt: on
-_VERSIONS = ("torch", "transformers", "hf_hybrid")
 CURVE_COLUMNS = ("model", "seed", "learning_rate", "recipe", "step", "train_loss", "eval_loss")
 _HIGHER_IS_BETTER = re.compile(r"accuracy|rouge|f1|matthews|pearson|spearman|combined_score")
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|bits_per_byte|mse")
@@ -140,10 +139,10 @@ def report(rows: Sequence[Row]) -> str:
     own_steps = ["steps"] if len(steps) > 1 else []
     dates = sorted({row["date"] for row in rows})
     seeds = "one seed" if most == 1 else f"{most} seeds: mean ± standard error"
-    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
-    versions = {name: " and ".join(sorted({row[name] for row in rows})) for name in _VERSIONS}
+    names = ("cpu", "torch", "transformers", "hf_hybrid")
+    versions = {name: " and ".join(sorted({row[name] for row in rows})) for name in names}
     caption = (
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {cpus}, one thread; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {versions.pop('cpu')}, one thread; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + f". {rows[0]['dataset']}, {'' if own_steps or not steps else f'{steps[0]} steps, '}{seeds}. "
         "CPU minutes are those of a run's training steps."
@@ -207,7 +206,7 @@ def shown(value: str, score: str) -> str:
 
 def mean_and_error(values: Sequence[float], score: str) -> str:
     """The mean of some runs, and its standard error where there are several."""
-    mean, error = _mean(values)
+    mean, error = mean_and_standard_error(values)
     digits = _digits(score)
     return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if len(values) > 1 else "")
 
@@ -216,7 +215,7 @@ def _digits(score: str) -> int:
     return next((digits for part, digits in _DIGITS.items() if part in score), 2)
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard error; the error of a single value is not known."""
     mean, count = statistics.fmean(values), len(values)
     # not `statistics.stdev`, which knows no NaN
@@ -258,7 +257,7 @@ def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | Non
         values.append([_number(row[score]) for row in runs_at_best_rate(rows, model)])
         if not ended or len(values[-1]) < len(ended) or not all(map(math.isfinite, values[-1])):
             return None
-    (mean, error), (other, other_error) = map(_mean, values)
+    (mean, error), (other, other_error) = map(mean_and_standard_error, values)
     by, error = abs(mean - other), math.hypot(error, other_error)
     chance = math.nan
     if error > 0:  # seeds that all give the same number say nothing of what others would give

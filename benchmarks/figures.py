@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.comparison import CURVE_COLUMNS, read_rows, runs_at_best_rate
+from benchmarks.comparison import CURVE_COLUMNS, mean_and_standard_error, read_rows, runs_at_best_rate
 from benchmarks.record import Row, read_csv
 from hf_hybrid.training.curves import STYLE
 
@@ -104,8 +104,8 @@ def defaults(results: Path = RESULTS) -> list[Bars]:
             raise ValueError(f"{path}: a model must be called 'ARCHITECTURE, WIDTH: CELL'; got {model!r}")
         values = [float(row[SCORE]) for row in runs_at_best_rate(rows, model)]
         if values:
-            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-            panels.setdefault(match["panel"], {})[match["cell"]] = (statistics.fmean(values), error)
+            mean, error = mean_and_standard_error(values)
+            panels.setdefault(match["panel"], {})[match["cell"]] = (mean, error if len(values) > 1 else 0.0)
     return [Bars(title, cells) for title, cells in panels.items()]
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.precision import compute_dtype
+
 IGNORED = -100
 """Label of positions that have no part in a loss."""
 
@@ -257,7 +259,7 @@ class AdaptiveSoftmax(_Tables):
 
 
 def _wide(scores: torch.Tensor) -> torch.Tensor:
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.to(compute_dtype(scores))
 
 
 def _log_softmax(scores: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.long_conv import long_conv
+from ..kernels.precision import compute_dtype
 from .implicit_filter import ImplicitFilter
 from .state_space import check_positive
 
@@ -137,7 +138,7 @@ class Hyena(ImplicitFilter):
         y = self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
         if not return_state:
             return y, None
-        wide = torch.promote_types(v.dtype, torch.float32)
+        wide = compute_dtype(v)
         return y, torch.cat([x.to(wide) for x in last_inputs], dim=1)
 
     def _split_state(self, state: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:

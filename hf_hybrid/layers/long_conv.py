@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
+from ..kernels.precision import compute_dtype
 from ..kernels.short_conv import merge_kernels, short_conv
 from ..kernels.ssm_kernel import (
     S4DStep,
@@ -426,7 +427,7 @@ class DampedEMA(StateSpaceLayer):
         return torch.log1p(-p * alpha), p * self.beta.double(), self.eta.double() / math.sqrt(self.state_size)
 
     def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
-        wide = torch.promote_types(torch.promote_types(u.dtype, torch.float32), self.eta.dtype)
+        wide = torch.promote_types(compute_dtype(u), self.eta.dtype)
         log_q, gain, weight = self._system()
         if u.shape[1] == 1 and not self.bidirectional:
             x = u[:, 0].to(wide)

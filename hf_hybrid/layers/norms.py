@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.precision import compute_dtype
+
 
 class ScaleNorm(nn.Module):
     """Scale every token to a length that is learned: y = g x / sqrt(mean(x^2) + eps), with one number g.
@@ -54,7 +56,7 @@ class BatchNorm(nn.BatchNorm1d):
         return self._scale_and_shift(self.running_mean, self.running_var)
 
     def _scale_and_shift(self, mean: torch.Tensor, var: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = torch.promote_types(mean.dtype, torch.float32)
+        wide = compute_dtype(mean)
         scale = (var.to(wide) + self.eps).rsqrt()
         if not self.affine:
             return scale, -mean.to(wide) * scale
@@ -68,7 +70,7 @@ class BatchNorm(nn.BatchNorm1d):
             hidden_states: `(B, T, D)`.
             attention_mask: `(B, T)`, nonzero = keep; all when None.
         """
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        wide = compute_dtype(hidden_states)
         x = hidden_states.to(wide)
         scale, shift = self._batch_statistics(x, attention_mask) if self.training else self.scale_and_shift()
         return torch.addcmul(shift.to(wide), x, scale.to(wide)).to(hidden_states.dtype)

@@ -13,6 +13,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
 from ..kernels import local_attention, local_attention_step
+from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
@@ -345,7 +346,7 @@ class LocalAttention(nn.Module):
         offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
         bias = None if bias_table is None else self._scaled(bias_table(offsets), query.device)
         if not self.include_self:
-            wide = torch.promote_types(query.dtype, torch.float32)
+            wide = compute_dtype(query)
             bias = query.new_zeros(query.shape[2], len(offsets), dtype=wide) if bias is None else bias.to(wide)
             bias = bias.masked_fill(offsets == 0, HIDDEN)
         output = local_attention(
@@ -447,5 +448,5 @@ class LocalSelfAttention(LocalAttention):
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
     """Divide vectors by their length, x / sqrt(x·x + 1e-6), in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(compute_dtype(x))
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

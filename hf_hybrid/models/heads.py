@@ -19,6 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
+from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 
@@ -35,7 +36,7 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
         attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
     kept = attention_mask.to(torch.bool)
     if pooling == "mean":  # summed in float32, since a long sum leaves the range of float16
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        wide = compute_dtype(hidden_states)
         total = hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide)
         return (total / kept.sum(1, keepdim=True).clamp_min(1)).to(hidden_states.dtype)
     positions = torch.arange(kept.shape[1], device=kept.device)

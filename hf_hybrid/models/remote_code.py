@@ -171,7 +171,7 @@ def collect_sources(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _flat_name(module: str) -> str:
-    """`hf_hybrid.kernels.long_conv.steps` → `kernels_long_conv_steps`; a model's two files keep their names."""
+    """`hf_hybrid.kernels.long_conv.blocks` → `kernels_long_conv_blocks`; a model's two files keep their names."""
     _, *path = module.split(".")
     return path[-1] if path[-1].startswith(("configuration_", "modeling_")) else "_".join(path)
 

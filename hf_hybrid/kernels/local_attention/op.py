@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import NAMESPACE, triton_if_chosen, wished_backend
+from ..precision import compute_dtype
 from . import torch_impl
 from .settings import Settings
 
@@ -30,7 +31,7 @@ def local_attention(
 
 @local_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(query)
     return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=wide)
 
 

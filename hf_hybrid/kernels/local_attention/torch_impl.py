@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..packed import run_each
-from ..precision import full_precision
+from ..precision import compute_dtype, full_precision
 from .settings import Settings
 
 _LOG2E = 1.4426950408889634
@@ -119,7 +119,7 @@ class _Walk:
     ) -> None:
         radius, chunk_size, causal, scale, dropout = settings
         self.batch, self.length, self.heads, _ = query.shape
-        self.wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.wide = compute_dtype(query)
         self.low = _operand_dtype(query)
         self.device, self.scale, self.keep_rate = query.device, scale, 1.0
         self.reach, self.step, self.pad, self.blocks = _layout(self.length, radius, chunk_size, causal)
@@ -293,7 +293,7 @@ def _forward_alone(
     bias: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(query)
     output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
     log_sum = torch.zeros(query.shape[:3], dtype=wide, device=query.device)
     if query.shape[1] == 0:  # an empty sequence among packed ones

@@ -100,7 +100,7 @@ def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tens
     taps = kernel.shape[1] + (0 if reverse_kernel is None else reverse_kernel.shape[1])
     if n_fft % 2 or n_fft < taps:
         raise ValueError(f"n_fft must be even and hold all {taps} taps; got {n_fft}")
-    kernel = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
+    kernel = kernel.to(compute_dtype(kernel))
     if reverse_kernel is not None:
         _check_taps("reverse_kernel", reverse_kernel, kernel.shape[0])
     return op.spectrum_of_taps(kernel, n_fft, reverse_kernel)

@@ -139,19 +139,9 @@ def spectral_conv_backward(
 
 @spectral_conv_backward.register_fake
 def _(
-    grad: Tensor,
-    u: Tensor | None,
-    spectrum: Tensor,
-    n_fft: int,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    adjoint: bool,
-    wants: Sequence[bool],
-    backend: str,
+    grad: Tensor, u: Tensor | None, spectrum: Tensor, n_fft: int, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    skip, input_gate, gate, *_, wants, _ = given
     d_u, *others = _returned_fakes(grad, (grad, skip, input_gate, gate), (wants[0], *wants[2:]))
     d_spectrum = torch.empty_like(spectrum, memory_format=torch.contiguous_format)
     return d_u, d_spectrum if wants[1] else spectrum.new_empty(0), others[0], others[1], others[2]
@@ -288,20 +278,8 @@ def long_conv_backward(
 
 
 @long_conv_backward.register_fake
-def _(
-    grad: Tensor,
-    u: Tensor | None,
-    kernel: Tensor,
-    reverse_kernel: Tensor | None,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    wants: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = (grad, kernel, reverse_kernel, skip, input_gate, gate)
+def _(grad: Tensor, u: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    like, wants = (grad, *given[:5]), given[-2]
     wants = [wants[0], wants[1] or wants[2], *wants[2:]]
     found = _returned_fakes(grad, like, wants)
     return found[0], found[1], found[2], found[3], found[4], found[5]

@@ -12,13 +12,8 @@ from . import torch_impl
 
 
 def _triton(backend: str, key: Tensor, value: Tensor, *others: Tensor | None) -> ModuleType | None:
-    return triton_if_chosen(
-        "segment_recurrence",
-        __package__,
-        backend,
-        (key, value, *others),
-        lambda k: k.why_not(key.dtype, key.shape[4], value.shape[4]),
-    )
+    tensors = key, value, *others
+    return triton_if_chosen("segment_recurrence", __package__, backend, tensors, lambda k: k.why_not(key, value))
 
 
 def _check_values(number: int, visited: Tensor | None, threshold: Tensor | None) -> None:
@@ -48,10 +43,8 @@ def segment_recurrence(
 
 
 @segment_recurrence.register_fake
-def _(
-    key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
-    visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
-) -> Tensor:  # fmt: skip
+def _(key: Tensor, value: Tensor, *given: Any) -> Tensor:
+    visited = given[3]
     number = key.shape[2] if visited is None else visited.shape[1]
     return key.new_empty(*key.shape[:2], number, key.shape[4], value.shape[4])
 

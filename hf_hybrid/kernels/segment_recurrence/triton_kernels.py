@@ -60,9 +60,9 @@ CONFIGURATIONS = {
 got several of them wrong on sm_90."""
 
 
-def why_not(dtype: torch.dtype, width: int, value_width: int) -> str | None:
-    """The objection of segment_recurrence to running here, or None."""
-    return why_not_heads("key", dtype, width, value_width)
+def why_not(key: Tensor, value: Tensor) -> str | None:
+    """The op's objection to running here, or None."""
+    return why_not_heads("key", key.dtype, key.shape[4], value.shape[4])
 
 
 @triton.jit

@@ -435,6 +435,6 @@ def frozen_s4_advance(
 
 @frozen_s4_advance.register_fake
 def _(u: torch.Tensor, state: torch.Tensor | None, C: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(torch.promote_types(u.dtype, torch.float32), C.dtype)
+    dtype = torch.promote_types(compute_dtype(u), C.dtype)
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
     return y, C.new_empty((u.shape[0], *C.shape[1:]), dtype=dtype)

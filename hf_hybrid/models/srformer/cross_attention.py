@@ -16,7 +16,7 @@ from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 
 from ...kernels import segment_recurrence, segment_step
-from ...kernels.precision import full_precision
+from ...kernels.precision import compute_dtype, full_precision
 from .segments import Reading, SegmentCache, SegmentMemory, previous_slot
 
 NORM_FLOOR = 1e-6
@@ -246,7 +246,7 @@ class SegmentedCrossAttention:
         if self.config.norm_type == "none" or self.config.cross_attention_mode == "no_norm":
             return None
         axes = (2,) if self.config.norm_type == "feature_l2" else (2, 3)
-        wide = torch.promote_types(key.dtype, torch.float32)
+        wide = compute_dtype(key)
         norm = torch.linalg.vector_norm(key.flatten(2, 3), dim=axes, keepdim=True, dtype=wide)
         return norm.clamp_min(NORM_FLOOR).to(key.dtype)
 
@@ -276,7 +276,7 @@ class SegmentedCrossAttention:
             scores = torch.cat([scores, torch.matmul(query, means.mT)], dim=-1)
         if reading.visible is not None:
             scores = scores.masked_fill(~reading.visible, torch.finfo(scores.dtype).min)
-        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+        probabilities = scores.softmax(-1, dtype=compute_dtype(scores)).to(values.dtype)
         if reading.visible is not None:
             probabilities = probabilities.masked_fill(~reading.visible, 0)  # where a segment has no key at all
         probabilities = nn.functional.dropout(probabilities, p=self.dropout, training=self.training)

@@ -4,10 +4,10 @@ Run it from the repository root, after a measurement was made anew::
 
     python -m benchmarks.figures
 
-- ``defaults``: from ``benchmarks/results/defaults.csv``, whose models are called "ARCHITECTURE, WIDTH: CELL". A panel
-  for each architecture and width; a bar for each cell reaches from the panel's first cell, what the others are changes
-  of, to the cell's bits per byte.
-- ``learning``: a panel for each file but that one in ``benchmarks/results/curves``, with the validation loss over the
+- ``defaults``: from ``benchmarks/results/defaults*.csv``, whose models are called "ARCHITECTURE, KIND: CELL". A panel
+  for each architecture and kind; a bar for each cell reaches from the panel's first cell, what the others are changes
+  of, to the first of the cell's scores.
+- ``learning``: a panel for each file but those in ``benchmarks/results/curves``, with the validation loss over the
   steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
 
 A drawing holds a hash of what it shows, by which a test sees whether it is that of the files. The same files give the
@@ -30,13 +30,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.comparison import CURVE_COLUMNS, mean_and_standard_error, read_rows, runs_at_best_rate
+from benchmarks.comparison import (
+    CURVE_COLUMNS,
+    mean_and_standard_error,
+    read_rows,
+    runs_at_best_rate,
+    score_names,
+    title,
+)
 from benchmarks.record import Row, read_csv
 from hf_hybrid.training.curves import STYLE
 
 RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
-SCORE = "eval_bits_per_byte"
 # Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white swallows
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _LINES = ("-", "--", ":")
@@ -57,6 +63,7 @@ class Bars:
     """A panel: for each cell the mean over the seeds and its standard error."""
 
     title: str
+    score: str
     cells: Mapping[str, tuple[float, float]]
 
 
@@ -67,7 +74,7 @@ def learning(results: Path = RESULTS) -> list[Curves]:
     """The validation losses over the steps, by experiment."""
     panels = []
     for path in sorted((results / "curves").glob("*.csv")):
-        if path.stem == "defaults":
+        if path.stem.startswith("defaults"):
             continue
         rows, models = read_csv(results / path.name), {}
         losses: dict[tuple[str, ...], dict[int, float]] = {}
@@ -90,23 +97,25 @@ def _run(row: Row) -> tuple[str, ...]:
 
 
 def defaults(results: Path = RESULTS) -> list[Bars]:
-    """Bits per byte of each architecture and width, by what was changed.
+    """The first score of each architecture and kind, by what was changed.
 
     Raises:
         ValueError: A model's name is of another form.
     """
-    path = results / "defaults.csv"
-    rows = read_csv(path) if path.exists() else []
-    panels: dict[str, dict[str, tuple[float, float]]] = {}
-    for model in dict.fromkeys(row["model"] for row in rows if row["seed"]):
-        match = re.fullmatch(r"(?P<panel>[^:]+, [^:]+): (?P<cell>.+)", model)
-        if match is None:
-            raise ValueError(f"{path}: a model must be called 'ARCHITECTURE, WIDTH: CELL'; got {model!r}")
-        values = [float(row[SCORE]) for row in runs_at_best_rate(rows, model)]
-        if values:
-            mean, error = mean_and_standard_error(values)
-            panels.setdefault(match["panel"], {})[match["cell"]] = (mean, error if len(values) > 1 else 0.0)
-    return [Bars(title, cells) for title, cells in panels.items()]
+    panels: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    for path in sorted(results.glob("defaults*.csv")):
+        rows = read_csv(path)
+        score = score_names(rows)[0]
+        for model in dict.fromkeys(row["model"] for row in rows if row["seed"]):
+            match = re.fullmatch(r"(?P<panel>[^:]+, [^:]+): (?P<cell>.+)", model)
+            if match is None:
+                raise ValueError(f"{path}: a model must be called 'ARCHITECTURE, KIND: CELL'; got {model!r}")
+            values = [float(row[score]) for row in runs_at_best_rate(rows, model)]
+            if values:
+                mean, error = mean_and_standard_error(values)
+                cells = panels.setdefault((match["panel"], title(score)), {})
+                cells[match["cell"]] = (mean, error if len(values) > 1 else 0.0)
+    return [Bars(name, score, cells) for (name, score), cells in panels.items()]
 
 
 SHOWN = {"learning": learning, "defaults": defaults}
@@ -177,7 +186,7 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.set_xlabel("bits per byte")
+    axes.set_xlabel(panel.score)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.grid(axis="x", linewidth=0.6)
 

@@ -7,13 +7,14 @@ Run it from the repository root, after a measurement was made anew::
 A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``. A statement about two models stands within a line
 between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->``; with ``verdict`` in place of
 ``compare``, whether the first is ahead. Inside a table of the page both take ``;`` in place of ``|``. What is between
-them is replaced. A ``.csv`` file is one of the modules in `REPORTS`, a
-``.json`` file a copy of a demo's ``demo_results.json``.
+them is replaced; models of an experiment that has not come to them are "not measured yet". A ``.csv`` file is one of
+the modules in `REPORTS`, a ``.json`` file a copy of a demo's ``demo_results.json``.
 """
 
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from benchmarks import (
     bench_state_memory,
     comparison,
 )
-from benchmarks.record import read_csv
+from benchmarks.record import Row, read_csv
 from hf_hybrid.training.demo import scores_and_checks
 
 DOCS = Path("docs")
 RESULTS = Path("benchmarks/results")
+EXPERIMENTS = Path("benchmarks/experiments")
+NOT_YET = "not measured yet"
 # a column that no earlier module's files have -> the module
 REPORTS = {
     "recipe": comparison,
@@ -57,7 +60,15 @@ def statement(kind: str, asked: str) -> str:
     """Return what is said of two models, for the word before the colon and what stands after it."""
     file, *names = re.split(r"\s*[|;]\s*", asked)
     say = {"compare": comparison.compare, "verdict": comparison.verdict}[kind]
-    return say(read_csv(RESULTS / file), *names)
+    planned = json.loads((EXPERIMENTS / file).with_suffix(".json").read_text(encoding="utf-8"))["models"]
+    rows = read_csv(RESULTS / file) if (RESULTS / file).exists() else []
+    if {*names[:2]} <= {*planned} and any(_seeds(rows, model) < 2 for model in names[:2]):
+        return NOT_YET
+    return say(rows, *names)
+
+
+def _seeds(rows: Sequence[Row], model: str) -> int:
+    return len({row["seed"] for row in rows if row["model"] == model})
 
 
 def _demo_table(results: dict[str, Any]) -> str:

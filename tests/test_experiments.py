@@ -489,18 +489,19 @@ def test_curves_are_those_of_the_best_rate(bench):
 def test_defaults_are_drawn_by_architecture_and_width(tmp_path):
     assert figures.defaults(tmp_path) == []
     names = ["CHELA, 64: before", "CHELA, 64: gates, twice", "CHELA, 128: before", "SPADE, 64: before"]
-    rows = table_of({name: [place + 1.0, place + 2.0] for place, name in enumerate(names)}, [figures.SCORE])
-    append_rows(tmp_path / "defaults.csv", (*COLUMNS, figures.SCORE), rows)
+    rows = table_of({name: [place + 1.0, place + 2.0] for place, name in enumerate(names)}, ["eval_loss"])
+    append_rows(tmp_path / "defaults.csv", (*COLUMNS, "eval_loss"), rows)
     panels = figures.defaults(tmp_path)
     assert [(panel.title, list(panel.cells)) for panel in panels] == [
         ("CHELA, 64", ["before", "gates, twice"]),
         ("CHELA, 128", ["before"]),
         ("SPADE, 64", ["before"]),
     ]
+    assert panels[0].score == "validation loss"
     assert panels[0].cells["gates, twice"] == (2.5, 0.5)
     assert "2.500 ± 0.500" in figures.draw(panels)
-    append_rows(tmp_path / "defaults.csv", (*COLUMNS, figures.SCORE), table_of({"CHELA": [1.0]}, [figures.SCORE]))
-    with pytest.raises(ValueError, match="must be called 'ARCHITECTURE, WIDTH: CELL'; got 'CHELA'"):
+    append_rows(tmp_path / "defaults.csv", (*COLUMNS, "eval_loss"), table_of({"CHELA": [1.0]}, ["eval_loss"]))
+    with pytest.raises(ValueError, match="must be called 'ARCHITECTURE, KIND: CELL'; got 'CHELA'"):
         figures.defaults(tmp_path)
 
 
@@ -513,7 +514,9 @@ def test_models_beside_each_other_are_of_one_size(name):
     assert max(counts.values()) <= 1.002 * min(counts.values()), counts
 
 
-@pytest.mark.parametrize("name", ["novels", "wikitext2", "imdb", "dialogsum", "srformer", "facts", "defaults"])
+@pytest.mark.parametrize(
+    "name", ["novels", "wikitext2", "imdb", "dialogsum", "srformer", "facts", "defaults", "defaults_summaries"]
+)
 def test_experiments_can_be_read(tmp_path, name):
     path = EXPERIMENTS / f"{name}.json"
     folder = tmp_path / json.loads(path.read_text(encoding="utf-8"))["data"]

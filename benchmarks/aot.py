@@ -1,18 +1,23 @@
 """Compile the Triton kernels ahead of time for GPUs that are not there, and read off what the compiler made of them.
 
-    python -m benchmarks.aot --output benchmarks/results/aot
+    python -m benchmarks.aot --output benchmarks/results/aot    # everything, in a quarter of an hour
+    python -m benchmarks.aot --few                              # what the tests want, in minutes
 
 The launches that the ops would do on a GPU are recorded on tensors without memory, so what is compiled is what is
 launched: the same types, the same constants, the same knowledge of what is divisible by 16. Each is compiled for each
 architecture, and the machine code is searched for spilled registers, tensor core instructions and atomics. `LIMITS`
-says what is allowed, `tests/kernels/test_aot.py` compiles every shipped configuration once and holds it to that, and
-`make aot-matrix` repeats all of it under other versions of Triton.
+says what is allowed. An op all of whose shipped configurations keep within it is written into `COMPILED` with a
+fingerprint of its code, by which the tests see that a kernel was changed and not compiled since; `make test-full`
+compiles them again, and `make aot-matrix` repeats all of it under other versions of Triton.
 
 Needs torch (any build), triton and nothing else.
 """
 
 import argparse
+import hashlib
 import importlib
+import inspect
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +35,8 @@ from hf_hybrid.kernels.launching import Launch, record_launches
 
 ARCHITECTURES = (80, 90)
 """Compute capabilities times 10: A100, H100 and H200."""
+COMPILED = Path("benchmarks/results/aot/compiled.json")
+"""Op -> fingerprint of what was compiled within the limits, from the repository root."""
 
 
 class Card(NamedTuple):
@@ -323,7 +331,7 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for modes in (8, 32, 256):
             for low_rank in (False, True):
                 calls.append(("ssm_step", lambda a=(dtype, modes, low_rank): _ssm_step(*a)))
-        # what is recorded last takes the most registers, and is what the tests compile
+        # what is recorded last takes the most registers, and is what represents the others
         for width, full in ((64, False), (256, False), (64, True), (256, True)):
             calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
             calls.append(("segment_step", lambda a=(dtype, width, full): _segment_step(*a)))
@@ -357,6 +365,32 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
             flags = tuple(name for name, x in launch.arguments.items() if x is True or (name == "EPS" and x))
             last[op, launch.configuration.name, _dtype(launch), flags] = op, launch
     return list(last.values())
+
+
+def fingerprint(op: str) -> str:
+    """A hash of what is compiled for an op: the code of its kernels, without comments, and its launches."""
+    module = importlib.import_module(f"hf_hybrid.kernels.{MODULES[op]}.triton_kernels")
+    code = [re.sub(r"(?m)\s*(#.*)?$", "", inspect.getsource(each)) for each in _kernel_modules(module)]
+    launches = [
+        (arch, launch.configuration, [_type(launch.kernel, name, x) for name, x in launch.arguments.items()])
+        for arch in ARCHITECTURES
+        for name, launch in representative_launches(arch)
+        if name == op
+    ]
+    return hashlib.sha256(repr((code, launches)).encode()).hexdigest()[:16]
+
+
+def _kernel_modules(module: ModuleType) -> list[ModuleType]:
+    """A module of kernels, and those from which it takes functions, by name."""
+    found: dict[str, ModuleType] = {}
+    left = [module.__name__]
+    while left:
+        name = left.pop()
+        if name not in found and re.fullmatch(r"hf_hybrid\.kernels\.(.+\.)?triton_kernels", name):
+            found[name] = importlib.import_module(name)
+            values = vars(found[name]).values()
+            left += [x.__name__ if inspect.ismodule(x) else str(getattr(x, "__module__", "")) for x in values]
+    return [found[name] for name in sorted(found)]
 
 
 _TOKENS = ("u", "k", "b", "y", "rates", "states", "grad", "ends", "sums", "out", "d_u")
@@ -480,30 +514,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for triton-VERSION.md; only printed if not given")
     parser.add_argument("--archs", type=int, nargs="+", default=[*ARCHITECTURES, 100], choices=sorted(CARDS))
-    parser.add_argument("--few", action="store_true", help="what the tests compile")
+    parser.add_argument("--few", action="store_true", help="what make test-full compiles")
     parser.add_argument("--only", default="", help="configurations whose op and name contain this")
     arguments = parser.parse_args()
     import triton
 
     reports, problems = [], []
+    kept = {*MODULES} if {*arguments.archs} >= {*ARCHITECTURES} else set()
     for arch in arguments.archs:
         few = arguments.few or arch not in ARCHITECTURES
         for op, launch in (representative_launches if few else distinct_launches)(arch):
             if arguments.only not in f"{op}.{launch.configuration.name}":
+                kept.discard(op)
                 continue
             try:
                 report = compile_for(op, launch, arch)
             except Exception as error:  # a compiler that fails is a result
                 problems.append(f"sm_{arch} {op} {launch.configuration.name}: {type(error).__name__}: {error}")
+                kept.discard(op)
                 continue
             reports.append(report)
             name = f"sm_{arch} {op} {report.configuration} ({report.details})"
             problems += [f"{name}: {problem}" for problem in report.problems()]
+            if arch in ARCHITECTURES and report.problems():
+                kept.discard(op)
             print(f"{report.seconds:5.1f} s  {name}: {report.registers} registers, {report.spills} spills", flush=True)
+    compiled = json.loads(COMPILED.read_text(encoding="utf-8")) if COMPILED.exists() else {}
+    compiled |= {op: fingerprint(op) for op in kept}
+    COMPILED.write_text(json.dumps(dict(sorted(compiled.items())), indent=2) + "\n", encoding="utf-8")
     reports.sort(key=lambda r: (r.arch, r.kernel, r.configuration))
     text = f"# Kernels compiled ahead of time by Triton {triton.__version__}\n\n"
-    rest = "for sm_80 and sm_90 every distinct one, for others those that the tests compile for these"
-    which = "those that the tests compile" if arguments.few else rest
+    rest = "for sm_80 and sm_90 every distinct one, for others those that make test-full compiles for these"
+    which = "those of make test-full" if arguments.few else rest
     text += f"{len(reports)} launches: {which}.\n\n{table(reports)}\n"
     text += "\n".join(f"- {problem}" for problem in problems) if problems else "Every one keeps within the limits."
     print(text)

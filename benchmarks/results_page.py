@@ -14,7 +14,6 @@ the modules in `REPORTS`, a ``.json`` file a copy of a demo's ``demo_results.jso
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from benchmarks import (
     bench_state_memory,
     comparison,
 )
-from benchmarks.record import Row, read_csv
+from benchmarks.record import read_csv
 from hf_hybrid.training.demo import scores_and_checks
 
 DOCS = Path("docs")
@@ -60,15 +59,17 @@ def statement(kind: str, asked: str) -> str:
     """Return what is said of two models, for the word before the colon and what stands after it."""
     file, *names = re.split(r"\s*[|;]\s*", asked)
     say = {"compare": comparison.compare, "verdict": comparison.verdict}[kind]
-    planned = json.loads((EXPERIMENTS / file).with_suffix(".json").read_text(encoding="utf-8"))["models"]
     rows = read_csv(RESULTS / file) if (RESULTS / file).exists() else []
-    if {*names[:2]} <= {*planned} and any(_seeds(rows, model) < 2 for model in names[:2]):
+    unmeasured = {model for model in names[:2] if len({row["seed"] for row in rows if row["model"] == model}) < 2}
+    if unmeasured and unmeasured <= _planned(file):
         return NOT_YET
     return say(rows, *names)
 
 
-def _seeds(rows: Sequence[Row], model: str) -> int:
-    return len({row["seed"] for row in rows if row["model"] == model})
+def _planned(file: str) -> set[str]:
+    """The models of the experiment that a file of results belongs to."""
+    path = (EXPERIMENTS / file).with_suffix(".json")
+    return {*json.loads(path.read_text(encoding="utf-8"))["models"]} if path.exists() else set()
 
 
 def _demo_table(results: dict[str, Any]) -> str:

@@ -465,6 +465,22 @@ def test_statements_are_written_into_pages(tmp_path, monkeypatch):
             results_page.renewed(f"<!-- compare: t.csv | {wrong} --><!-- end -->")
 
 
+def test_models_that_an_experiment_has_not_come_to_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(results_page, "EXPERIMENTS", tmp_path)
+    (tmp_path / "t.json").write_text(json.dumps({"models": {"A": {}, "B": {}}}))
+
+    def said(kind, second):
+        page = results_page.renewed(f"<!-- {kind}: t.csv | A | {second} | eval_loss -->old<!-- end -->")
+        return page.split("-->")[1].removesuffix("<!-- end ")
+
+    assert said("compare", "B") == said("verdict", "B") == "not measured yet"
+    append_rows(tmp_path / "t.csv", (*COLUMNS, "eval_loss"), table_of({"A": [1.0, 1.1], "B": [2.0]}))
+    assert said("verdict", "B") == "not measured yet"
+    with pytest.raises(ValueError, match="must be one of"):
+        said("verdict", "C")
+
+
 # ---- figures ----
 
 

@@ -45,6 +45,27 @@ def _switch_on() -> None:
     import numpy as np
 
     np.seterr(all="ignore")
+    _prepare_once_per_launch()
+
+
+def _prepare_once_per_launch() -> None:
+    """Triton exchanges its language for numpy's at a launch, and in vain at each call in it: a quarter of its time."""
+    from triton.runtime import interpreter
+
+    exchange, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    done: set[str] = set()
+
+    def exchange_once(function: Any) -> Any:
+        if function.__module__ in done:
+            return interpreter._LangPatchScope()
+        done.add(function.__module__)
+        return exchange(function)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        done.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = exchange_once, launch_anew
 
 
 def _call(module: str, name: str, parameters: dict[str, Any]) -> None:

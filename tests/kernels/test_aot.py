@@ -1,6 +1,9 @@
 """What the compiler makes of every shipped configuration, for GPUs that are not there."""
 
+import inspect
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +17,33 @@ import triton.language as tl
 from benchmarks import aot
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
-
-# a minute of ptxas for these three; make test-full has it
-LONG = {"linear_attention", "local_attention", "segment_recurrence"}
+from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
 
-@pytest.mark.parametrize(
-    ("arch", "op"),
-    [
-        pytest.param(arch, op, marks=[pytest.mark.full] if arch < 90 or op in LONG else [])
-        for arch in aot.ARCHITECTURES
-        for op in aot.MODULES
-    ],
-)
+@pytest.mark.parametrize("op", aot.MODULES)
+def test_shipped_configurations_were_compiled_as_they_are(op):
+    """Compiling takes minutes; what was compiled, and kept within the limits, is written down."""
+    path = Path(__file__).parents[2] / aot.COMPILED
+    assert json.loads(path.read_text(encoding="utf-8"))[op] == aot.fingerprint(op), (
+        f"the kernels of {op} changed: run `python -m benchmarks.aot --few --only {op}.`"
+    )
+
+
+def test_a_fingerprint_sees_code_and_configurations_but_no_comment(monkeypatch):
+    before, source = aot.fingerprint("ssm_step"), inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda module: source(module).replace("\n", "  # a comment\n\n"))
+    assert aot.fingerprint("ssm_step") == before
+    monkeypatch.setattr(inspect, "getsource", lambda module: source(module) + "\nunused = 1\n")
+    assert aot.fingerprint("ssm_step") != before
+    monkeypatch.undo()
+    table = ssm_step.CONFIGURATIONS
+    monkeypatch.setitem(table, next(iter(table)), next(iter(table.values()))._replace(num_stages=7))
+    assert aot.fingerprint("ssm_step") != before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", aot.ARCHITECTURES)
+@pytest.mark.parametrize("op", aot.MODULES)
 def test_shipped_configurations_keep_within_the_limits(arch, op):
     launches = [launch for name, launch in aot.representative_launches(arch) if name == op]
     reports = [aot.compile_for(op, launch, arch) for launch in launches]

@@ -357,8 +357,8 @@ def test_a_training_step_compiles_as_one_graph(model_type, auto_class):
     torch.compiler.reset()  # models of one class would count as recompilations
     fields = {"dropout": 0.0, "attention_dropout": 0.0}
     backend = "aot_eager" if (model_type, auto_class) in GENERATIVE else "eager"
-    if backend == "eager" and "num_hidden_layers" in TINY_CONFIGS[model_type]:
-        fields["num_hidden_layers"] = 1  # their layers are those of the generative class
+    if backend == "eager":  # their layers are those of the generative class
+        fields |= {name: 1 for name in TINY_CONFIGS[model_type] if name.endswith("_layers")}
     losses, gradients = [], []
     for compiled in (False, True):
         model = tiny_model(model_type, auto_class, **fields, **TRAINED.get(model_type, {})).train()

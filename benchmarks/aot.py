@@ -509,14 +509,14 @@ def table(reports: list[Report]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Compile every launch and write the tables; return how many break a limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for triton-VERSION.md; only printed if not given")
     parser.add_argument("--archs", type=int, nargs="+", default=[*ARCHITECTURES, 100], choices=sorted(CARDS))
     parser.add_argument("--few", action="store_true", help="what make test-full compiles")
     parser.add_argument("--only", default="", help="configurations whose op and name contain this")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     import triton
 
     reports, problems = [], []

@@ -1,9 +1,12 @@
-"""Two processes on one machine's CPU, as torchrun starts them."""
+"""Two processes on one machine's CPU, as torchrun starts them: once in a test run, for it takes long."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
 
 LIMIT = 240
 """Seconds after which processes that wait for each other count as hanging."""
@@ -21,6 +24,18 @@ def torchrun(*command: str, log_dir: Path) -> subprocess.CompletedProcess:
         text=True,
         timeout=LIMIT,
     )
+
+
+def once(tmp_path_factory, name: str, fill: Callable[[Path], None]) -> Path:
+    """A folder that the first of the test run's processes fills and the others find."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "filled").exists():
+            folder.mkdir(exist_ok=True)
+            fill(folder)
+            (folder / "filled").touch()
+    return folder
 
 
 def printed(log_dir: Path, rank: int, stream: str = "stdout") -> str:

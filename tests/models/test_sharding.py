@@ -9,7 +9,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..torchrun import torchrun
+from ..torchrun import once, torchrun
 from .sharding import CASES, FINE
 from .tiny import MODEL_CLASSES, TRAINED, tiny_model
 
@@ -18,9 +18,11 @@ every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSE
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-    done = torchrun("-m", "tests.models.sharding", str(folder), log_dir=folder / "log")
-    assert done.returncode == 0, done.stdout + done.stderr
+    def step(folder):
+        done = torchrun("-m", "tests.models.sharding", str(folder), log_dir=folder / "log")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    folder = once(tmp_path_factory, "sharded", step)
     return json.loads((folder / "found.json").read_text())
 
 

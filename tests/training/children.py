@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import time
 
 import torch
@@ -47,6 +48,23 @@ class Child:
         self.process.join(timeout)
         assert self.process.exitcode is not None, "the process does not end"
         return self.process.exitcode, self.log.read_text(encoding="utf-8")
+
+
+def pair(script, argv, folder):
+    """A script in two processes that know of each other, with the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
+    return [
+        Child(
+            script,
+            argv,
+            folder / f"log{rank}",
+            environment=world | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": f"{folder}/error{rank}"},
+        )
+        for rank in "01"
+    ]
 
 
 def _work(script, argv, log, events, *, slow=False, file_limit=None, environment=None):

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from hf_hybrid.training.output_folder import complete_checkpoints
 from tests.tolerances import assert_close
-from tests.training.children import PAUSE, SAVING, Child
+from tests.training.children import PAUSE, SAVING, Child, pair
 
 CHELA = "hidden_size=32,num_hidden_layers=2,dropout=0.1"
 MOMENTS = ("step", *SAVING, "weights", "optimizer", "marked", "deleting")
@@ -96,19 +95,8 @@ def test_a_run_that_is_killed_again_and_again_ends_where_it_would_have(commands,
 
 def test_sigterm_stops_two_processes_after_the_same_step(commands, tmp_path):
     """Only one of them gets the signal."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-
-    def start(argv):
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
-        return [
-            Child("clm", argv, tmp_path / f"log{rank}", environment=world | {"RANK": rank, "LOCAL_RANK": rank})
-            for rank in "01"
-        ]
-
     argv = [*commands("clm", "two"), "--save_steps", "500", "--ddp_backend", "gloo", "--max_steps"]
-    children = start([*argv, "100000"])
+    children = pair("clm", [*argv, "100000"], tmp_path)
     children[1].read(lambda event: event == ("step", 3))
     os.kill(children[1].process.pid, signal.SIGTERM)
     for child in children:
@@ -120,7 +108,7 @@ def test_sigterm_stops_two_processes_after_the_same_step(commands, tmp_path):
     assert {path.name for path in (tmp_path / "two" / f"checkpoint-{stopped}").glob("rng*")} == {
         "rng_state_0.pth", "rng_state_1.pth"
     }  # fmt: skip
-    for child in start([*argv, str(stopped + 1), "--resume_from_checkpoint", "auto"]):
+    for child in pair("clm", [*argv, str(stopped + 1), "--resume_from_checkpoint", "auto"], tmp_path):
         code, log = child.wait()
         assert code == 0, log
 

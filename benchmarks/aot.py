@@ -269,8 +269,8 @@ def _ssm_kernel(filters: int) -> None:
 
     C, B = _meta(filters, 768, 32, dtype=torch.complex128), _meta(768, 32, dtype=torch.complex128)
     rate = _meta(768, dtype=torch.float64)
-    taps = triton_kernels.forward(C, B, B, B, rate, 16384)
-    triton_kernels.backward(taps, C, B, B, B, rate)
+    taps = triton_kernels.forward(C, B, B, B, rate, 16384, 0, torch.float32)
+    triton_kernels.backward(taps, C, B, B, B, rate, 0)
 
 
 def _local_attention_step(dtype: torch.dtype, width: int, chunk_size: int | None) -> None:

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
 from ..kernels.precision import full_precision
-from ..kernels.ssm_kernel import fingerprint
-from .state_space import StateSpaceLayer, check_positive
+from .state_space import StateSpaceLayer, check_positive, fingerprint
 
 
 class ImplicitFilter(StateSpaceLayer):

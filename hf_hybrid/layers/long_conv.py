@@ -16,14 +16,13 @@ from ..kernels.precision import compute_dtype
 from ..kernels.short_conv import merge_kernels, short_conv
 from ..kernels.ssm_kernel import (
     S4DStep,
-    fingerprint,
     s4d_block_powers,
     s4d_final_state,
     s4d_kernel,
     s4d_state_response,
 )
 from .norms import BatchNorm
-from .state_space import StateSpaceLayer, check_choice, check_positive
+from .state_space import StateSpaceLayer, check_choice, check_positive, fingerprint
 
 INITS = ("double_exp", "random")
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..kernels.ssm_kernel import S4Cache, S4Tensors, dplr_legs, frozen_s4_advance, frozen_s4_conv, s4_system
+from ..kernels.ssm_kernel import dplr_legs
+from .s4_system import S4Cache, S4Tensors, frozen_s4_advance, frozen_s4_conv, s4_system
 from .state_space import StateSpaceLayer, check_positive
 
 

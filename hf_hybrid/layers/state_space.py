@@ -3,7 +3,7 @@
 B batch · T length · H hidden size
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -213,3 +213,16 @@ class StateSpaceLayer(nn.Module):
             )
         # not a product: a pad's NaN must not survive
         return u.masked_fill(~mask.to(torch.bool)[..., None], 0)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+    """What tells tensors from others and from their own later values, as long as they are held on to.
+
+    A change is seen by storage, version counter, dtype, device and shape. An edit through ``.data`` is not, nor are
+    the steps of a fused optimizer: of tensors that require a gradient, nothing must be kept.
+    """
+    return tuple(
+        (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, x.device, x.shape)
+        for x in tensors
+        if x is not None
+    )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_hybrid.kernels.long_conv import blocks, filter_bank_conv, reference
+from hf_hybrid.kernels.ssm_kernel import discrete as tiles
 from hf_hybrid.kernels.ssm_kernel import dplr_legs, s4_window_states
-from hf_hybrid.kernels.ssm_kernel import torch_impl as tiles
 from hf_hybrid.kernels.ssm_kernel import windows as windows_module
 from hf_hybrid.kernels.ssm_kernel.reference import s4_scan
 

@@ -11,6 +11,7 @@ from hf_hybrid.kernels.ssm_kernel import (
     DISCRETIZATIONS,
     S4DStep,
     diagonalize_legs,
+    discrete,
     discretize,
     reference,
     s4_kernel,
@@ -20,7 +21,6 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4d_state_response,
     s4d_step,
     s4d_step_constants,
-    torch_impl,
 )
 from tests.tolerances import assert_close
 
@@ -181,7 +181,7 @@ def test_gradcheck(discretization):
 @pytest.mark.parametrize("discretization", DISCRETIZATIONS)
 def test_gradients_are_those_of_the_recurrence(discretization, monkeypatch):
     """With tiles of one channel, whose intermediate results are recomputed."""
-    monkeypatch.setattr(torch_impl, "_CPU_TILE", 1 << 8)
+    monkeypatch.setattr(discrete, "_CPU_TILE", 1 << 8)
     leaves = [x.clone().requires_grad_() for x in random_system()]
     weight = draw(2, 4, 90)
     options = {"discretization": discretization}
@@ -205,7 +205,7 @@ def test_training_keeps_no_intermediate_results():
 def test_tiles_bound_the_memory(monkeypatch):
     system = make(32, filters=1, dt=torch.logspace(-3, -1, 64, dtype=torch.float64))
     whole = s4d_kernel(*system, 1024)
-    monkeypatch.setattr(torch_impl, "_CPU_TILE", 1 << 14)
+    monkeypatch.setattr(discrete, "_CPU_TILE", 1 << 14)
     with Largest() as largest:
         tiled = s4d_kernel(*system, 1024)
     assert largest.size == whole.numel()  # the result itself

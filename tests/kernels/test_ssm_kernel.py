@@ -8,10 +8,11 @@ import torch
 from hf_hybrid.kernels.long_conv import long_conv
 from hf_hybrid.kernels.ssm_kernel import (
     S4Step,
-    cauchy,
     diagonalize_legs,
+    discrete,
     dplr_legs,
     hippo_legs,
+    op,
     reference,
     s4_block_constants,
     s4_final_state,
@@ -19,7 +20,6 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4_state_response,
     s4_step,
     s4_step_constants,
-    torch_impl,
     two_level,
 )
 from tests.tolerances import assert_close
@@ -187,7 +187,7 @@ def test_gradcheck(algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_are_those_of_the_recurrence(algorithm, monkeypatch):
     """With tiles of one channel, whose intermediate results are recomputed."""
-    monkeypatch.setattr(torch_impl, "_CPU_TILE", 1 << 10)
+    monkeypatch.setattr(discrete, "_CPU_TILE", 1 << 10)
     leaves = [x.clone().requires_grad_() for x in random_system()]
     weight = draw(2, 4, 90)
     expected = torch.autograd.grad(reference.s4_kernel(*leaves, 90), leaves, weight)
@@ -226,7 +226,7 @@ def test_opcheck_of_the_generating_function(length):
     C, B, P, w, dt = random_system(4)
     tensors = [x.clone().requires_grad_() for x in (C, *(x.repeat(2, 1) for x in (B, P, w)), 2 / dt)]
     for dtype in (torch.float64, torch.float32):
-        torch.library.opcheck(cauchy.s4_cauchy, (*tensors, length, 1 << 8, dtype, "torch"))
+        torch.library.opcheck(op.s4_cauchy, (*tensors, length, 1 << 8, dtype, "torch"))
 
 
 @pytest.mark.parametrize("blocks", [(8, 3), (1, 1)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import launching, use_backend
-from hf_hybrid.kernels.ssm_kernel import cauchy, dplr_legs, s4_kernel
+from hf_hybrid.kernels.ssm_kernel import dplr_legs, op, s4_kernel
 from hf_hybrid.kernels.ssm_kernel.reference import s4_kernel as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -102,7 +102,7 @@ def test_opcheck():
     C, B, P, w, dt = make(6, 3, 2, 2)
     tensors = [x.to(torch.complex128).requires_grad_() for x in (C, B, P, w)]
     rate = (2 / dt.double()).requires_grad_()
-    torch.library.opcheck(cauchy.s4_cauchy, (*tensors, rate, 9, 1 << 10, torch.float32, "triton"))
+    torch.library.opcheck(op.s4_cauchy, (*tensors, rate, 9, 1 << 10, torch.float32, "triton"))
 
 
 @interpreted

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from hf_hybrid.kernels.ssm_kernel import S4Cache, S4Tensors, dplr_legs, frozen_s4_advance, frozen_s4_conv, reference
-from hf_hybrid.kernels.ssm_kernel import system as system_module
+from hf_hybrid.kernels.ssm_kernel import dplr_legs, reference
+from hf_hybrid.layers import s4_system as system_module
 from hf_hybrid.layers.s4 import S4
+from hf_hybrid.layers.s4_system import S4Cache, S4Tensors, frozen_s4_advance, frozen_s4_conv
 from hf_hybrid.layers.s4d import S4D
 from tests.tolerances import assert_close
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_hybrid.kernels.ssm_kernel import system
+from hf_hybrid.layers import s4_system as system
 from hf_hybrid.layers.hyena import Hyena
 from hf_hybrid.layers.s4 import S4
 from hf_hybrid.layers.s4d import S4D

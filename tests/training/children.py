@@ -72,6 +72,7 @@ def _work(script, argv, log, events, *, slow=False, file_limit=None, environment
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup leaves ignored
     os.environ.update(environment or {})
     torch.set_num_threads(1)
     _report(events, file_limit)

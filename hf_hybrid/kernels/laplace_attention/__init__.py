@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_integer
+from ..dispatch import check_devices, check_integer, choose_backend
 from . import torch_impl
 
 __all__ = ["laplace", "laplace_attention"]
@@ -92,6 +92,6 @@ def laplace_attention(
         raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
-    return torch_impl.laplace_attention(
-        query, key, value, causal, attention_mask, chunk_size, first, dropout, backend, laplace
-    )
+    if not torch.compiler.is_compiling():
+        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
+    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout, laplace)

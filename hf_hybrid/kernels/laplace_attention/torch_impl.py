@@ -10,18 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..dispatch import choose_backend
 from ..precision import compute_dtype, full_precision
 
 _SCORES = 1 << 22
 """Scores of one block of queries, at most."""
 
 
-def _why_not_triton() -> str | None:
-    return "laplace_attention has no Triton kernel yet"
-
-
-def laplace_attention(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,12 +25,9 @@ def laplace_attention(
     chunk_size: int | None,
     first: Tensor | None,
     dropout: float,
-    backend: str,
     weigh: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Run the op; arguments as for `hf_hybrid.kernels.laplace_attention`, and the function of the scores."""
-    if not torch.compiler.is_compiling():
-        choose_backend("laplace_attention", backend, [query, key, value], _why_not_triton)
+    """Differentiable as it stands; `weigh` is the function of the scores, and the others are those of the op."""
     batch, length, heads, _ = query.shape
     keys = key.shape[1]
     past = keys - length

@@ -12,7 +12,6 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 
 import torch
 
-from . import torch_impl
 from .discrete import (
     S4Blocks,
     S4Step,
@@ -36,22 +35,18 @@ from .s4d import (
     s4d_step_constants,
 )
 from .step import ssm_step
-from .system import S4Cache, S4Tensors, fingerprint, frozen_s4_advance, frozen_s4_conv, s4_system
+from .taps import ALGORITHMS
+from .taps import s4_kernel as choose_taps
 from .windows import s4_window_states
 
 __all__ = [
     "DISCRETIZATIONS",
     "S4Blocks",
-    "S4Cache",
     "S4DStep",
     "S4Step",
-    "S4Tensors",
     "diagonalize_legs",
     "discretize",
     "dplr_legs",
-    "fingerprint",
-    "frozen_s4_advance",
-    "frozen_s4_conv",
     "hippo_legs",
     "s4_block_constants",
     "s4_final_state",
@@ -59,7 +54,6 @@ __all__ = [
     "s4_state_response",
     "s4_step",
     "s4_step_constants",
-    "s4_system",
     "s4_window_states",
     "s4d_block_powers",
     "s4d_final_state",
@@ -112,6 +106,6 @@ def s4_kernel(
     check_system(C, B, P, w, dt)
     if length < 1:
         raise ValueError(f"length must be a positive integer; got {length}")
-    if algorithm is not None and algorithm not in torch_impl.ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(torch_impl.ALGORITHMS)}; got {algorithm!r}")
-    return torch_impl.s4_kernel(C, B, P, w, dt, length, algorithm, backend)
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    return choose_taps(C, B, P, w, dt, length, algorithm, backend)

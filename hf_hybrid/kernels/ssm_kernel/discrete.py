@@ -6,10 +6,12 @@ four vectors of N/2 complex numbers instead of an N x N matrix.
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · R block length
 """
 
+from collections.abc import Callable
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ..precision import full_precision
 
@@ -205,3 +207,22 @@ def s4_state_response(state: torch.Tensor, length: int, blocks: S4Blocks) -> tor
         y = blocks.outputs @ torch.cat(starts, dim=1).transpose(1, 2)
     y = y.view(filters, channels, BLOCK, len(starts), state.shape[0])
     return y.permute(4, 0, 3, 2, 1).reshape(state.shape[0], filters, -1, channels)[:, :, :length]
+
+
+_CPU_TILE = 1 << 22
+"""Float64 numbers that one tile may hold: 32 MiB."""
+
+_GPU_TILE = 1 << 25
+"""The same elsewhere, where each tile costs hundreds of launches."""
+
+
+def tile_numbers(device: torch.device) -> int:
+    """Float64 numbers that one tile may hold."""
+    return _CPU_TILE if device.type == "cpu" else _GPU_TILE
+
+
+def recomputed(function: Callable[..., Any], *args: torch.Tensor | int) -> Any:
+    """Call a function; where a gradient is needed, keep its arguments only and call it again in the backward."""
+    if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return function(*args)

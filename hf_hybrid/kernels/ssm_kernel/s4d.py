@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..precision import complex_dtype, full_precision
-from .discrete import BLOCK, check_system
-from .torch_impl import recomputed, tile_numbers
+from .discrete import BLOCK, check_system, recomputed, tile_numbers
 
 DISCRETIZATIONS = ("zoh", "bilinear")
 

@@ -1,109 +1,84 @@
-"""Two ways to S4's kernel, both from float64 and in tiles of channels.
+"""The sums of S4's generating function in torch, in float64 and by tiles of frequencies; see `cauchy`.
 
-``two_level`` splits the tap's index, l = i R + j with R near sqrt(L), and multiplies ``C Abar^(iR)`` with
-``Abar^j Bbar``: O(N^2 sqrt(L) + N L) multiplications per channel, see `two_level`. ``cauchy`` is S4's own
-algorithm, the truncated generating function on the unit circle, O(N L) divisions, see `cauchy`. They agree to
-rounding. On a CPU the first is several times faster; on a GPU it is hundreds of small launches in a chain, and the
-second one launch.
-
-H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps · R taps of a block
+H channels · M = N/2 modes · C output filters · L taps · F = L // 2 + 1 frequencies
 """
 
-from collections.abc import Callable
-from math import ceil, isqrt, log2
-from operator import index
-from typing import Any
-
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from ..dispatch import choose_backend
-from .cauchy import s4_cauchy, truncated
-from .discrete import s4_step_constants
-from .two_level import two_level_kernel
-
-_CPU_TILE = 1 << 22
-"""Float64 numbers that one tile may hold: 32 MiB."""
-
-_GPU_TILE = 1 << 25
-"""The same elsewhere, where each tile costs hundreds of launches."""
+from .cauchy import nodes, spectrum_gradient
 
 
-def tile_numbers(device: torch.device) -> int:
-    """Float64 numbers that one tile may hold."""
-    return _CPU_TILE if device.type == "cpu" else _GPU_TILE
+def forward(
+    C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int, tile: int, dtype: torch.dtype
+) -> Tensor:
+    """The taps, `(C, H, L)`, rounded once; arguments as for `op.s4_cauchy`."""
+    sections = [_Section(C, B, P, w, rate, at).values for _, at in _tiles(w, length, tile)]
+    taps = torch.fft.irfft(torch.cat(sections, dim=1), n=length, dim=1)
+    return taps.permute(2, 0, 1).to(dtype).contiguous()
 
 
-def recomputed(function: Callable[..., Any], *args: torch.Tensor | int) -> Any:
-    """Call a function; where a gradient is needed, keep its arguments only and call it again in the backward."""
-    if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return function(*args)
+def backward(
+    grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, tile: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of C, B, P, w and the rate from that of the taps."""
+    spectrum = spectrum_gradient(grad.double()).permute(1, 2, 0)
+    like = torch.contiguous_format
+    d_c, d_b, d_p, d_w, d_rate = totals = [torch.zeros_like(x, memory_format=like) for x in (C, B, P, w, rate)]
+    for tile_of, at in _tiles(w, grad.shape[-1], tile):
+        parts = _Section(C, B, P, w, rate, at).gradients(spectrum[:, tile_of])
+        for total, part in zip(totals, parts, strict=True):
+            total += part
+    return d_c, d_b, d_p, d_w, d_rate
 
 
-ALGORITHMS = ("two_level", "cauchy")
+def _tiles(w: Tensor, length: int, numbers: int) -> list[tuple[slice, Tensor]]:
+    """Frequencies in tiles of so many float64 numbers, and `nodes` of each."""
+    size = max(1, numbers // (32 * w.numel()))
+    stop = length // 2 + 1
+    tiles = [slice(start, min(start + size, stop)) for start in range(0, stop, size)]
+    return [(tile, nodes(length, tile.start, tile.stop, w.device)) for tile in tiles]
 
 
-@torch.compiler.assume_constant_result
-def _runs_on_triton(backend: str, device: torch.device, dtype: torch.dtype, algorithm: str | None) -> bool:
-    """Choose the backend before the op does, because the algorithm depends on it; a tracer keeps the answer."""
+class _Section:
+    """The generating function at a few frequencies; arguments as for `forward` and from `nodes`.
 
-    def why_not() -> str | None:
-        from .triton_kernels import why_not
+    Conjugates are made at once: where a compiled graph calls an op, lazy ones are taken for what they conjugate.
+    """
 
-        return why_not(dtype, algorithm)
+    def __init__(self, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, at: Tensor):
+        self.sine, self.cosine = at[:, :, None]
+        self.phase = torch.complex(self.cosine, self.sine)
+        self.C, self.B, self.P = C.transpose(0, 1), B[:, None], P[:, None]
+        left = torch.cat([self.C, self.P.conj_physical()], dim=1)[:, :, None]
+        products = (left * torch.stack([B, P], dim=1)[:, None]).flatten(1, 2)
+        imag = 1j * rate[:, None, None] * self.sine
+        self.inverses = tuple((imag - self.cosine * x[:, None]).reciprocal() for x in (w, w.conj_physical()))
+        sums = self.inverses[0] @ products.mT + self.inverses[1] @ products.conj_physical().mT
+        by_b, self.by_p = sums[..., ::2], sums[..., 1::2]
+        self.weight = self.cosine / (1 + self.cosine * self.by_p[..., -1:])
+        self.low_rank = self.weight * by_b[..., -1:]
+        self.values = self.phase * (by_b - self.by_p * self.low_rank)[..., :-1]
+        """Khat, `(H, frequencies, C)`."""
 
-    return choose_backend("s4_kernel", backend, [torch.empty(0, device=device)], why_not) == "triton"
+    def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """Those of C, B, P, w and rate from that of Khat."""
+        grad = grad.conj_physical() * self.phase
+        own = (grad * self.by_p[..., :-1]).sum(-1, keepdim=True) * self.weight
+        # of one half of the modes, and of the other, whose constants are conjugate
+        constants = self.C, self.B, self.P
+        twins = [x.conj_physical() for x in constants]
+        x, z = self._states(grad, own, self.inverses[0], *constants)
+        x2, z2 = self._states(grad, own, self.inverses[1], *twins)
+        d_c = (grad.mT @ x).conj_physical() + grad.mT @ x2
+        d_b = (z.conj_physical() + z2).sum(1)
+        d_p = -((self.low_rank * z + own * x2).conj_physical() + self.low_rank * z2 + own * x).sum(1)
+        d_w = (self.cosine * ((z * x).conj_physical() + z2 * x2)).sum(1)
+        d_sigma = (z * x + z2 * x2).imag
+        return d_c.transpose(0, 1), d_b, d_p, d_w, (self.sine * d_sigma).sum((1, 2))
 
-
-def s4_kernel(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    length: int,
-    algorithm: str | None,
-    backend: str,
-) -> torch.Tensor:
-    """Choose an algorithm and run it; see `hf_hybrid.kernels.ssm_kernel.s4_kernel`."""
-    on_triton = _runs_on_triton(backend, C.device, C.real.dtype, algorithm)
-    return taps(C, B, P, w, dt, length, algorithm or ("cauchy" if on_triton else "two_level"), backend)
-
-
-def taps(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    length: int,
-    algorithm: str,
-    backend: str = "torch",
-) -> torch.Tensor:
-    """Run an algorithm over tiles of channels, ``"two_level"`` on torch whatever the backend."""
-    # the number of matrix products depends on the length: a trace for a symbolic one does not exist
-    length = index(length)
-    out_dtype = C.real.dtype
-    copies = dt.shape[0] // w.shape[0]
-    dt = dt.to(torch.float64)
-    B, P, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, P, w))
-    filters, channels, modes = C.shape
-    size = 8 * modes * modes + 3 * filters * length
-    if algorithm == "cauchy":
-        size += 4 * modes * modes * ceil(log2(length))
-    else:
-        size += 16 * modes * isqrt(length) * (2 + filters)
-    numbers = tile_numbers(w.device)
-    tile = max(1, numbers // size)
-    parts = []
-    for start in range(0, channels, tile):
-        part = slice(start, start + tile)
-        system = B[part], P[part], w[part], dt[part]
-        if algorithm == "cauchy":
-            Ct, rate = recomputed(truncated, C[:, part], *system, length)
-            parts.append(s4_cauchy(Ct, *system[:3], rate, length, numbers, out_dtype, backend))
-        else:
-            wide = two_level_kernel(C[:, part], recomputed(s4_step_constants, *system), length)
-            parts.append(wide.to(out_dtype))
-    return torch.cat(parts, dim=1)
+    def _states(
+        self, grad: Tensor, own: Tensor, inverse: Tensor, C: Tensor, B: Tensor, P: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x, and z of all filters by their conjugate gradients, `(H, frequencies, M)`."""
+        return (B - self.low_rank * P) * inverse, (grad @ C - own * P.conj_physical()) * inverse

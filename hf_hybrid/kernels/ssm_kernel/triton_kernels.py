@@ -242,8 +242,10 @@ def _plan(
     return blocks(len(C), each), blocks(frequencies, configuration.tiles["BK"]), configuration, arguments, constants
 
 
-def forward(C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int) -> Tensor:
-    """The taps, `(C, H, L)`, float32; arguments as for `s4_cauchy`."""
+def forward(
+    C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int, _tile: int, _dtype: torch.dtype
+) -> Tensor:
+    """The taps, `(C, H, L)`, float32; arguments as for `op.s4_cauchy`."""
     groups, tiles, configuration, arguments, _ = _plan("forward", C, B, P, w, rate, length)
     spectrum = torch.empty(*C.shape[:2], length // 2 + 1, 2, dtype=torch.float32, device=rate.device)
     launch(forward_kernel, len(rate) * groups * tiles, configuration, **arguments, spectrum=spectrum)
@@ -251,7 +253,7 @@ def forward(C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: in
 
 
 def backward(
-    grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor
+    grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, _tile: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of C, B, P, w and the rate, in their precision, from that of the taps."""
     filters, channels, modes = C.shape

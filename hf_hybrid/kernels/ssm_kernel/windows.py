@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ..precision import full_precision
-from .discrete import BLOCK, s4_step_constants, to_complex, to_real
-from .torch_impl import recomputed, tile_numbers
+from .discrete import BLOCK, recomputed, s4_step_constants, tile_numbers, to_complex, to_real
 from .two_level import s4_block, s4_block_scan
 
 

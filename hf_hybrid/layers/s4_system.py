@@ -10,38 +10,36 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..dispatch import NAMESPACE
-from ..long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
-from ..long_conv import op as conv_op
-from ..precision import complex_dtype, compute_dtype, full_precision
-from .discrete import (
+from ..kernels.dispatch import NAMESPACE
+from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
+from ..kernels.long_conv import op as conv_op
+from ..kernels.precision import complex_dtype, compute_dtype, full_precision
+from ..kernels.ssm_kernel import (
     S4Blocks,
+    S4DStep,
     S4Step,
     s4_block_constants,
     s4_final_state,
+    s4_kernel,
     s4_state_response,
     s4_step_constants,
-    to_real,
-    to_real_row,
-)
-from .s4d import (
-    S4DStep,
+    s4_window_states,
     s4d_block_powers,
     s4d_final_state,
     s4d_kernel,
     s4d_state_response,
     s4d_step_constants,
+    ssm_step,
 )
-from .step import ssm_step
-from .torch_impl import s4_kernel
-from .torch_impl import taps as make_taps
-from .windows import s4_window_states
+from ..kernels.ssm_kernel.discrete import to_real, to_real_row
+from ..kernels.ssm_kernel.taps import taps as make_taps
+from .state_space import fingerprint
 
 _MAX_SPECTRA = 4
 
@@ -277,7 +275,7 @@ class _S4System(_System):
         system = C, self.B, self.P, self.w, self.dt, taps
         trained = any(x is not None and x.requires_grad for x in self.tensors)
         # what is not trained may be made once for many calls, and so in float64, whatever the device
-        return s4_kernel(*system, None, "auto") if trained else make_taps(*system, "two_level")
+        return s4_kernel(*system) if trained else make_taps(*system, "two_level")
 
     def _make_step(self) -> S4Step:
         return s4_step_constants(self.B, self.P, self.w, self.dt)
@@ -312,19 +310,6 @@ def s4_system(tensors: S4Tensors, discretization: str, *, reuse: bool = False) -
     """The system that these tensors store: S4's with a low-rank term, S4D's without; arguments as for `_System`."""
     kind = _S4DSystem if tensors.P is None else _S4System
     return kind(tensors, discretization, reuse=reuse)
-
-
-def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
-    """What tells tensors from others and from their own later values, as long as they are held on to.
-
-    A change is seen by storage, version counter, dtype, device and shape. An edit through ``.data`` is not, nor are
-    the steps of a fused optimizer: of tensors that require a gradient, nothing must be kept.
-    """
-    return tuple(
-        (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, x.device, x.shape)
-        for x in tensors
-        if x is not None
-    )
 
 
 _handles = itertools.count(1)

@@ -3,7 +3,6 @@
 Importing the package registers every architecture with transformers' Auto classes, and with PEFT once that is loaded.
 """
 
-from .models.adapters import peft_config
 from .models.auto import ARCHITECTURES, register
 from .models.bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel, BstPreTrainedModel
 from .models.chela import (
@@ -17,6 +16,7 @@ from .models.chela import (
     ChelaModel,
     ChelaPreTrainedModel,
 )
+from .models.peft_targets import peft_config
 from .models.remote_code import export_remote_code
 from .models.spade import (
     SpadeConfig,

@@ -32,8 +32,8 @@ from benchmarks import readme_tables
 from benchmarks.bench_language_models import tensors_of
 from hf_hybrid.data import sources
 from hf_hybrid.data.tokenizer import byte_tokenizer
-from hf_hybrid.models.adapters import PARENTS
 from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.models.peft_targets import PARENTS
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.command_line import parse_arguments

@@ -4,7 +4,6 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .adapters import register_adapters
 from .bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel
 from .chela import (
     ChelaConfig,
@@ -15,6 +14,7 @@ from .chela import (
     ChelaForTokenClassification,
     ChelaModel,
 )
+from .peft_targets import register_adapters
 from .spade import (
     SpadeConfig,
     SpadeEncoderModel,

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
-from hf_hybrid.models.adapters import METHODS
+from hf_hybrid.models.peft_targets import METHODS
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.config_overrides import parse_peft_config
 

@@ -20,7 +20,7 @@ from transformers.modelcard import (
 )
 
 from hf_hybrid.models.auto import ARCHITECTURES
-from hf_hybrid.models.hub import loading_lines
+from hf_hybrid.models.description import loading_lines
 from hf_hybrid.training.arguments import ModelArguments
 from hf_hybrid.training.checkpoints import replacing
 from hf_hybrid.training.command_line import show_command

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, BartConfig, T5Config
 
 from hf_hybrid import SpadeConfig, SRformerBartConfig, SRformerT5Config
-from hf_hybrid.models import config_checks
+from hf_hybrid.models import checks
 from hf_hybrid.models.auto import ARCHITECTURES
 
 from .golden import GOLDEN_FOLDER
@@ -53,7 +53,7 @@ LEFTOVERS = {  # of every config.json that a release of transformers has written
 def warnings(monkeypatch):
     """Everything that is said about unknown fields, with nothing kept back for having been said by another test."""
     said = []
-    monkeypatch.setattr(config_checks.logger, "warning_once", cache(said.append), raising=False)
+    monkeypatch.setattr(checks.logger, "warning_once", cache(said.append), raising=False)
     return said
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_hybrid.models.auto import ARCHITECTURES
-from hf_hybrid.models.config_checks import known_fields
+from hf_hybrid.models.checks import known_fields
 
 from ..tolerances import TOLERANCES, assert_close
 

@@ -316,7 +316,7 @@ def test_what_would_be_silently_ignored_is_refused_or_said(monkeypatch):
     inputs = tiny_inputs(model)
     with pytest.raises(ValueError, match="shift_labels must be None"):
         model(**inputs, shift_labels=inputs["input_ids"])
-    monkeypatch.setattr("hf_hybrid.models.decoder.logger.warning_once", said.append)
+    monkeypatch.setattr("hf_hybrid.models.local_attention.logger.warning_once", said.append)
     model(**inputs)
     assert not said
     model(**inputs, output_attentions=True)

@@ -5,8 +5,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.suggestions import did_you_mean
 
-from ..cache import SLIDING_LAYER_TYPE
-from ..config_checks import (
+from ..checks import (
     MAX_STATE_SIZE,
     check_activation,
     check_adaptive_vocabulary,
@@ -20,6 +19,7 @@ from ..config_checks import (
     check_unknown_fields,
     forget_code,
 )
+from ..state_cache import SLIDING_LAYER_TYPE
 
 CONTEXT_FILTERS = ("s4", "unstructured")
 CONTEXT_INPUTS = ("normed", "raw")
@@ -350,7 +350,7 @@ class BstConfig(PreTrainedConfig):
         ]
 
     def validate_layer_type(self):
-        """Accept the layer type of `models.cache`, which transformers does not know."""
+        """Accept the layer type of `models.state_cache`, which transformers does not know."""
 
 
 __all__ = ["BstConfig"]

@@ -28,18 +28,17 @@ from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ...layers.s4 import S4
 from ...layers.state_space import ssm_parameters
-from ..cache import SlidingStateCacheLayer, state_layer, without_first
-from ..decoder import (
+from ..checks import check_not_empty
+from ..description import ModelCardMixin
+from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
+from ..local_attention import (
     LocalAttention,
     LocalSelfAttention,
     eager_attention_forward,
     first_kept,
     init_shared,
 )
-from ..generation import StatefulGenerationMixin
-from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
-from ..hub import ModelCardMixin
-from ..inputs import check_not_empty
+from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer, without_first
 from .configuration_bst import BstConfig
 
 logger = logging.get_logger(__name__)

@@ -7,8 +7,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.suggestions import did_you_mean
 
-from ..cache import LAYER_TYPE
-from ..config_checks import (
+from ..checks import (
     MAX_NUMBER,
     MAX_STATE_SIZE,
     check_activation,
@@ -24,6 +23,7 @@ from ..config_checks import (
     forget_code,
     in_float32,
 )
+from ..state_cache import LAYER_TYPE
 
 ATTENTION_FNS = ("norm", "laplace", "laplace_feature")
 ATTENTION_NORMS = ("simple_rms_norm", "rms_norm", "layer_norm", "none")
@@ -417,7 +417,7 @@ class ChelaConfig(PreTrainedConfig):
         return [LAYER_TYPE] * self.num_hidden_layers if self.is_decoder else None
 
     def validate_layer_type(self):
-        """Accept the layer type of `models.cache`, which transformers does not know."""
+        """Accept the layer type of `models.state_cache`, which transformers does not know."""
 
 
 __all__ = ["ChelaConfig"]

@@ -29,8 +29,8 @@ from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.s4d import S4D
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
-from ..cache import state_layer
-from ..generation import StatefulGenerationMixin
+from ..checks import check_not_empty
+from ..description import ModelCardMixin
 from ..heads import (
     CausalLMForward,
     MaskedLMForward,
@@ -41,8 +41,7 @@ from ..heads import (
     make_lm_head,
     pool,
 )
-from ..hub import ModelCardMixin
-from ..inputs import check_not_empty
+from ..state_cache import StatefulGenerationMixin, state_layer
 from .configuration_chela import ChelaConfig
 
 ALPHA_STD = 0.02

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.suggestions import did_you_mean
 
-from ..config_checks import (
+from ..checks import (
     MAX_LAYERS,
     MAX_STATE_SIZE,
     check_activation,

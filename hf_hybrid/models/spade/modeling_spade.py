@@ -36,15 +36,8 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer, ssm_parameters
-from ..decoder import (
-    LocalSelfAttention,
-    additive_mask,
-    eager_attention_forward,
-    init_shared,
-    kept_pairs,
-    make_bias_table,
-)
-from ..generation import StatefulGenerationMixin
+from ..checks import check_not_empty
+from ..description import ModelCardMixin
 from ..heads import (
     CausalLMForward,
     MaskedLMForward,
@@ -54,8 +47,15 @@ from ..heads import (
     make_embedding,
     make_lm_head,
 )
-from ..hub import ModelCardMixin
-from ..inputs import check_not_empty
+from ..local_attention import (
+    LocalSelfAttention,
+    additive_mask,
+    eager_attention_forward,
+    init_shared,
+    kept_pairs,
+    make_bias_table,
+)
+from ..state_cache import StatefulGenerationMixin
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 

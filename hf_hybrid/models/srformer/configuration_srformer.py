@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from hf_hybrid.suggestions import did_you_mean
 
-from ..config_checks import (
+from ..checks import (
     MAX_NUMBER,
     check_activation,
     check_choices,

@@ -19,8 +19,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from ..hub import ModelCardMixin
-from ..inputs import check_not_empty
+from ..checks import check_not_empty
+from ..description import ModelCardMixin
 from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 

@@ -1,10 +1,11 @@
-"""What transformers' caches lack: a layer that keeps a state of any form, and counts tokens without keys."""
+"""What transformers' caches and generation lack: a layer that keeps a state of any form, and decoding from it."""
 
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+from transformers.generation import GenerationMixin
 
 
 def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
@@ -157,3 +158,21 @@ def state_layer(past_key_values: Cache, layer_idx: int, kind: type[StateCacheLay
             f"{type(past_key_values).__name__} whose layer {layer_idx} is {type(layer).__name__}"
         )
     return layer
+
+
+class StatefulGenerationMixin(GenerationMixin):
+    """transformers' decoding, except what would need a state to be rolled back; before `PreTrainedModel`."""
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether the cache keeps a state; by this transformers refuses assisted decoding of the model."""
+        return True
+
+    def generate(self, *args, **kwargs):
+        """As everywhere in transformers, but refused where the model is the assistant."""
+        if self._is_stateful and getattr(kwargs.get("generation_config"), "is_assistant", False):
+            raise ValueError(
+                f"assistant_model must not be stateful, since its rejected tokens are taken back; got a "
+                f"{type(self).__name__}, which keeps a state"
+            )
+        return super().generate(*args, **kwargs)

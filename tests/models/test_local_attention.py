@@ -8,12 +8,12 @@ from accelerate import cpu_offload
 from transformers import DynamicCache, StaticCache
 
 from hf_hybrid.kernels import local_attention_step
-from hf_hybrid.models.decoder import LocalSelfAttention
+from hf_hybrid.models.local_attention import LocalSelfAttention
 from tests.kernels.interpreter import interpreted
 from tests.models.tiny import tiny_config, tiny_inputs, tiny_model
 from tests.tolerances import assert_close
 
-STEP = "hf_hybrid.models.decoder.local_attention_step"
+STEP = "hf_hybrid.models.local_attention.local_attention_step"
 CACHES = {
     "growing": lambda config: DynamicCache(),
     "sliding": lambda config: DynamicCache(config=config),

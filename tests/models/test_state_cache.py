@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_hybrid.models.cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
+from hf_hybrid.models.state_cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
 
 from .tiny import tiny_config
 

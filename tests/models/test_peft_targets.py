@@ -11,8 +11,8 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
 
 import hf_hybrid
-from hf_hybrid.models.adapters import METHODS, PARENTS
 from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.models.peft_targets import METHODS, PARENTS
 
 from ..tolerances import assert_close
 from .tiny import GENERATIVE, MODEL_CLASSES, main_output, tiny_inputs, tiny_model

@@ -1,4 +1,4 @@
-"""The rules that fields of several configurations share; every error names the field, its value and the rule."""
+"""The rules that fields of several configs and inputs share; every error names the field, its value and the rule."""
 
 import dataclasses
 import functools
@@ -218,3 +218,13 @@ def check_adaptive_vocabulary(config: PreTrainedConfig):
             f"hidden_size must be a multiple of adaptive_factor to the power of the number of adaptive_cutoffs; "
             f"got {config.hidden_size}, {config.adaptive_factor} and {cutoffs}"
         )
+
+
+def check_not_empty(name: str, *inputs: torch.Tensor | None):
+    """Raise ValueError if there is no token in inputs `(B, T, ...)`; those that are None are not given.
+
+    The layers would end in an error of their own, which names no argument, or none at all.
+    """
+    for x in inputs:
+        if x is not None and x.shape[1] == 0:
+            raise ValueError(f"{name} must hold at least one token; got {tuple(x.shape[:2])}")

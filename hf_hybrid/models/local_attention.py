@@ -224,6 +224,7 @@ class LocalAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
+        whole: bool,
         bias_table: RelativePositionBias | None = None,
         attention_mask: torch.Tensor | None = None,
         query_start: int | torch.Tensor = 0,
@@ -236,6 +237,7 @@ class LocalAttention(nn.Module):
             query: `(B, T, H, K)`.
             key: `(B, S, H, K)`.
             value: `(B, S, H, K)`.
+            whole: Whether queries and keys are of the same tokens, with none before them.
             bias_table: Relative position biases, if there are any.
             attention_mask: `(B, query_start + T)`, 1 for tokens to keep.
             query_start: Position of the first query in the whole sequence.
@@ -249,7 +251,7 @@ class LocalAttention(nn.Module):
         # the kernels serve whole sequences and single tokens; "eager" is dense on request
         local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
         local = local and self.config._attn_implementation != "eager"
-        if local and key.shape[1] == length:
+        if local and whole:
             if kwargs.get("output_attentions"):
                 logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
             return self._attend_blocked(query, key, value, bias_table, attention_mask), None
@@ -428,15 +430,17 @@ class LocalSelfAttention(LocalAttention):
         past = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
         if isinstance(past, torch.Tensor):  # a static cache counts in place
             past = past.clone()
-        key_start = 0
+        key_start, whole = 0, True
         if past_key_values is not None:
             _, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = key.transpose(1, 2), value.transpose(1, 2)
+            whole = key.shape[1] == query.shape[1]  # the cache held none, and has room for no more
         output, probabilities = self.attend(
             query,
             key,
             value,
+            whole=whole,
             bias_table=self.relative_attention_bias or bias_table,
             attention_mask=attention_mask,
             query_start=past,

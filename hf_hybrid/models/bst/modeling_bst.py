@@ -249,6 +249,7 @@ class BstContext(LocalAttention):
             query,
             key,
             value,
+            whole=state is None,
             attention_mask=place.mask,
             query_start=place.past,
             key_start=place.past - held,
@@ -256,8 +257,7 @@ class BstContext(LocalAttention):
         )
         if not return_state:
             return output, None
-        # one at least: without any, the next tokens would look like a whole sequence
-        dropped = max(0, key.shape[1] - max(self.config.window, 2) + 1)
+        dropped = max(0, key.shape[1] - self.config.window + 1)
         return output, ContextState(after, without_first(key, dropped, 1), without_first(value, dropped, 1))
 
     def _attend_to_window_before(

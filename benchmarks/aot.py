@@ -367,17 +367,19 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
     return list(last.values())
 
 
-def fingerprint(op: str) -> str:
-    """A hash of what is compiled for an op: the code of its kernels, without comments, and its launches."""
-    module = importlib.import_module(f"hf_hybrid.kernels.{MODULES[op]}.triton_kernels")
-    code = [re.sub(r"(?m)\s*(#.*)?$", "", inspect.getsource(each)) for each in _kernel_modules(module)]
-    launches = [
-        (arch, launch.configuration, [_type(launch.kernel, name, x) for name, x in launch.arguments.items()])
-        for arch in ARCHITECTURES
-        for name, launch in representative_launches(arch)
-        if name == op
-    ]
-    return hashlib.sha256(repr((code, launches)).encode()).hexdigest()[:16]
+def fingerprints() -> dict[str, str]:
+    """Op -> a hash of what is compiled for it: the code of its kernels, without comments, and its launches."""
+    launches: dict[str, list[Any]] = {op: [] for op in MODULES}
+    for arch in ARCHITECTURES:
+        for op, launch in representative_launches(arch):
+            kinds = [_type(launch.kernel, name, x) for name, x in launch.arguments.items()]
+            launches[op].append((arch, launch.configuration, kinds))
+    found = {}
+    for op, module in MODULES.items():
+        kernels = importlib.import_module(f"hf_hybrid.kernels.{module}.triton_kernels")
+        code = [re.sub(r"(?m)\s*(#.*)?$", "", inspect.getsource(each)) for each in _kernel_modules(kernels)]
+        found[op] = hashlib.sha256(repr((code, launches[op])).encode()).hexdigest()[:16]
+    return found
 
 
 def _kernel_modules(module: ModuleType) -> list[ModuleType]:
@@ -539,9 +541,10 @@ def main(argv: list[str] | None = None) -> int:
             if arch in ARCHITECTURES and report.problems():
                 kept.discard(op)
             print(f"{report.seconds:5.1f} s  {name}: {report.registers} registers, {report.spills} spills", flush=True)
-    compiled = json.loads(COMPILED.read_text(encoding="utf-8")) if COMPILED.exists() else {}
-    compiled |= {op: fingerprint(op) for op in kept}
-    COMPILED.write_text(json.dumps(dict(sorted(compiled.items())), indent=2) + "\n", encoding="utf-8")
+    if kept:
+        compiled = json.loads(COMPILED.read_text(encoding="utf-8")) if COMPILED.exists() else {}
+        compiled |= {op: hashed for op, hashed in fingerprints().items() if op in kept}
+        COMPILED.write_text(json.dumps(dict(sorted(compiled.items())), indent=2) + "\n", encoding="utf-8")
     reports.sort(key=lambda r: (r.arch, r.kernel, r.configuration))
     text = f"# Kernels compiled ahead of time by Triton {triton.__version__}\n\n"
     rest = "for sm_80 and sm_90 every distinct one, for others those that make test-full compiles for these"

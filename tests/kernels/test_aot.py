@@ -20,25 +20,30 @@ from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attentio
 from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
 
+@pytest.fixture(scope="module")
+def fingerprints():
+    return aot.fingerprints()
+
+
 @pytest.mark.parametrize("op", aot.MODULES)
-def test_shipped_configurations_were_compiled_as_they_are(op):
+def test_shipped_configurations_were_compiled_as_they_are(op, fingerprints):
     """Compiling takes minutes; what was compiled, and kept within the limits, is written down."""
     path = Path(__file__).parents[2] / aot.COMPILED
-    assert json.loads(path.read_text(encoding="utf-8"))[op] == aot.fingerprint(op), (
+    assert json.loads(path.read_text(encoding="utf-8"))[op] == fingerprints[op], (
         f"the kernels of {op} changed: run `python -m benchmarks.aot --few --only {op}.`"
     )
 
 
-def test_a_fingerprint_sees_code_and_configurations_but_no_comment(monkeypatch):
-    before, source = aot.fingerprint("ssm_step"), inspect.getsource
+def test_a_fingerprint_sees_code_and_configurations_but_no_comment(fingerprints, monkeypatch):
+    before, source = fingerprints["ssm_step"], inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda module: source(module).replace("\n", "  # a comment\n\n"))
-    assert aot.fingerprint("ssm_step") == before
+    assert aot.fingerprints()["ssm_step"] == before
     monkeypatch.setattr(inspect, "getsource", lambda module: source(module) + "\nunused = 1\n")
-    assert aot.fingerprint("ssm_step") != before
+    assert aot.fingerprints()["ssm_step"] != before
     monkeypatch.undo()
     table = ssm_step.CONFIGURATIONS
     monkeypatch.setitem(table, next(iter(table)), next(iter(table.values()))._replace(num_stages=7))
-    assert aot.fingerprint("ssm_step") != before
+    assert aot.fingerprints()["ssm_step"] != before
 
 
 @pytest.mark.full

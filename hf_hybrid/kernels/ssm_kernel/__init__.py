@@ -35,8 +35,7 @@ from .s4d import (
     s4d_step_constants,
 )
 from .step import ssm_step
-from .taps import ALGORITHMS
-from .taps import s4_kernel as choose_taps
+from .taps import ALGORITHMS, choose_algorithm, taps
 from .windows import s4_window_states
 
 __all__ = [
@@ -108,4 +107,5 @@ def s4_kernel(
         raise ValueError(f"length must be a positive integer; got {length}")
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
-    return choose_taps(C, B, P, w, dt, length, algorithm, backend)
+    algorithm = choose_algorithm(algorithm, backend, C.device, C.real.dtype)
+    return taps(C, B, P, w, dt, length, algorithm, backend)

@@ -23,24 +23,14 @@ ALGORITHMS = ("two_level", "cauchy")
 
 
 @torch.compiler.assume_constant_result
-def _runs_on_triton(backend: str, device: torch.device, dtype: torch.dtype, algorithm: str | None) -> bool:
-    """Ask before the op does, because the algorithm depends on it; a tracer keeps the answer."""
-    return op.triton(backend, torch.empty(0, device=device), dtype, algorithm) is not None
+def choose_algorithm(wish: str | None, backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose before the op chooses its backend, on which the algorithm depends; a tracer keeps the answer.
 
-
-def s4_kernel(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    length: int,
-    algorithm: str | None,
-    backend: str,
-) -> torch.Tensor:
-    """Choose an algorithm and run it; see `hf_hybrid.kernels.ssm_kernel.s4_kernel`."""
-    on_triton = _runs_on_triton(backend, C.device, C.real.dtype, algorithm)
-    return taps(C, B, P, w, dt, length, algorithm or ("cauchy" if on_triton else "two_level"), backend)
+    Raises:
+        ValueError: The backend cannot run the algorithm that is wished for.
+    """
+    on_triton = op.triton(backend, torch.empty(0, device=device), dtype, wish)
+    return wish or ("cauchy" if on_triton else "two_level")
 
 
 def taps(

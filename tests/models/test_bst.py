@@ -11,7 +11,8 @@ from hf_hybrid.kernels.ssm_kernel import reference
 from hf_hybrid.layers.implicit_filter import ImplicitConv
 from hf_hybrid.layers.relative_position import relative_position_bucket
 from hf_hybrid.models.bst import modeling_bst
-from hf_hybrid.models.bst.modeling_bst import BstContext, from_windows, to_windows
+from hf_hybrid.models.bst.context import WindowBeforeContext
+from hf_hybrid.models.bst.windows import from_windows, to_windows
 
 from ..tolerances import assert_close
 from .tiny import UNSTRUCTURED, check_unequal_prompts, tiny_config, tiny_inputs, tiny_model
@@ -130,8 +131,9 @@ def test_without_the_shift_a_window_leaks(name, kind, monkeypatch):
     """Pseudocode 4 shifts along the filters' axis, which leaves the windows where they were."""
     model = base_model(**TYPES[name], **FILTERS[kind])
     assert leak(changes(model, use_cache=True))[0] < 1e-12
-    first = BstContext._first_pair
-    monkeypatch.setattr(BstContext, "_first_pair", lambda self, batch: [x[:, :0] for x in first(self, batch)])
+    kind_of_context = type(model.layers[model.config.bst_layers[0]].context)
+    first = kind_of_context._first_pair
+    monkeypatch.setattr(kind_of_context, "_first_pair", lambda self, batch: [x[:, :0] for x in first(self, batch)])
     difference = changes(model, use_cache=True)
     assert torch.stack([difference[end, end - WINDOW + 1 : end].min() for end in (4, 9, 14)]).min() > 1e-9
 
@@ -140,10 +142,13 @@ def test_without_the_shift_a_window_leaks(name, kind, monkeypatch):
 def test_a_windows_states_depend_on_exactly_the_tokens_before_it(kind, monkeypatch):
     model = base_model(num_hidden_layers=1, bst_layers=[0], **TYPES["multi filter"], **FILTERS[kind])
     context, seen = model.layers[0].context, []
-    original = BstContext._attend_all
-    monkeypatch.setattr(
-        BstContext, "_attend_all", lambda self, q, k, v, **rest: seen.append((k, v)) or original(self, q, k, v, **rest)
-    )
+    original = WindowBeforeContext._attend_all
+
+    def attend_all(self, query, key, value, **rest):
+        seen.append((key, value))
+        return original(self, query, key, value, **rest)
+
+    monkeypatch.setattr(WindowBeforeContext, "_attend_all", attend_all)
     x = embedded(1, LENGTH, 32)
     for token in range(LENGTH):
         other = x.clone()

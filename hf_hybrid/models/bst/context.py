@@ -1,0 +1,447 @@
+"""Context states, what a window reads of everything before it, and attention to them (Fathi et al. 2023, section 3.2).
+
+Shapes: B batch · T length · P tokens already read · D width · H heads · K head width · W window · n windows ·
+C filters · S states that a window attends to.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+
+from ...layers.implicit_filter import ImplicitConv
+from ...layers.s4 import S4
+from ..local_attention import LocalAttention, eager_attention_forward
+from ..state_cache import without_first
+from .configuration_bst import BstConfig
+from .windows import Place, from_windows, to_windows, window_of
+
+
+class ContextState(NamedTuple):
+    """What attention to context states remembers.
+
+    Attributes:
+        filter: The filters' state, which all of them share.
+        key: `(B, ≤W-1, H, K)`, of the last tokens' own states; with a shift `(B, S, H, K)`, of those that the next
+            token's window attends to.
+        value: Alike.
+        next_key: With a shift and a state per token, `(B, W, H, K)`: the last tokens' own.
+        next_value: Alike.
+    """
+
+    filter: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    next_key: torch.Tensor | None = None
+    next_value: torch.Tensor | None = None
+
+
+class HeadwiseLinear(nn.Module):
+    """A linear map for each head, from an input for each head.
+
+    Args:
+        num_heads: H.
+        in_features: D.
+        out_features: K.
+    """
+
+    def __init__(self, num_heads: int, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, in_features, out_features))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Map `(H, ..., D)` to `(..., H K)`."""
+        mapped = states.to(self.weight.dtype).flatten(1, -2) @ self.weight
+        return mapped.transpose(0, 1).flatten(1).unflatten(0, states.shape[1:-1])
+
+
+class BstContext(LocalAttention):
+    """Attention of tokens to context states, which are filters' outputs (BST, section 3.2, pseudocodes 1 to 5).
+
+    Y_c = h_c * u + D_c u,  for the filters h_c of a state space model or of a network, per channel;
+    single head: keys and values of every head from Y_1;  multi head: those of head c from Y_c.
+
+    A subclass says in `attend_to_states` which states a query attends to.
+
+    Args:
+        config: The config.
+        headwise: Whether each head projects an input of its own to keys and values.
+    """
+
+    def __init__(self, config: BstConfig, *, headwise: bool):
+        super().__init__(config, attention_type="chunk", qk_norm=config.qk_norm)
+        heads, width = config.num_attention_heads, config.hidden_size
+        inner = heads * config.head_dim
+        self.headwise = headwise
+        self.filter = make_filter(config)
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        if headwise:
+            self.k_heads = HeadwiseLinear(heads, width, config.head_dim)
+            self.v_heads = HeadwiseLinear(heads, width, config.head_dim)
+        else:
+            self.k_proj = nn.Linear(width, inner, bias=False)
+            self.v_proj = nn.Linear(width, inner, bias=False)
+        self.o_proj = nn.Linear(inner, width, bias=False)
+        self.lift_weight = self.lift_bias = self.initial_states = self.state_embedding = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        filter_inputs: torch.Tensor,
+        place: Place,
+        state: ContextState | None,
+        return_state: bool,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ContextState | None]:
+        """Attend.
+
+        Args:
+            hidden_states: What queries are made of, `(B, T, D)`.
+            filter_inputs: u, `(B, T, D)`.
+            place: Where these tokens lie.
+            state: What the tokens before left behind.
+            return_state: Whether to return the state after these.
+            **kwargs: Passed on to the attention function.
+
+        Returns:
+            `(B, T, D)`, and the state or None.
+        """
+        query = self.as_query(self.q_proj(hidden_states))
+        if place.mask is not None:
+            kept = place.mask[:, -query.shape[1] :].to(torch.bool)
+            filter_inputs = filter_inputs.masked_fill(~kept[..., None], 0)
+        kwargs.pop("output_attentions", None)  # those that are recorded are self-attention's
+        output, state = self.attend_to_states(query, filter_inputs, place, state, return_state, **kwargs)
+        return self.o_proj(output.flatten(2)), state
+
+    def attend_to_states(
+        self,
+        query: torch.Tensor,
+        u: torch.Tensor,
+        place: Place,
+        state: ContextState | None,
+        return_state: bool,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ContextState | None]:
+        """Attend from queries `(B, T, H, K)` to states of the inputs u, `(B, T, D)`.
+
+        Returns:
+            `(B, T, H K)` or `(B, T, H, K)`, and the state after these tokens or None.
+        """
+        raise NotImplementedError
+
+    def _project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each `(B, T, H, K)`, of the filters' outputs `(C, B, T, D)`."""
+        if self.headwise:
+            key, value = self.k_heads(states), self.v_heads(states)
+        else:
+            key, value = self._lifted(self.k_proj, states[0]), self._lifted(self.v_proj, states[0])
+        return self.as_key(key), self.as_value(value)
+
+    def _lifted(self, projection: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """Project states after a lift y w_h + b_h to each head h; linear as it all is, that need not be made."""
+        projected = projection(states)
+        if self.lift_weight is None:
+            return projected
+        ones = projection(torch.ones_like(states[0, :1]))
+        heads = (self.config.num_attention_heads, self.config.head_dim)
+        lifted = projected.unflatten(-1, heads) * self.lift_weight[:, None]
+        return (lifted + ones.view(heads) * self.lift_bias[:, None]).flatten(-2)
+
+
+class TokenContext(BstContext):
+    """Attention to a state per token of the query's own window, up to the query's position (single and multi head).
+
+    Args:
+        config: The config.
+    """
+
+    def __init__(self, config: BstConfig):
+        super().__init__(config, headwise=config.context_type == "multi_head")
+        if config.context_lift:
+            self.lift_weight = nn.Parameter(torch.empty(config.num_attention_heads))
+            self.lift_bias = nn.Parameter(torch.empty(config.num_attention_heads))
+
+    def attend_to_states(
+        self,
+        query: torch.Tensor,
+        u: torch.Tensor,
+        place: Place,
+        state: ContextState | None,
+        return_state: bool,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ContextState | None]:
+        """Attend in chunks of W, causally; see `BstContext`."""
+        key, value, after = self._filtered_pair(u, None if state is None else state.filter, return_state)
+        if state is not None:
+            key, value = torch.cat([state.key, key], dim=1), torch.cat([state.value, value], dim=1)
+        held = key.shape[1] - query.shape[1]
+        output, _ = self.attend(
+            query,
+            key,
+            value,
+            whole=state is None,
+            attention_mask=place.mask,
+            query_start=place.past,
+            key_start=place.past - held,
+            **kwargs,
+        )
+        if not return_state:
+            return output, None
+        dropped = max(0, key.shape[1] - self.config.window + 1)
+        return output, ContextState(after, without_first(key, dropped, 1), without_first(value, dropped, 1))
+
+    def _filtered_pair(
+        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
+        outputs, state = self.filter(u, state=state, return_state=True) if return_state else (self.filter(u), None)
+        return *self._project(outputs if outputs.dim() == 4 else outputs[None]), state
+
+
+class WindowBeforeContext(BstContext):
+    """Attention to all states of the window before the query's; in the first window to trained ones.
+
+    A subclass says what the states of a window are: `_first_pair`, `_window_pairs`, `_remember` and `_read`.
+    """
+
+    def attend_to_states(
+        self,
+        query: torch.Tensor,
+        u: torch.Tensor,
+        place: Place,
+        state: ContextState | None,
+        return_state: bool,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ContextState | None]:
+        """Attend to the window before; see `BstContext`."""
+        if state is None:
+            return self._attend_whole(query, u, place.first, return_state, **kwargs)
+        return self._attend_stretches(query, u, place.rows, state, **kwargs)
+
+    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(B, 1, S, H, K)` that the first window attends to."""
+        raise NotImplementedError
+
+    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(B, n, S, H, K)` of the states of whole windows, from their inputs `(B, n W, D)`."""
+        raise NotImplementedError
+
+    def _remember(
+        self, state: ContextState, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None, length: int
+    ) -> ContextState:
+        """Complete the state after a whole sequence, from the keys and values `(B, n, S, H, K)` of its windows."""
+        return state
+
+    def _read(
+        self, u: torch.Tensor, state: ContextState, stops: list[int]
+    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        """Read the inputs that follow a state.
+
+        Args:
+            u: `(B, T, D)`.
+            state: What the tokens before left behind.
+            stops: Numbers of tokens after which a window may end, the last of them T.
+
+        Returns:
+            The next state, but for what the next token's window attends to; and a function of a stop's index and of
+            the rows whose window ends there, `(r,)`, that gives its keys and values, each `(r, S, H, K)`.
+        """
+        raise NotImplementedError
+
+    def _attend_whole(
+        self,
+        query: torch.Tensor,
+        u: torch.Tensor,
+        first: torch.Tensor | None,
+        return_state: bool,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ContextState | None]:
+        """Attend over a whole sequence, cut into windows."""
+        (batch, length), window = query.shape[:2], self.config.window
+        count = -(-length // window)
+        key, value = self._first_pair(batch)
+        # the last window's states are for tokens to come
+        if wanted := count if return_state else count - 1:
+            grid = to_windows(u, first, count, window).flatten(1, 2)
+            later = self._window_pairs(grid[:, : wanted * window])
+            key, value = (torch.cat(pair, dim=1) for pair in zip((key, value), later, strict=True))
+        windows = to_windows(query, first, count, window)
+        output = self._attend_all(*(x[:, :count].flatten(0, 1) for x in (windows, key, value)), **kwargs)
+        output = from_windows(output.unflatten(0, (batch, count)), first, length)
+        if not return_state:
+            return output, None
+        places = length if first is None else (length - first)[:, None, None, None, None]
+        read = (window_of(x, places // window) for x in (key, value))
+        state = ContextState(self.filter.follow(u, None, [length])[0], *read)
+        return output, self._remember(state, *later, first, length)
+
+    def _attend_stretches(
+        self,
+        query: torch.Tensor,
+        u: torch.Tensor,
+        rows: list[int],
+        state: ContextState,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ContextState]:
+        """Attend from a state on: stretch by stretch, each within a window."""
+        length, window = query.shape[1], self.config.window
+        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in rows}
+        stops = sorted({length}.union(*turns.values()))
+        state, pair_at = self._read(u, state, stops)
+        attended, start = [], 0
+        for index, stop in enumerate(stops):
+            attended.append(self._attend_all(query[:, start:stop], state.key, state.value, **kwargs))
+            start = stop
+            turning = [i for i, row in enumerate(rows) if stop in turns[row]]
+            if not turning:
+                continue
+            turning = torch.tensor(turning, device=u.device)
+            key, value = pair_at(index, turning)
+            state = state._replace(
+                key=state.key.index_copy(0, turning, key), value=state.value.index_copy(0, turning, value)
+            )
+        return torch.cat(attended, dim=1), state
+
+    def _attend_all(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Attention of all queries `(B, T, H, K)` to all keys `(B, S, H, K)`, `(B, T, H, K)`."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attend(
+            self,
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            None,
+            dropout=self.dropout,
+            scaling=self.scaling,
+            is_causal=False,
+            **kwargs,
+        )
+        return output
+
+
+class ShiftedTokenContext(WindowBeforeContext, TokenContext):
+    """Attention to the states of all tokens of the window before (single and multi head).
+
+    Args:
+        config: The config.
+    """
+
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
+        filters = config.num_attention_heads if self.headwise else 1
+        self.initial_states = nn.Parameter(torch.empty(filters, config.window, config.hidden_size))
+
+    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (x[:, None] for x in self._project(self.initial_states[:, None]))
+        return key.expand(batch, -1, -1, -1, -1), value.expand(batch, -1, -1, -1, -1)
+
+    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value, _ = self._filtered_pair(u, None, False)
+        return key.unflatten(1, (-1, self.config.window)), value.unflatten(1, (-1, self.config.window))
+
+    def _remember(
+        self, state: ContextState, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None, length: int
+    ) -> ContextState:
+        own = (self._last_of(from_windows(x, first, length)) for x in (key, value))
+        return ContextState(*state[:3], *own)
+
+    def _read(
+        self, u: torch.Tensor, state: ContextState, stops: list[int]
+    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        *new, after = self._filtered_pair(u, state.filter, True)
+        own = [torch.cat(pair, dim=1) for pair in zip(state[3:], new, strict=True)]
+        state = state._replace(filter=after, next_key=self._last_of(own[0]), next_value=self._last_of(own[1]))
+        return state, lambda index, rows: tuple(x[rows, stops[index] : stops[index] + self.config.window] for x in own)
+
+    def _last_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The last W of `(B, T, H, K)`, zeros before the first."""
+        x = without_first(x, max(0, x.shape[1] - self.config.window), 1)
+        return F.pad(x, (0, 0, 0, 0, self.config.window - x.shape[1], 0))
+
+
+class MultiFilterContext(WindowBeforeContext):
+    """Attention to what S filters say at the end of the window before.
+
+    Keys and values of every head from [Y_c at the window's end + e_c] for all c, with trained e_c.
+
+    Args:
+        config: The config.
+    """
+
+    def __init__(self, config: BstConfig):
+        super().__init__(config, headwise=config.context_lift)
+        heads, states, width = config.num_attention_heads, config.num_context_states, config.hidden_size
+        self.lift = nn.Linear(width, heads * width) if config.context_lift else None
+        self.state_embedding = nn.Parameter(torch.empty(states, width))
+        self.initial_states = nn.Parameter(torch.empty(states, width))
+
+    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self._pair(self.initial_states[None, None])
+        return key.expand(batch, -1, -1, -1, -1), value.expand(batch, -1, -1, -1, -1)
+
+    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pair(self.filter.sample(u, self.config.window))
+
+    def _read(
+        self, u: torch.Tensor, state: ContextState, stops: list[int]
+    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        states = self.filter.follow(u, state.filter, stops)
+
+        def pair_at(index: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            sampled = self.filter.read(states[index][rows], u[rows, stops[index] - 1])
+            key, value = self._pair(sampled[:, None])
+            return key[:, 0], value[:, 0]
+
+        return state._replace(filter=states[-1]), pair_at
+
+    def _pair(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(B, n, S, H, K)` of the filters' outputs at the ends of windows, `(B, n, S, D)`."""
+        count = states.shape[1]
+        states = (states.to(self.state_embedding.dtype) + self.state_embedding).flatten(1, 2)
+        if self.lift is None:
+            states = states[None]
+        else:
+            lifted = self.lift(states.to(self.lift.weight.dtype))
+            states = lifted.unflatten(-1, (self.config.num_attention_heads, -1)).movedim(-2, 0)
+        key, value = self._project(states)
+        return key.unflatten(1, (count, -1)), value.unflatten(1, (count, -1))
+
+
+def make_context(config: BstConfig) -> BstContext:
+    """Build one layer's attention to context states."""
+    if config.context_type == "multi_filter":
+        return MultiFilterContext(config)
+    return TokenContext(config) if config.context_shift == "none" else ShiftedTokenContext(config)
+
+
+def make_filter(config: BstConfig) -> Any:
+    """Build the filters of one layer."""
+    count = {"single_head": 1, "multi_head": config.num_attention_heads, "multi_filter": config.num_context_states}
+    filters = count[config.context_type]
+    if config.context_filter == "unstructured":
+        return ImplicitConv(
+            config.hidden_size,
+            num_filters=filters,
+            max_length=config.filter_length,
+            filter_size=config.filter_size,
+            embedding_size=config.filter_embedding_size,
+            sine_frequency=config.filter_sine_frequency,
+        )
+    return S4(
+        config.hidden_size,
+        config.state_size,
+        num_filters=filters,
+        dt_min=config.dt_min,
+        dt_max=config.dt_max,
+        freeze="none",
+    )

@@ -34,6 +34,18 @@ autodoc_default_options = {
 }
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [  # what divides the fields of a config
+    (name, "params_style")
+    for name in (
+        "Attention",
+        "State space model",
+        "Convolutions",
+        "Context states",
+        "Feed forward and norms",
+        "Embeddings and heads",
+        "Ablations and variants",
+    )
+]
 napoleon_use_rtype = False  # "`(B, T)`: what it holds" is a sentence
 
 html_theme = "alabaster"
@@ -43,7 +55,7 @@ html_static_path = ["_static"]  # the theme takes custom.css
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = {"README.md": "index", "CONTRIBUTING.md": "contributing"}  # outside this folder -> the page that includes it
-_SECTION = re.compile(r"[A-Z]\w*( \w+)?:$")
+_SECTION = re.compile(r"[A-Z]\w*( \w+){0,3}:$")
 _EQUATION = re.compile(r"\n*(    |[^`\n]{1,30} = |[^\n]*\S {3,}\S)")
 
 

@@ -146,3 +146,20 @@ def test_what_is_computed_cannot_be_given(tmp_path):
         ValueError, match=r"layer_types must be left out, for it follows from the other fields; got \["
     ):
         load(tmp_path, {"model_type": "spade", "layer_types": ["full_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "old", "new", "value"),
+    [("spade", "ssm_n_ssm", "ssm_num_copies", 4), ("chela", "kernel_lam", "kernel_squash", 0.25)],
+)
+def test_the_old_name_of_a_field_still_sets_it(model_type, old, new, value, tmp_path, warnings):
+    config = tiny_config(model_type, **{old: value})
+    assert getattr(config, new) == getattr(config, old) == value
+    saved = config.to_dict()
+    assert saved[new] == value
+    assert old not in saved
+    saved[old] = saved.pop(new)
+    assert getattr(load(tmp_path, saved), new) == value
+    setattr(config, old, 2 * value)
+    assert getattr(config, new) == 2 * value
+    assert not warnings

@@ -137,7 +137,7 @@ def body_parameters(config: SpadeConfig) -> int:
 
 
 def test_the_published_layout_has_the_published_size():
-    layout = {"decoder_position": "learned_absolute", "ssm_n_ssm": 768}
+    layout = {"decoder_position": "learned_absolute", "ssm_num_copies": 768}
     assert body_parameters(SpadeConfig.from_preset("base", **layout)) == 199_803_648
     # the defaults: one shared copy of (A, B) while frozen, and one causal bias table instead of positions
     saved = 767 * 3 * 2 * 32
@@ -538,7 +538,7 @@ def test_a_short_document_beside_a_very_long_one_is_read_as_if_alone():
         ("local_radius", -1, "local_radius must not be negative; got -1"),
         ("chunk_size", 0, "chunk_size must be a positive integer; got 0"),
         ("ssm_state_size", 7, "ssm_state_size must be even; got 7"),
-        ("ssm_n_ssm", 5, "ssm_n_ssm must divide hidden_size; got 5"),
+        ("ssm_num_copies", 5, "ssm_num_copies must divide hidden_size; got 5"),
         ("ssm_dt_min", 1.0, "ssm_dt_max must be at least ssm_dt_min"),
         ("ssm_dt_min", 0.0, "ssm_dt_min must be positive"),
         ("dropout", 1.0, r"dropout must lie in \[0, 1\); got 1.0"),

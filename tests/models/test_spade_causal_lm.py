@@ -6,6 +6,7 @@ import transformers
 from torch import nn
 
 from hf_hybrid import SpadeConfig, SpadeEncoderModel, SpadeForCausalLM, SpadeForConditionalGeneration, SpadeModel
+from hf_hybrid.models.spade import modeling_spade
 
 from ..tolerances import assert_close
 from .tiny import check_unequal_prompts, tiny_config, tiny_inputs, tiny_model
@@ -34,12 +35,12 @@ def test_the_wikitext103_preset_has_the_papers_size():
         assert SpadeForCausalLM(trained).num_parameters() == 249_234_688
         for ssm_type in SSM_TYPES:
             config = SpadeConfig.from_preset("wikitext103", ssm_type=ssm_type, num_hidden_layers=1)
-            assert config.ssm_n_ssm == (1024 if ssm_type in ("s4", "s4d") else None)
+            assert config.ssm_num_copies == (1024 if ssm_type in ("s4", "s4d") else None)
             SpadeForCausalLM(config)
         plain = SpadeConfig.from_preset("wikitext103", adaptive_cutoffs=None, num_hidden_layers=1)
         assert SpadeForCausalLM(plain).lm_head.weight.shape == (267_744, 1024)
-        with pytest.raises(Exception, match=r"ssm_n_ssm must be left at None for ssm_type s5, .*; got 512"):
-            SpadeConfig.from_preset("wikitext103", ssm_type="s5", ssm_n_ssm=512)
+        with pytest.raises(Exception, match=r"ssm_num_copies must be left at None for ssm_type s5, .*; got 512"):
+            SpadeConfig.from_preset("wikitext103", ssm_type="s5", ssm_num_copies=512)
         untied = SpadeConfig.from_preset("wikitext103", tie_word_embeddings=False)
         assert stored(SpadeForCausalLM(untied)) == 249_234_688 - 45_393_920 + 89_737_216
         without = SpadeConfig.from_preset("wikitext103", global_layers="none")
@@ -55,13 +56,26 @@ def test_a_language_models_defaults_are_the_papers():
     assert config.sliding_window == 512
 
 
-@pytest.mark.parametrize("role", [{}, {"is_encoder_decoder": False}, {"is_decoder": True}])
-def test_a_language_model_refuses_other_roles_configs(role, tmp_path):
-    with pytest.raises(ValueError, match="is_decoder must be True and is_encoder_decoder False for SpadeForCausalLM"):
+@pytest.mark.parametrize("role", [{}, {"is_decoder": True}])
+def test_a_language_model_refuses_an_encoder_decoders_config(role, tmp_path):
+    with pytest.raises(ValueError, match="is_encoder_decoder must be False for SpadeForCausalLM; got True"):
         SpadeForCausalLM(tiny_config("spade", **role))
     tiny_model("spade", "AutoModelForSeq2SeqLM").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is_decoder must be True"):
+    with pytest.raises(ValueError, match="is_encoder_decoder must be False"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_language_model_of_an_encoders_config_is_causal_and_says_what_it_keeps(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_spade.logger, "warning_once", said.append)
+    config = tiny_config("spade", is_encoder_decoder=False)
+    model = SpadeForCausalLM(config).eval()
+    assert not config.is_decoder
+    assert model.config.is_decoder
+    assert min(reach(model)) == 3
+    assert "norm_position 'post'" in said[0]
+    SpadeForCausalLM(model.config)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("model_class", [SpadeModel, SpadeForConditionalGeneration, SpadeEncoderModel])
@@ -292,7 +306,7 @@ def test_an_adaptive_vocabulary_cannot_be_resized():
         ({"hyena_embedding_size": 4}, "hyena_embedding_size must be odd and at least 3; got 4"),
         ({"hyena_sine_frequency": 0.0}, "hyena_sine_frequency must be positive and finite; got 0.0"),
         ({"ssm_type": "lstm", "ssm_use_D": False}, "ssm_use_D must be left at True for ssm_type lstm, which .* False"),
-        ({"ssm_type": "s5", "ssm_n_ssm": 2}, "ssm_n_ssm must be left at None for ssm_type s5"),
+        ({"ssm_type": "s5", "ssm_num_copies": 2}, "ssm_num_copies must be left at None for ssm_type s5"),
         ({"ssm_type": "hyena", "ssm_dt_min": 0.01}, "ssm_dt_min must be left at 0.001 for ssm_type hyena"),
         ({"hyena_order": 3}, "hyena_order must be left at 2 for ssm_type s4"),
         ({"ssm_type": "s4d", "ssm_blocks": 1}, "ssm_blocks must be left at 4 for ssm_type s4d"),

@@ -119,7 +119,7 @@ DECODERS = {
         "short-long convolution": {},
         "heads": {"num_attention_heads": 4, "attention_norm": "rms_norm"},
         "memory of one token": {"long_kernel_size": 1, "short_kernel_sizes": [1]},
-        "shared kernels": {"long_kernel_groups": 4, "kernel_lam": 0.01, "kernel_smoothing": 3},
+        "shared kernels": {"long_kernel_groups": 4, "kernel_squash": 0.01, "kernel_smoothing": 3},
         "long convolution": {"mixer": "long", "attention_norm": "none"},
         "s4d": {"mixer": "s4d", "mixer_state_size": 8},
         "moving average": {"mixer": "ema", "norm_position": "post"},

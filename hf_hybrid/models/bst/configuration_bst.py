@@ -75,76 +75,86 @@ class BstConfig(PreTrainedConfig):
         hidden_size: Model width D.
         num_hidden_layers: Layers.
         num_attention_heads: Heads H of every attention.
-        head_dim: Width of one head; ``hidden_size / num_attention_heads`` when None.
         intermediate_size: Inner width of the feed-forward network.
-        hidden_act: Its activation, a name known to transformers.
-        gated_feed_forward: Whether the feed-forward network is gated.
-        feed_forward_bias: Whether its projections have biases.
-        norm_type: `"rms_norm"` (the paper's, without mean and bias) or `"layer_norm"`.
-        layer_norm_eps: Epsilon of every norm.
         dropout: Dropout on embeddings and on the output of every sub-layer.
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that what is
-            projected from the hidden states begins as large as they are, at every width.
-        embedding_initializer_range: That of token embeddings.
-        window: W: tokens that self-attention reaches, and distance at which context states are renewed.
-        include_self: Whether the W tokens end with the query's own; without, they are the W before it.
-        qk_norm: Whether queries and keys are normalised and each head's scores multiplied by a trained number.
-        score_scale_init: Initial value of that number; ``head_dim ** 0.5`` when None, with which the scores of random
-            vectors begin as large as without the norm (the published code's 1 leaves attention all but even, and
-            AdamW raises it slowly). The biases, which it multiplies too, begin that much smaller.
-        scale_attention: Whether scores are multiplied by ``head_dim ** -0.5`` otherwise.
-        relative_attention_num_buckets: Buckets of the relative position bias, of which every layer has a table.
-        relative_attention_max_distance: Distance from which on all positions share a bucket.
-        relative_attention_init: What the biases start from: `"normal"`, small random numbers as in T5, or `"recency"`,
-            a preference for what is near, of another reach in every head, which optimizers take long to find.
-        bst_layers: Layers, counted from 0, that attend to context states; those of 1, 7 and 9 that there are when
-            None. With ``[]`` the model is a sliding-window transformer.
-        sliding_context_layers: Whether self-attention in those layers slides as well; without, it keeps to windows
-            (pseudocode 5 to the letter).
-        context_type: What context states are: `"single_head"`, the outputs of one filter at the tokens of the query's
-            window so far; `"multi_head"`, those of one filter per head; `"multi_filter"`, the outputs of
-            `num_context_states` filters at the end of the window before.
-        num_context_states: S, the states of `"multi_filter"`.
-        context_filter: `"s4"`, or `"unstructured"`: filters that a network draws, tap by tap.
-        context_input: What the filters read: the layer's `"normed"` input, like attention, or the `"raw"` one.
-        context_shift: `"none"`, or `"window"`: attend to all states of the window before, to trained ones in the first
-            window. When None, `"window"` for `"multi_filter"`, which would see the future without, and `"none"` for
-            the others.
-        context_lift: Whether a trained map lifts states to heads before the projections to keys and values, which can
-            do what it does; not for `"multi_head"`, whose states have heads.
-        context_mixing: How self-attention and attention to states are joined: `"concat"`, one projection of both, and
-            a residual; `"gate"`, the same behind a trained gate instead of the residual.
-        state_size: N of `"s4"`, even.
-        dt_min: Smallest initial step Δ.
-        dt_max: Largest initial step Δ.
-        filter_length: Taps of an `"unstructured"` filter: the length that is trained. Nothing further back is seen.
-        filter_size: Width of the network that draws them.
-        filter_embedding_size: Positional features that it reads, odd.
-        filter_sine_frequency: Initial frequency of its sine activations.
-        tie_word_embeddings: Whether the language modelling head shares the embedding table.
-        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``; when None, exactly with
-            `adaptive_cutoffs`, whose tables start that much smaller.
-        scale_decoder_outputs: Whether what a language modelling head reads is multiplied by ``hidden_size ** -0.5``
-            before it; when None, exactly without `adaptive_cutoffs`.
-        adaptive_cutoffs: Token ids at which the next cluster of an adaptive input embedding and softmax begins, ids
-            being sorted by frequency; an ordinary vocabulary when None.
-        adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
-        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
-        pooling: What a sequence classifier reads: the `"last"` kept token, which alone has seen all, the `"mean"` of
-            them or the `"first"`.
-        classifier_dropout: Dropout before the classification heads; that of `dropout` when None.
-        use_cache: Whether decoding returns its key, value and state cache.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, which keeps
+            projections as large as their inputs at every width.
+        embedding_initializer_range: Standard deviation of initial token embeddings.
+        use_cache: Whether decoding returns its cache of keys, values and states.
         is_decoder: True: the model is causal.
         pad_token_id: Padding token.
         bos_token_id: Beginning-of-sequence token, if there is one.
         eos_token_id: End-of-sequence token or tokens.
 
+    Attention:
+        window: W: tokens that self-attention reaches, and the distance at which context states are renewed.
+        head_dim: Width of one head; ``hidden_size / num_attention_heads`` when None.
+        qk_norm: Whether queries and keys are normalised and each head's scores multiplied by a trained number.
+        score_scale_init: Initial value of that number; ``head_dim ** 0.5`` when None, which makes the scores of random
+            vectors as large as without the norm. (The published code starts at 1, which leaves attention nearly
+            uniform, and AdamW raises it slowly.) The biases, which it also multiplies, begin that much smaller.
+        scale_attention: Without `qk_norm`, whether scores are multiplied by ``head_dim ** -0.5``.
+        relative_attention_num_buckets: Buckets of the relative position bias; every layer has its own table.
+        relative_attention_max_distance: Distance from which all positions share a bucket.
+        relative_attention_init: Initial biases: `"recency"`, which prefers near keys, with a different reach in each
+            head, and which optimizers would take long to find; or `"normal"`, small random numbers as in T5.
+
+    Context states:
+        bst_layers: Layers, counted from 0, that attend to context states; 1, 7 and 9, as far as they exist, when None.
+            ``[]`` makes a sliding-window transformer.
+        context_type: What context states are: `"single_head"`, one filter's outputs at the tokens of the query's
+            window so far; `"multi_head"`, the same with one filter per head; `"multi_filter"`, the outputs of
+            `num_context_states` filters at the end of the window before.
+        num_context_states: S, the states of `"multi_filter"`.
+        context_filter: `"s4"`, or `"unstructured"`: filters whose taps a network computes.
+        state_size: N of `"s4"`, even.
+        dt_min: Smallest initial step Δ of `"s4"`.
+        dt_max: Largest initial step Δ of `"s4"`.
+        filter_length: Taps of an `"unstructured"` filter, which sees no further back: the training length.
+
+    Feed forward and norms:
+        hidden_act: Activation of the feed-forward network, a name known to transformers.
+        gated_feed_forward: Whether the feed-forward network is gated.
+        feed_forward_bias: Whether its projections have biases.
+        norm_type: `"rms_norm"` (the paper's, without mean and bias) or `"layer_norm"`.
+        layer_norm_eps: Epsilon of every norm.
+
+    Embeddings and heads:
+        tie_word_embeddings: Whether the language modelling head shares the embedding table.
+        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``; when None, only with
+            `adaptive_cutoffs`, whose tables start that much smaller.
+        scale_decoder_outputs: Whether the input of a language modelling head is multiplied by ``hidden_size ** -0.5``;
+            when None, only without `adaptive_cutoffs`.
+        adaptive_cutoffs: Token ids, sorted by frequency, at which the next cluster of an adaptive input embedding and
+            softmax begins; None for an ordinary vocabulary.
+        adaptive_factor: How much narrower each cluster's embeddings are than those of the one before.
+        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
+        pooling: What a sequence classifier reads: the `"last"` kept token, the only one that has seen all, the
+            `"mean"` of them or the `"first"`.
+        classifier_dropout: Dropout before the classification heads; `dropout` when None.
+
+    Ablations and variants:
+        include_self: Whether the W tokens end with the query's own; otherwise they are the W before it.
+        sliding_context_layers: Whether self-attention slides in the layers with context states too; otherwise it stays
+            within windows (pseudocode 5 to the letter).
+        context_input: What the filters read: the layer's `"normed"` input, like attention, or the `"raw"` one.
+        context_shift: `"none"`, or `"window"`: attend to all states of the window before, in the first window to
+            trained ones. When None, `"window"` for `"multi_filter"`, which would otherwise see the future, and
+            `"none"` for the others.
+        context_lift: Whether a trained map lifts states to heads before the projections to keys and values, which can
+            do the same; not for `"multi_head"`, whose states have heads.
+        context_mixing: How self-attention and attention to states join: `"concat"`, one projection of both and a
+            residual; `"gate"`, the same after a trained gate instead of the residual.
+        filter_size: Width of the network that computes `"unstructured"` filters.
+        filter_embedding_size: Positional features that it reads, odd.
+        filter_sine_frequency: Initial frequency of its sine activations.
+
     Raises:
         ValueError: The head width breaks its rule.
-        huggingface_hub.errors.StrictDataclassError: Another value breaks its rule, or is of the wrong type. As with
-            every config of transformers, the error that names the field, the value and the rule is its cause.
+        huggingface_hub.errors.StrictDataclassError: Another value breaks its rule, or has the wrong type. Its cause is
+            the error that names the field, the value and the rule, as with every config of transformers.
     """
 
     model_type = "bst"
@@ -156,20 +166,19 @@ class BstConfig(PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 12
     num_attention_heads: int = 8
-    head_dim: int | None = None
     intermediate_size: int = 4096
-    hidden_act: str = "relu"
-    gated_feed_forward: bool = False
-    feed_forward_bias: bool = False
-    norm_type: str = "rms_norm"
-    layer_norm_eps: float | int = 1e-6
     dropout: float | int = 0.05
     attention_dropout: float | int = 0.05
     activation_dropout: float | int = 0.0
     initializer_range: float | int | None = None
     embedding_initializer_range: float | int = 1.0
+    use_cache: bool = True
+    is_decoder: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
     window: int = 512
-    include_self: bool = True
+    head_dim: int | None = None
     qk_norm: bool = True
     score_scale_init: float | int | None = None
     scale_attention: bool = True
@@ -177,21 +186,18 @@ class BstConfig(PreTrainedConfig):
     relative_attention_max_distance: int = 128
     relative_attention_init: str = "recency"
     bst_layers: list[int] | None = None
-    sliding_context_layers: bool = True
     context_type: str = "single_head"
     num_context_states: int = 32
     context_filter: str = "s4"
-    context_input: str = "normed"
-    context_shift: str | None = None
-    context_lift: bool = False
-    context_mixing: str = "concat"
     state_size: int = 16
     dt_min: float | int = 1e-3
     dt_max: float | int = 1e-1
     filter_length: int = 4096
-    filter_size: int = 64
-    filter_embedding_size: int = 33
-    filter_sine_frequency: float | int = 14.0
+    hidden_act: str = "relu"
+    gated_feed_forward: bool = False
+    feed_forward_bias: bool = False
+    norm_type: str = "rms_norm"
+    layer_norm_eps: float | int = 1e-6
     tie_word_embeddings: bool = True
     scale_embeddings: bool | None = None
     scale_decoder_outputs: bool | None = None
@@ -200,11 +206,15 @@ class BstConfig(PreTrainedConfig):
     adaptive_dropout: float | int = 0.0
     pooling: str = "last"
     classifier_dropout: float | int | None = None
-    use_cache: bool = True
-    is_decoder: bool = True
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = 1
+    include_self: bool = True
+    sliding_context_layers: bool = True
+    context_input: str = "normed"
+    context_shift: str | None = None
+    context_lift: bool = False
+    context_mixing: str = "concat"
+    filter_size: int = 64
+    filter_embedding_size: int = 33
+    filter_sine_frequency: float | int = 14.0
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "BstConfig":

@@ -181,81 +181,93 @@ def short_kernel_size(length: int, rounding: str) -> int:
 class ChelaConfig(PreTrainedConfig):
     r"""Configuration of a CHELA model (Liu et al. 2024).
 
-    The defaults are a bidirectional model of the enwik8 model's size. One class serves models of both kinds: with
-    ``is_decoder=True`` everything is causal. Lengths are in tokens.
+    The defaults are a bidirectional model of the enwik8 model's size; with ``is_decoder=True`` everything is causal.
+    Lengths are in tokens.
 
     Args:
         vocab_size: Rows of the token embedding.
         hidden_size: Model width D.
         num_hidden_layers: Layers.
-        num_attention_heads: Heads H of the linear attention. One is the paper's, with a state of D x D numbers per
+        num_attention_heads: Heads H of the linear attention. The paper has one, with a state of D x D numbers per
             layer; D / 64 to D / 128 of them cost less time and memory.
         intermediate_size: Inner width of the feed-forward network.
-        hidden_act: Its activation, a name known to transformers, and that of the sequence classifier.
-        norm_type: `"layer_norm"`, `"rms_norm"`, `"scale_norm"` or, unless causal, `"batch_norm"`, in which padding has
-            no part.
-        norm_position: `"pre"` or `"post"`.
-        layer_norm_eps: Epsilon of these norms.
-        final_norm: Whether a norm ends the stack; when None, exactly with pre-norm.
-        final_norm_affine: Whether that norm has scale and bias.
         dropout: Dropout on embeddings, on the mixer's output Z and on the output of every sub-layer.
         attention_dropout: Dropout on the weights of `attention_fn` `"laplace"`; the others have none.
         activation_dropout: Dropout on the values V and inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that gates and
-            values begin as large as what they are made of, at every width.
-        mixer: What makes Z: `"short_long"` (the paper), `"long"` (the long convolution alone), `"s4d"` or `"ema"`
-            (Mega's damped moving average).
-        training_length: Length L that `short_kernel_sizes` follows from where it is left out; nothing else does.
-        short_kernel_rounding: How: `"odd"`, to the nearest odd integer, or `"down"`.
-        short_kernel_sizes: Taps of each short convolution; 3 and ``2 log10(L) + 1`` when None. Odd unless causal.
-        short_conv_bias: Whether each has a bias.
-        short_branch_norm: Whether a batch norm follows each, as in RepVGG; not where causal.
-        long_kernel_size: Taps of the long convolution. Shorter inputs use the first of them, longer ones have a memory
-            of that many tokens.
-        long_kernel_groups: Groups of channels that share a kernel; `hidden_size`, each its own, when None.
-        long_kernel_init: `"double_exp"`, noise that decays at rates spread over the channels, or `"random"`.
-        kernel_lam: By how much the long kernel's taps are moved towards zero ("squash").
-        kernel_dropout: Dropout on these taps.
-        kernel_smoothing: Width of a moving average over them, odd; 1 for none.
-        long_conv_skip: Whether the long convolution has a skip connection.
-        mixer_state_size: N of `"s4d"` and `"ema"`; 64 and 16 when None.
-        attention_fn: `"norm"`, linear attention with a norm in place of the softmax; `"laplace"`, Mega's elementwise
-            function of all scores, quadratic; `"laplace_feature"`, that function of queries and keys in front of
-            linear attention.
-        attention_norm: The norm of linear attention, per head: `"simple_rms_norm"` (no scale), `"rms_norm"`,
-            `"layer_norm"` or `"none"`, which leaves float16's range on long inputs.
-        attention_norm_eps: Its epsilon.
-        chunk_size: Length of the chunks that `"laplace"` is cut into, which makes it linear; whole sequences when
-            None.
-        alpha_init: Initial value of α_q and α_k; noise with a standard deviation of 0.02, as in GAU, when None.
-        gate_residual: What the output gate mixes with: `"raw"`, the layer's input (Mega), or `"normed"`, the norm of
-            it (CHELA's equations to the letter, which leave no path around the norms).
-        share_gate_value_proj: Whether the attention's gate has the value's projection (eq. 10 to the letter).
-        tie_word_embeddings: Whether a language modelling head shares the embedding table.
-        scale_embeddings: Whether embeddings start with a variance of 1 / D and are multiplied by
-            ``sqrt(hidden_size)``, so that they begin as large as what the first layer adds to them.
-        adaptive_cutoffs: For a causal language model, token ids at which the next cluster of an adaptive input
-            embedding and softmax begins, ids being sorted by frequency; an ordinary vocabulary when None.
-        adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
-        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
-        input_size: For sequences of real values (pixels, audio): numbers per position, which a linear map takes the
-            place of the embedding for; None for tokens.
-        pooling: What a sequence classifier reads: the `"mean"` of all kept tokens, the `"first"` or the `"last"`.
-        classifier_size: Width of its hidden layer; twice `hidden_size` when None.
-        classifier_dropout: Dropout in the classification heads; that of `dropout` when None.
-        use_cache: Whether decoding returns its states.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, which keeps gates
+            and values as large as their inputs at every width.
         is_decoder: Whether the model is causal.
+        use_cache: Whether decoding returns its states.
         pad_token_id: Padding token.
         bos_token_id: Beginning-of-sequence token, if there is one.
         eos_token_id: End-of-sequence token or tokens.
+        input_size: For sequences of real values (pixels, audio): numbers per position, which a linear map embeds; None
+            for tokens.
+
+    Convolutions:
+        training_length: Training length L, from which `short_kernel_sizes` follows when None; nothing else reads it.
+        short_kernel_sizes: Taps of each short convolution; 3 and ``2 log10(L) + 1`` when None. Odd unless causal.
+        short_kernel_rounding: How to round the second: `"odd"`, to the nearest odd integer, or `"down"`.
+        long_kernel_size: Taps of the long convolution. Shorter inputs use the first of them; longer inputs remember
+            that many tokens.
+        long_kernel_groups: Groups of channels that share a kernel; `hidden_size`, one group each, when None.
+        long_kernel_init: `"double_exp"`, noise that decays at rates spread over the channels, or `"random"`.
+
+    Attention:
+        attention_fn: `"norm"`, linear attention with a norm in place of the softmax; `"laplace"`, Mega's elementwise
+            function of all scores, quadratic; `"laplace_feature"`, that function applied to queries and keys of linear
+            attention.
+        attention_norm: Norm of linear attention, per head: `"simple_rms_norm"` (no scale), `"rms_norm"`,
+            `"layer_norm"` or `"none"`, which overflows float16 on long inputs.
+        attention_norm_eps: Its epsilon.
+        chunk_size: Length of the chunks into which `"laplace"` is cut, which makes it linear; None for whole
+            sequences.
+
+    Feed forward and norms:
+        hidden_act: Activation of the feed-forward network and of the sequence classifier, a name known to
+            transformers.
+        norm_type: `"layer_norm"`, `"rms_norm"`, `"scale_norm"` or, unless causal, `"batch_norm"`, which ignores
+            padding.
+        norm_position: `"pre"` or `"post"`.
+        layer_norm_eps: Epsilon of these norms.
+        final_norm: Whether a norm ends the stack; when None, only with pre-norm.
+        final_norm_affine: Whether that norm has scale and bias.
+
+    Embeddings and heads:
+        tie_word_embeddings: Whether a language modelling head shares the embedding table.
+        scale_embeddings: Whether embeddings start with a variance of 1 / D and are multiplied by
+            ``sqrt(hidden_size)``, which makes them as large as what the first layer adds.
+        adaptive_cutoffs: For a causal language model: token ids, sorted by frequency, at which the next cluster of an
+            adaptive input embedding and softmax begins; None for an ordinary vocabulary.
+        adaptive_factor: How much narrower each cluster's embeddings are than those of the one before.
+        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
+        pooling: What a sequence classifier reads: the `"mean"` of all kept tokens, the `"first"` or the `"last"`.
+        classifier_size: Width of its hidden layer; twice `hidden_size` when None.
+        classifier_dropout: Dropout in the classification heads; `dropout` when None.
+
+    Ablations and variants:
+        mixer: What makes Z: `"short_long"` (the paper), `"long"` (the long convolution alone), `"s4d"` or `"ema"`
+            (Mega's damped moving average).
+        mixer_state_size: N of `"s4d"` and `"ema"`; 64 and 16 when None.
+        short_conv_bias: Whether each short convolution has a bias.
+        short_branch_norm: Whether a batch norm follows each, as in RepVGG; not if causal.
+        kernel_squash: How far the long kernel's taps are moved towards zero. Also accepted as `kernel_lam`.
+        kernel_dropout: Dropout on these taps.
+        kernel_smoothing: Width of a moving average over them, odd; 1 for none.
+        long_conv_skip: Whether the long convolution has a skip connection.
+        alpha_init: Initial value of α_q and α_k; noise with a standard deviation of 0.02, as in GAU, when None.
+        gate_residual: What the output gate mixes with: `"raw"`, the layer's input (Mega), or `"normed"`, its norm
+            (CHELA's equations to the letter, which leave no path around the norms).
+        share_gate_value_proj: Whether the attention's gate has the value's projection (eq. 10 to the letter).
 
     Raises:
-        huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or is of the wrong type. As with every
-            config of transformers, the error that names the field, the value and the rule is its cause.
+        huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or has the wrong type. Its cause is the
+            error that names the field, the value and the rule, as with every config of transformers.
     """
 
     model_type = "chela"
     keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"kernel_lam": "kernel_squash"}  # its name up to 0.1
     # embedding and head, which may share tables, stay in the model's own group
     base_model_fsdp_plan = {"layers.*": "free_full_weight"}
 
@@ -264,51 +276,51 @@ class ChelaConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 1
     intermediate_size: int = 1024
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    initializer_range: float | int | None = None
+    is_decoder: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+    input_size: int | None = None
+    training_length: int = 4096
+    short_kernel_sizes: list[int] | None = None
+    short_kernel_rounding: str = "odd"
+    long_kernel_size: int = 4096
+    long_kernel_groups: int | None = None
+    long_kernel_init: str = "double_exp"
+    attention_fn: str = "norm"
+    attention_norm: str = "simple_rms_norm"
+    attention_norm_eps: float | int = 1e-6
+    chunk_size: int | None = None
     hidden_act: str = "silu"
     norm_type: str = "layer_norm"
     norm_position: str = "pre"
     layer_norm_eps: float | int = 1e-5
     final_norm: bool | None = None
     final_norm_affine: bool = True
-    dropout: float | int = 0.1
-    attention_dropout: float | int = 0.0
-    activation_dropout: float | int = 0.0
-    initializer_range: float | int | None = None
-    mixer: str = "short_long"
-    training_length: int = 4096
-    short_kernel_rounding: str = "odd"
-    short_kernel_sizes: list[int] | None = None
-    short_conv_bias: bool = True
-    short_branch_norm: bool = False
-    long_kernel_size: int = 4096
-    long_kernel_groups: int | None = None
-    long_kernel_init: str = "double_exp"
-    kernel_lam: float | int = 0.0
-    kernel_dropout: float | int = 0.0
-    kernel_smoothing: int = 1
-    long_conv_skip: bool = True
-    mixer_state_size: int | None = None
-    attention_fn: str = "norm"
-    attention_norm: str = "simple_rms_norm"
-    attention_norm_eps: float | int = 1e-6
-    chunk_size: int | None = None
-    alpha_init: float | int | None = None
-    gate_residual: str = "raw"
-    share_gate_value_proj: bool = False
     tie_word_embeddings: bool = True
     scale_embeddings: bool = True
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0
-    input_size: int | None = None
     pooling: str = "mean"
     classifier_size: int | None = None
     classifier_dropout: float | int | None = None
-    use_cache: bool = True
-    is_decoder: bool = False
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = 1
+    mixer: str = "short_long"
+    mixer_state_size: int | None = None
+    short_conv_bias: bool = True
+    short_branch_norm: bool = False
+    kernel_squash: float | int = 0.0
+    kernel_dropout: float | int = 0.0
+    kernel_smoothing: int = 1
+    long_conv_skip: bool = True
+    alpha_init: float | int | None = None
+    gate_residual: str = "raw"
+    share_gate_value_proj: bool = False
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ChelaConfig":
@@ -400,9 +412,9 @@ class ChelaConfig(PreTrainedConfig):
             raise ValueError(
                 f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
             )
-        if not 0 <= self.kernel_lam <= MAX_NUMBER:
-            hint = in_float32(self.kernel_lam) if self.kernel_lam > 0 else ""
-            raise ValueError(f"kernel_lam must be finite and not negative; got {self.kernel_lam}{hint}")
+        if not 0 <= self.kernel_squash <= MAX_NUMBER:
+            hint = in_float32(self.kernel_squash) if self.kernel_squash > 0 else ""
+            raise ValueError(f"kernel_squash must be finite and not negative; got {self.kernel_squash}{hint}")
         if self.alpha_init is not None and not abs(self.alpha_init) <= MAX_NUMBER:
             raise ValueError(f"alpha_init must be finite; got {self.alpha_init}{in_float32(self.alpha_init)}")
         if self.kernel_smoothing < 1 or self.kernel_smoothing % 2 == 0:

@@ -55,8 +55,8 @@ _STATE_SPACE = ("ssm_state_size", "ssm_dt_min", "ssm_dt_max", "ssm_use_D")
 _HYENA = ("order", "filter_size", "embedding_size", "sine_frequency", "short_kernel_size")
 # state space model -> fields that it alone of all reads, or that not all read
 SSM_FIELDS = {
-    "s4": (*_STATE_SPACE, "ssm_n_ssm"),
-    "s4d": (*_STATE_SPACE, "ssm_n_ssm"),
+    "s4": (*_STATE_SPACE, "ssm_num_copies"),
+    "s4d": (*_STATE_SPACE, "ssm_num_copies"),
     "s5": (*_STATE_SPACE, "ssm_blocks"),
     "hyena": tuple(f"hyena_{name}" for name in _HYENA),
     "lstm": (),
@@ -71,7 +71,7 @@ POSITIVE_FIELDS = (
     "intermediate_size",
     "chunk_size",
     "max_decoder_position_embeddings",
-    "ssm_n_ssm",
+    "ssm_num_copies",
     "ssm_l_max",
     "ssm_blocks",
     "hyena_filter_size",
@@ -102,7 +102,7 @@ PRESETS = {
         "activation_dropout": 0.1,
         "adaptive_cutoffs": [20000, 60000],
         "adaptive_dropout": 0.2,
-        "ssm_n_ssm": 1024,
+        "ssm_num_copies": 1024,
         "eos_token_id": None,
         "pad_token_id": None,
         "decoder_start_token_id": None,
@@ -115,8 +115,8 @@ class SpadeConfig(PreTrainedConfig):
     r"""Configuration of a SPADE model (Zuo et al. 2022).
 
     The defaults are the paper's base encoder-decoder (section 5.1): a T5-shaped model with post-layer-norm, whose
-    encoder attends locally and whose bottom encoder layer also reads a frozen bidirectional S4. One class serves the
-    encoder-decoder, the encoder alone, and, with ``is_encoder_decoder=False, is_decoder=True``, the causal language
+    encoder attends locally and whose bottom encoder layer also reads a frozen bidirectional S4. The class serves the
+    encoder-decoder, the encoder alone and, with ``is_decoder=True, is_encoder_decoder=False``, the causal language
     model, whose defaults differ where the paper's do. Lengths and distances are in tokens.
 
     Args:
@@ -125,103 +125,111 @@ class SpadeConfig(PreTrainedConfig):
         num_hidden_layers: Encoder layers.
         num_decoder_layers: Decoder layers; as many as encoder layers when None.
         num_attention_heads: Heads H of every attention.
-        head_dim: Width of one head; ``hidden_size / num_attention_heads`` when None.
         intermediate_size: Inner width of the feed-forward network.
-        hidden_act: Its activation, a name known to transformers.
-        gated_feed_forward: Whether the feed-forward network is gated (T5 v1.1).
-        feed_forward_bias: Whether its projections have biases.
-        attention_bias: Whether the attention projections have biases.
-        scale_attention: Whether scores are multiplied by ``head_dim ** -0.5``; T5 itself does not.
-        norm_type: `"layer_norm"` or `"rms_norm"` (T5).
-        norm_position: `"post"` or `"pre"` (T5); when None, `"pre"` for a language model and `"post"` otherwise, as in
-            the paper.
-        layer_norm_eps: Epsilon of every norm.
-        embedding_norm: Whether a norm follows the embedding of each stack; when None, exactly with post-norm.
-        final_norm: Whether a norm ends each stack; when None, exactly with pre-norm.
         dropout: Dropout on embeddings and on the output of every sub-layer.
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, so that what is
-            projected from the hidden states begins as large as they are, at every width.
-        attention_type: Self-attention of the encoder or of the language model: `"window"`, `"chunk"`, `"full"`, or
-            `"none"` where every layer is global (a state space model alone).
-        local_radius: Reach of window attention: keys at most this far from the query are seen, on each side where
-            the model is bidirectional. When None, 511 for a language model (a window of 512) and 128 otherwise.
-        chunk_size: Length of a chunk for chunk attention; when None, 512 for a language model and 128 otherwise.
-        decoder_attention_type: Decoder self-attention of an encoder-decoder, always causal.
-        relative_attention_num_buckets: Buckets of the relative position bias.
-        relative_attention_max_distance: Distance from which on all positions share a bucket.
-        relative_attention_init: What the biases start from: `"recency"`, a preference for what is near, of another
-            reach in every head, which optimizers take long to find; or `"normal"`, small random numbers as in T5.
-        share_relative_bias: Whether all layers of the encoder or language model use one bias table instead of one
-            each; when None, only those of a language model do.
-        decoder_share_relative_bias: Whether all decoder layers use one (T5) instead of one each (UMT5).
-        decoder_position: `"relative"` (causal T5 tables) or `"learned_absolute"`.
-        max_decoder_position_embeddings: Rows of the absolute position table; 1024 when None, and None where there is
-            no such table.
-        global_layers: Encoder layers that also read the state space model: a list of indices, or `"none"`,
-            `"all"`, `"bottom"`, `"top"`, `"bottom-K"`, `"top-K"`; kept as the list it means.
-        decoder_global_layers: The same for the decoder, where the state space model is causal.
-        combine_mode: How a global layer joins its two branches: `"concat"` (the paper: a linear map of both,
-            normalised, side by side), `"add"` (a weighted sum of both, normalised), `"stack"` (attention reads the
-            state space model's output), `"residual"` (attention plus a linear map of the state space model's
-            normalised output, zero at first: the layer starts as a local one, for weights trained without).
-        combine_alpha: For `"add"`, the weight of the global branch; the local one gets the rest.
-        concat_order: For `"concat"`, `"local_global"` (the paper) or `"global_local"` (the published code).
-        ssm_type: The state space model: `"s4"`, `"s4d"`, `"s5"`, or in its place `"hyena"` or `"lstm"`.
-        ssm_state_size: Its state size N, even; of each channel (S4, S4D) or of the whole layer (S5). When None, 64 for
-            S4 and S4D, 256 for S5.
-        ssm_init: Initial eigenvalues: of S4D `"lin"`, `"inv"` or `"legs"`, of S4 and S5 `"legs"`; the first of these
-            when None.
-        ssm_discretization: `"zoh"` or `"bilinear"` for S4D and S5, `"bilinear"` for S4; the first when None.
-        ssm_blocks: HiPPO blocks that S5's state starts as.
-        ssm_dt_min: Smallest initial step Δ.
-        ssm_dt_max: Largest initial step Δ.
-        ssm_n_ssm: Independent copies of (A, B) in S4 and S4D; when None, one where they are frozen and `hidden_size`
-            where they are trained.
-        ssm_freeze: `"all"` (the paper; of Hyena the filters), `"ab_dt"` (train C and D only; S4, S4D and S5) or
-            `"none"` (train everything). When None, `"all"`, but `"none"` for an LSTM.
-        ssm_stop_gradient: Whether the gradient through the global branch to its input is cut, as in the published
-            code.
-        ssm_l_max: Longest memory of the state space models: of S4 and S4D in an encoder, unlimited when None, as in
-            a decoder always; of Hyena anywhere, whose filters are functions of t / ssm_l_max, 4096 when None.
-        ssm_use_D: Whether it has a skip connection D.
-        ssm_postact: None (the paper) or `"gelu_glu"`, an activation and gated projection behind it.
-        hyena_order: Order of Hyena's recurrence: products of projections, with a long convolution between each two.
-        hyena_filter_size: Width of the network that makes Hyena's filters.
-        hyena_embedding_size: Positional features that it reads, odd.
-        hyena_sine_frequency: Initial frequency of its sine activations.
-        hyena_short_kernel_size: Taps of the short convolution on Hyena's projections.
-        tie_word_embeddings: Whether the language modelling head shares the embedding table, which is one for encoder
-            and decoder in any case (T5; without, T5 v1.1).
-        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``, which makes them as large
-            as what the first layer adds to them; when None, exactly without `embedding_norm`.
-        adaptive_cutoffs: For a language model, token ids at which the next cluster of an adaptive input embedding and
-            adaptive softmax begins (Baevski and Auli 2019), ids being sorted by frequency; an ordinary vocabulary
-            when None.
-        adaptive_factor: By how much each cluster's embeddings are narrower than those of the one before.
-        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
-        pooling: What a sequence classifier reads: the `"mean"` of the encoder's kept tokens, or the `"first"` (for
-            inputs that begin with a class token) or `"last"` of them.
-        classifier_dropout: Dropout before the classification heads; that of `dropout` when None.
-        scale_decoder_outputs: Whether what a language modelling head reads is multiplied by ``hidden_size ** -0.5``
-            before it (T5 with tied embeddings).
-        use_cache: Whether decoding returns its key, value and state cache.
+        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, which keeps
+            projections as large as their inputs at every width.
         is_encoder_decoder: Whether the model has an encoder and a decoder.
-        is_decoder: Whether this config describes a causal stack: a language model, or the view of a decoder.
+        is_decoder: Whether this is a causal stack: a language model, or the view of a decoder.
+        use_cache: Whether decoding returns its cache of keys, values and states.
         pad_token_id: Padding token.
         bos_token_id: Beginning-of-sequence token, if there is one.
         eos_token_id: End-of-sequence token or tokens.
         decoder_start_token_id: First token the decoder reads.
 
+    Attention:
+        attention_type: Self-attention of the encoder or of the language model: `"window"`, `"chunk"`, `"full"`, or
+            `"none"` if every layer is global (a state space model alone).
+        local_radius: Reach of window attention: a query sees keys at most this far away, on both sides where the model
+            is bidirectional. When None, 511 for a language model (a window of 512) and 128 otherwise.
+        chunk_size: Length of a chunk of chunk attention; when None, 512 for a language model and 128 otherwise.
+        decoder_attention_type: Decoder self-attention of an encoder-decoder, always causal.
+        head_dim: Width of one head; ``hidden_size / num_attention_heads`` when None.
+        attention_bias: Whether the attention projections have biases.
+        scale_attention: Whether scores are multiplied by ``head_dim ** -0.5``; T5 itself does not.
+        relative_attention_num_buckets: Buckets of the relative position bias.
+        relative_attention_max_distance: Distance from which all positions share a bucket.
+        relative_attention_init: Initial biases: `"recency"`, which prefers near keys, with a different reach in each
+            head, and which optimizers would take long to find; or `"normal"`, small random numbers as in T5.
+        share_relative_bias: Whether all layers of the encoder or language model share one bias table; when None, only
+            a language model's do.
+        decoder_share_relative_bias: Whether all decoder layers share one (T5) or have one each (UMT5).
+        decoder_position: `"relative"` (causal T5 tables) or `"learned_absolute"`.
+        max_decoder_position_embeddings: Rows of the absolute position table; when None, 1024 if there is such a table.
+
+    State space model:
+        global_layers: Encoder layers that also read the state space model: a list of indices, or `"none"`, `"all"`,
+            `"bottom"`, `"top"`, `"bottom-K"`, `"top-K"`, which becomes a list.
+        decoder_global_layers: The same for the decoder, where the state space model is causal.
+        combine_mode: How a global layer joins its two branches: `"concat"` (the paper: one linear map of both
+            normalised branches), `"add"` (a weighted sum of both normalised branches), `"stack"` (attention reads the
+            state space model's output), `"residual"` (attention plus a linear map of the normalised state space
+            branch, zero at first: the layer starts as a local one, for weights trained without).
+        ssm_type: The state space model: `"s4"`, `"s4d"`, `"s5"`, or in its place `"hyena"` or `"lstm"`.
+        ssm_state_size: State size N, even; per channel (S4, S4D) or of the whole layer (S5). When None, 64 for S4 and
+            S4D, 256 for S5.
+        ssm_freeze: `"all"` (the paper; of Hyena the filters), `"ab_dt"` (train C and D only; S4, S4D and S5) or
+            `"none"` (train everything). When None, `"all"`, but `"none"` for an LSTM.
+        ssm_dt_min: Smallest initial step Δ.
+        ssm_dt_max: Largest initial step Δ.
+        ssm_l_max: Longest memory of the state space model. S4 and S4D: in an encoder only, unlimited when None. Hyena:
+            anywhere, its filters are functions of t / ssm_l_max; 4096 when None.
+
+    Feed forward and norms:
+        hidden_act: Activation of the feed-forward network, a name known to transformers.
+        gated_feed_forward: Whether the feed-forward network is gated (T5 v1.1).
+        feed_forward_bias: Whether its projections have biases.
+        norm_type: `"layer_norm"` or `"rms_norm"` (T5).
+        norm_position: `"post"` or `"pre"` (T5); when None, `"pre"` for a language model and `"post"` otherwise, as in
+            the paper.
+        layer_norm_eps: Epsilon of every norm.
+        embedding_norm: Whether a norm follows the embedding of each stack; when None, only with post-norm.
+        final_norm: Whether a norm ends each stack; when None, only with pre-norm.
+
+    Embeddings and heads:
+        tie_word_embeddings: Whether the language modelling head shares the embedding table. Encoder and decoder always
+            share one (T5; False: T5 v1.1).
+        scale_embeddings: Whether token embeddings are multiplied by ``sqrt(hidden_size)``, which makes them as large
+            as what the first layer adds; when None, only without `embedding_norm`.
+        scale_decoder_outputs: Whether the input of a language modelling head is multiplied by ``hidden_size ** -0.5``
+            (T5 with tied embeddings).
+        adaptive_cutoffs: For a language model: token ids, sorted by frequency, at which the next cluster of an
+            adaptive input embedding and softmax begins (Baevski and Auli 2019); None for an ordinary vocabulary.
+        adaptive_factor: How much narrower each cluster's embeddings are than those of the one before.
+        adaptive_dropout: Dropout on the softmax's input and on its projections to the later clusters.
+        pooling: What a sequence classifier reads: the `"mean"` of the encoder's kept tokens, or the `"first"` (for
+            inputs that begin with a class token) or `"last"` of them.
+        classifier_dropout: Dropout before the classification heads; `dropout` when None.
+
+    Ablations and variants:
+        combine_alpha: For `"add"`, the weight of the global branch; the local one gets the rest.
+        concat_order: For `"concat"`, `"local_global"` (the paper) or `"global_local"` (the published code).
+        ssm_init: Initial eigenvalues: `"legs"`, for S4D also `"lin"` (the default there) or `"inv"`.
+        ssm_discretization: `"zoh"` (the default) or `"bilinear"` for S4D and S5, `"bilinear"` for S4.
+        ssm_blocks: HiPPO blocks that S5's state starts as.
+        ssm_num_copies: Independent copies of (A, B) in S4 and S4D; when None, one where they are frozen and
+            `hidden_size` where they are trained. Also accepted as `ssm_n_ssm`.
+        ssm_stop_gradient: Whether to cut the gradient through the global branch to its input, as the published code
+            does.
+        ssm_use_D: Whether the state space model has a skip connection D.
+        ssm_postact: None (the paper) or `"gelu_glu"`: an activation and a gated projection after it.
+        hyena_order: Order of Hyena's recurrence: products of projections, with a long convolution between every two.
+        hyena_filter_size: Width of the network that makes Hyena's filters.
+        hyena_embedding_size: Positional features that it reads, odd.
+        hyena_sine_frequency: Initial frequency of its sine activations.
+        hyena_short_kernel_size: Taps of the short convolution on Hyena's projections.
+
     Raises:
-        ValueError: The names of layers or the head width break one of the rules above.
-        huggingface_hub.errors.StrictDataclassError: Another value breaks its rule, or is of the wrong type. As with
-            every config of transformers, the error that names the field, the value and the rule is its cause.
+        ValueError: The names of layers or the head width break a rule above.
+        huggingface_hub.errors.StrictDataclassError: Another value breaks its rule, or has the wrong type. Its cause is
+            the error that names the field, the value and the rule, as with every config of transformers.
     """
 
     model_type = "spade"
     keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"ssm_n_ssm": "ssm_num_copies"}  # its name up to 0.1
     base_model_fsdp_plan = {}  # each stack names its own layers
 
     vocab_size: int = 32128
@@ -229,26 +237,25 @@ class SpadeConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_decoder_layers: int | None = None
     num_attention_heads: int = 12
-    head_dim: int | None = None
     intermediate_size: int = 3072
-    hidden_act: str = "relu"
-    gated_feed_forward: bool = False
-    feed_forward_bias: bool = True
-    attention_bias: bool = False
-    scale_attention: bool = True
-    norm_type: str = "layer_norm"
-    norm_position: str | None = None
-    layer_norm_eps: float | int = 1e-6
-    embedding_norm: bool | None = None
-    final_norm: bool | None = None
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.1
     activation_dropout: float | int = 0.0
     initializer_range: float | int | None = None
+    is_encoder_decoder: bool = True
+    is_decoder: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+    decoder_start_token_id: int | None = 0
     attention_type: str = "window"
     local_radius: int | None = None
     chunk_size: int | None = None
     decoder_attention_type: str = "full"
+    head_dim: int | None = None
+    attention_bias: bool = False
+    scale_attention: bool = True
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     relative_attention_init: str = "recency"
@@ -259,19 +266,35 @@ class SpadeConfig(PreTrainedConfig):
     global_layers: list[int] | str = "bottom"
     decoder_global_layers: list[int] | str = "none"
     combine_mode: str = "concat"
-    combine_alpha: float | int = 0.5
-    concat_order: str = "local_global"
     ssm_type: str = "s4"
     ssm_state_size: int | None = None
+    ssm_freeze: str | None = None
+    ssm_dt_min: float | int = 1e-3
+    ssm_dt_max: float | int = 1e-1
+    ssm_l_max: int | None = None
+    hidden_act: str = "relu"
+    gated_feed_forward: bool = False
+    feed_forward_bias: bool = True
+    norm_type: str = "layer_norm"
+    norm_position: str | None = None
+    layer_norm_eps: float | int = 1e-6
+    embedding_norm: bool | None = None
+    final_norm: bool | None = None
+    tie_word_embeddings: bool = True
+    scale_embeddings: bool | None = None
+    scale_decoder_outputs: bool = False
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    adaptive_dropout: float | int = 0.0
+    pooling: str = "mean"
+    classifier_dropout: float | int | None = None
+    combine_alpha: float | int = 0.5
+    concat_order: str = "local_global"
     ssm_init: str | None = None
     ssm_discretization: str | None = None
     ssm_blocks: int = 4
-    ssm_dt_min: float | int = 1e-3
-    ssm_dt_max: float | int = 1e-1
-    ssm_n_ssm: int | None = None
-    ssm_freeze: str | None = None
+    ssm_num_copies: int | None = None
     ssm_stop_gradient: bool = False
-    ssm_l_max: int | None = None
     ssm_use_D: bool = True
     ssm_postact: str | None = None
     hyena_order: int = 2
@@ -279,21 +302,6 @@ class SpadeConfig(PreTrainedConfig):
     hyena_embedding_size: int = 33
     hyena_sine_frequency: float | int = 14.0
     hyena_short_kernel_size: int = 3
-    tie_word_embeddings: bool = True
-    scale_embeddings: bool | None = None
-    adaptive_cutoffs: list[int] | None = None
-    adaptive_factor: int = 4
-    adaptive_dropout: float | int = 0.0
-    pooling: str = "mean"
-    classifier_dropout: float | int | None = None
-    scale_decoder_outputs: bool = False
-    use_cache: bool = True
-    is_encoder_decoder: bool = True
-    is_decoder: bool = False
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = 1
-    decoder_start_token_id: int | None = 0
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "SpadeConfig":
@@ -303,7 +311,7 @@ class SpadeConfig(PreTrainedConfig):
             name: `"base"` (12+12 layers, width 768: the paper's), `"small"` (6+6, 512) or `"tiny"` (4+4, 256);
                 `"wikitext103"`, the paper's language model.
             **overrides: Fields to set differently; of `"wikitext103"`, another `hidden_size` may need another
-                `ssm_n_ssm` with it, and another `vocab_size` other `adaptive_cutoffs`.
+                `ssm_num_copies` with it, and another `vocab_size` other `adaptive_cutoffs`.
 
         Raises:
             ValueError: No preset has this name.
@@ -361,8 +369,8 @@ class SpadeConfig(PreTrainedConfig):
         }.items():
             if getattr(self, field) is None:
                 setattr(self, field, default)
-        if self.ssm_n_ssm is None and "ssm_n_ssm" in SSM_FIELDS.get(self.ssm_type, ()):
-            self.ssm_n_ssm = self.hidden_size if self.ssm_freeze == "none" else 1
+        if self.ssm_num_copies is None and "ssm_num_copies" in SSM_FIELDS.get(self.ssm_type, ()):
+            self.ssm_num_copies = self.hidden_size if self.ssm_freeze == "none" else 1
 
     def _spell_out_layers(self):
         self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)
@@ -380,9 +388,9 @@ class SpadeConfig(PreTrainedConfig):
         check_not_absurd("local_radius", self.local_radius)
         if (self.ssm_state_size or 0) % 2:
             raise ValueError(f"ssm_state_size must be even; got {self.ssm_state_size}")
-        if self.hidden_size % (self.ssm_n_ssm or 1):
+        if self.hidden_size % (self.ssm_num_copies or 1):
             raise ValueError(
-                f"ssm_n_ssm must divide hidden_size; got {self.ssm_n_ssm} and hidden_size {self.hidden_size}"
+                f"ssm_num_copies must divide hidden_size; got {self.ssm_num_copies} and hidden_size {self.hidden_size}"
             )
         check_relative_attention(self)
         check_probabilities(self, PROBABILITIES)

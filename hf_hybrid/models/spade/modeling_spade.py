@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -58,6 +58,8 @@ from ..local_attention import (
 from ..state_cache import StatefulGenerationMixin
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
+
+logger = logging.get_logger(__name__)
 
 
 class SpadeCrossAttention(nn.Module):
@@ -717,19 +719,28 @@ class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedMod
     the loss needs only those of each label's cluster.
 
     Args:
-        config: The config, with `is_decoder` True and `is_encoder_decoder` False.
+        config: The config, with `is_encoder_decoder` False. Its `is_decoder` should be True when it is made, since the
+            defaults of a language model depend on it; whatever it says, this model is causal.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"is_encoder_decoder must be False for SpadeForCausalLM; got {config.is_encoder_decoder}: give "
+                "SpadeConfig is_decoder=True, is_encoder_decoder=False"
+            )
+        if not config.is_decoder:
+            logger.warning_once(
+                "SpadeForCausalLM sets is_decoder=True. The config was made without it and has an encoder's defaults "
+                f"(norm_position {config.norm_position!r}, local_radius {config.local_radius}): give SpadeConfig "
+                "is_decoder=True for a language model's."
+            )
+            config = copy.deepcopy(config)
+            config.is_decoder = True
         super().__init__(config)
         config.validate()  # from_pretrained may have set fields without checking them
-        if not config.is_decoder or config.is_encoder_decoder:
-            raise ValueError(
-                f"is_decoder must be True and is_encoder_decoder False for SpadeForCausalLM, whose defaults depend on "
-                f"them; got {config.is_decoder} and {config.is_encoder_decoder}"
-            )
         self.model = SpadeStack(config)
         self.lm_head = make_lm_head(config, self.model.embed_tokens)
         if config.adaptive_cutoffs is not None:
@@ -850,7 +861,7 @@ def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
             **steps,
             **shared,
         )
-    copies = {"num_copies": config.ssm_n_ssm, "max_length": config.ssm_l_max}
+    copies = {"num_copies": config.ssm_num_copies, "max_length": config.ssm_l_max}
     if config.ssm_type == "s4d":
         return S4D(
             config.hidden_size,

@@ -189,32 +189,35 @@ _FIELDS_DOC = """
 
     Args:
         segment_size: Keys per segment of the document, in tokens.
-        cross_attention_mode: `"sr"` (the paper: attention to one segment, and recurrent attention to the rest),
-            `"segmented"` (to one segment alone); ablations of the paper's table 3: `"recurrent"` (I, the rest alone),
-            `"no_norm"` (II), `"no_raf"` (III), `"own_segment"` (IV); for comparison `"transformer_xl"` (keys of the
-            segment before through an RNN), `"longt5"` (the mean of every segment as a key), `"full"` (the parent).
-        decoder_horizon: Length of the target, in tokens, over which the segments are spread while decoding, unless
-            generate() is told a length.
+        cross_attention_mode: `"sr"` (the paper: attention to one segment, and recurrent attention to the rest) or
+            `"segmented"` (to one segment alone). The paper's ablations, table 3: `"recurrent"` (I, the rest alone),
+            `"no_norm"` (II), `"no_raf"` (III), `"own_segment"` (IV). For comparison: `"transformer_xl"` (the keys of
+            the segment before, through an RNN), `"longt5"` (the mean of every segment as a key), `"full"` (the
+            parent).
+        decoder_horizon: Target length, in tokens, over which segments are spread in decoding, unless generate() is
+            given a length.
         horizon_mode: `"target_length"` (the paper: in training and evaluation the length of the batch's target) or
-            `"fixed"` (`decoder_horizon`, always and everywhere).
+            `"fixed"` (always `decoder_horizon`).
+        recurrent_init: How recurrent attention starts. `"published"`, as in the published code: the neurons' map is
+            random, and O_R as large as that makes it. `"gated"`: the map is the identity and, with `mix` `"add"`, O_R
+            has a trained weight per head that starts at zero, so that the model starts as `"segmented"`. Models made
+            from a T5 or BART are gated unless this is given.
+
+    Ablations and variants:
         per_example_segments: Whether each document has its own number of segments, instead of the padded batch's.
-        mask_mode: `"exact"` (padding is in no sum) or `"official"` (as in the published code: padding is in the sums,
+        mask_mode: `"exact"` (sums leave padding out) or `"official"` (as in the published code: sums include padding,
             and BART attends to it).
-        kv_clamp: Bound on the entries of K^T V and of each segment's, before they are subtracted; None for none.
+        kv_clamp: Bound on the entries of K^T V and of each segment's, before their subtraction; None for none.
         norm_type: norm(K): `"feature_l2"` (of each feature over all keys), `"frobenius"` or `"none"`.
-        leak_init: Initial leak of the RAF neurons; the published code's when None, 0.1 for T5 and 0.5 for BART. The
+        leak_init: Initial leak of the RAF neurons; when None the published code's, 0.1 for T5 and 0.5 for BART. The
             paper's appendix has 1.
         threshold_init: Their initial threshold.
         raf_surrogate: Whether their reset has a surrogate gradient.
         mix: `"add"` (eq. 11) or `"sigma"` (eq. 10, with a trained weight that starts at 0.5).
-        recurrent_init: What recurrent attention begins as: `"published"`, as in the published code, where the neurons'
-            map is drawn at random and O_R is as large as that makes it; or `"gated"`, where the map is the identity
-            and, with `mix` `"add"`, O_R has a trained weight for each head that starts at zero, so that the model
-            begins as `"segmented"`. What is made of a T5 or BART is gated unless this is named.
 
     Raises:
-        huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or is of the wrong type. The error that
-            names the field, the value and the rule is its cause.
+        huggingface_hub.errors.StrictDataclassError: A value breaks its rule, or has the wrong type. Its cause is the
+            error that names the field, the value and the rule.
 """
 
 

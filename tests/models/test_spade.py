@@ -226,7 +226,8 @@ def test_stack_attends_to_the_state_space_model():
 
 
 def test_residual_starts_as_local_attention_and_adds_the_mapped_branch():
-    mixer, x = first_mixer(encoder(combine_mode="residual")), torch.randn(2, 13, 32)
+    model = SpadeEncoderModel(tiny_config("spade", combine_mode="residual")).eval()
+    mixer, x = first_mixer(model), torch.randn(2, 13, 32)
     local = mixer.attention(x)[0]
     assert_close(mixer(x, None, None, bias_table=None), local, "exact")
     nn.init.normal_(mixer.global_proj.weight)

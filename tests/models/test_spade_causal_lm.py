@@ -54,6 +54,9 @@ def test_a_language_models_defaults_are_the_papers():
     assert config.share_relative_bias
     assert (config.layer_types[0], set(config.layer_types[1:])) == ("hybrid_sliding", {"sliding_attention"})
     assert config.sliding_window == 512
+    assert config.combine_mode == "residual"  # the paper's preset concatenates
+    assert SpadeConfig.from_preset("wikitext103").combine_mode == "concat"
+    assert SpadeConfig().combine_mode == "concat"
 
 
 @pytest.mark.parametrize("role", [{}, {"is_decoder": True}])
@@ -310,7 +313,7 @@ def test_an_adaptive_vocabulary_cannot_be_resized():
         ({"ssm_type": "hyena", "ssm_dt_min": 0.01}, "ssm_dt_min must be left at 0.001 for ssm_type hyena"),
         ({"hyena_order": 3}, "hyena_order must be left at 2 for ssm_type s4"),
         ({"ssm_type": "s4d", "ssm_blocks": 1}, "ssm_blocks must be left at 4 for ssm_type s4d"),
-        ({"combine_alpha": 0.3}, "combine_alpha must be left at 0.5 for combine_mode concat"),
+        ({"combine_alpha": 0.3}, "combine_alpha must be left at 0.5 for combine_mode residual"),
         ({"combine_mode": "add", "concat_order": "global_local"}, "concat_order must be left at local_global for"),
         ({"adaptive_dropout": 0.1}, "adaptive_dropout must be left at 0.0 for adaptive_cutoffs None"),
         ({"combine_mode": "Add", "combine_alpha": 0.3}, "combine_mode must be one of .* got 'Add'"),

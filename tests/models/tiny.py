@@ -4,6 +4,7 @@ import inspect
 
 import torch
 import transformers
+from torch import nn
 
 from hf_hybrid.models.auto import ARCHITECTURES
 
@@ -196,7 +197,11 @@ def tiny_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
         overrides.pop("attn_implementation", None)
     torch.manual_seed(seed)
     config = tiny_config(model_type, **{**ROLES.get((model_type, auto_class), {}), **overrides})
-    return getattr(transformers, auto_class).from_config(config).eval()
+    model = getattr(transformers, auto_class).from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("global_proj.weight"):  # zero at first, which would hide the state space model from tests
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    return model
 
 
 def tiny_inputs(model, *, batch: int = 2, length: int = 11, target_length: int = 7, seed: int = 1) -> dict:

@@ -98,6 +98,7 @@ PRESETS = {
         "intermediate_size": 4096,
         "final_norm": False,
         "layer_norm_eps": 1e-5,
+        "combine_mode": "concat",
         "dropout": 0.3,
         "activation_dropout": 0.1,
         "adaptive_cutoffs": [20000, 60000],
@@ -166,7 +167,8 @@ class SpadeConfig(PreTrainedConfig):
         combine_mode: How a global layer joins its two branches: `"concat"` (the paper: one linear map of both
             normalised branches), `"add"` (a weighted sum of both normalised branches), `"stack"` (attention reads the
             state space model's output), `"residual"` (attention plus a linear map of the normalised state space
-            branch, zero at first: the layer starts as a local one, for weights trained without).
+            branch, zero at first, so that the layer starts as a local one). When None, `"residual"` for a language
+            model, which learns better so, and `"concat"` otherwise.
         ssm_type: The state space model: `"s4"`, `"s4d"`, `"s5"`, or in its place `"hyena"` or `"lstm"`.
         ssm_state_size: State size N, even; per channel (S4, S4D) or of the whole layer (S5). When None, 64 for S4 and
             S4D, 256 for S5.
@@ -265,7 +267,7 @@ class SpadeConfig(PreTrainedConfig):
     max_decoder_position_embeddings: int | None = None
     global_layers: list[int] | str = "bottom"
     decoder_global_layers: list[int] | str = "none"
-    combine_mode: str = "concat"
+    combine_mode: str | None = None
     ssm_type: str = "s4"
     ssm_state_size: int | None = None
     ssm_freeze: str | None = None
@@ -356,6 +358,7 @@ class SpadeConfig(PreTrainedConfig):
         )
         for field, default in {
             "norm_position": "pre" if causal else "post",
+            "combine_mode": "residual" if causal else "concat",
             "local_radius": 511 if causal else 128,
             "chunk_size": 512 if causal else 128,
             "share_relative_bias": causal,
@@ -515,7 +518,7 @@ class SpadeConfig(PreTrainedConfig):
         return view
 
 
-def _unread(ssm_type: str, combine_mode: str, adaptive_cutoffs: list[int] | None) -> dict[str, str]:
+def _unread(ssm_type: str, combine_mode: str | None, adaptive_cutoffs: list[int] | None) -> dict[str, str]:
     """Say which fields have no effect, and by which other one."""
     read = SSM_FIELDS.get(ssm_type, ())
     unread = {field: "ssm_type" for field in chain(*SSM_FIELDS.values()) if field not in read}

@@ -1,4 +1,4 @@
-"""Write the tables of ``README.md`` and ``docs/training.md`` from the code and the files in ``benchmarks/results``.
+"""Write the tables of ``README.md`` and ``docs/training/new_models.md`` from the code and ``benchmarks/results``.
 
 Run it from the repository root, after an architecture, a learning rate or a measurement has changed::
 
@@ -19,7 +19,7 @@ from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.demo import scores_and_checks
 from hf_hybrid.training.learning_rates import RATES
 
-PAGES = (Path("README.md"), Path("docs/training.md"))
+PAGES = (Path("README.md"), Path("docs/training/new_models.md"))
 RESULTS = Path("benchmarks/results")
 LENGTH = "16384"
 SAMPLES = 3

@@ -18,7 +18,7 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-myst_heading_anchors = 3  # links such as training.md#data, which a forge resolves by itself
+myst_heading_anchors = 3  # links such as data.md#small-runs, which a forge resolves by itself
 
 default_role = "code"  # docstrings are written as Markdown: single backticks hold code
 maximum_signature_line_length = 100

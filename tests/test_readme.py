@@ -408,10 +408,10 @@ def test_the_readmes_tables_are_those_of_the_code_and_of_the_committed_measureme
     assert re.findall(r"<!-- (\w+) -->\n[|S]", README) == ["demo", "architectures", "measured"]
     assert readme_tables.renewed(README) == README
     assert readme_tables.renewed(README.replace("| masked tokens", "| unmasked tokens")) == README
-    training = TEXTS["docs/training.md"]
+    training = TEXTS["docs/training/new_models.md"]
     assert re.findall(r"<!-- (\w+) -->\n\|", training) == ["learning_rates"]
     assert readme_tables.renewed(training) == training
-    assert [page.as_posix() for page in readme_tables.PAGES] == ["README.md", "docs/training.md"]
+    assert [page.as_posix() for page in readme_tables.PAGES] == ["README.md", "docs/training/new_models.md"]
 
 
 def test_the_readmes_table_of_architectures_is_true():

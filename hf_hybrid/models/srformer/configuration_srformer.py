@@ -197,7 +197,7 @@ _FIELDS_DOC = """
         decoder_horizon: Target length, in tokens, over which segments are spread in decoding, unless generate() is
             given a length.
         horizon_mode: `"target_length"` (the paper: in training and evaluation the length of the batch's target) or
-            `"fixed"` (always `decoder_horizon`).
+            `"fixed"` (`decoder_horizon`, unless a call gives another).
         recurrent_init: How recurrent attention starts. `"published"`, as in the published code: the neurons' map is
             random, and O_R as large as that makes it. `"gated"`: the map is the identity and, with `mix` `"add"`, O_R
             has a trained weight per head that starts at zero, so that the model starts as `"segmented"`. Models made

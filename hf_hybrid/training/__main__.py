@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_hybrid.suggestions import did_you_mean
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
 
 TASKS = ("summarization", "glue", "clm", "demo")
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from hf_hybrid.training import clm, glue, summarization
-from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.flags.model import ModelArguments
 
 from ..tolerances import assert_close
 

@@ -12,12 +12,15 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import hf_hybrid
-from hf_hybrid.training import common, summarization
-from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
-from hf_hybrid.training.command_line import parse_arguments, run_command_line, translate_removed_flags
-from hf_hybrid.training.config_overrides import parse_config_overrides
-from hf_hybrid.training.data_arguments import SummarizationArguments
-from hf_hybrid.training.model_loading import load_config
+from hf_hybrid.training import splits, summarization
+from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.training.flags.command_line import parse_arguments
+from hf_hybrid.training.flags.data import SummarizationArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.overrides import parse_config_overrides
+from hf_hybrid.training.flags.removed import translate_removed_flags
+from hf_hybrid.training.flags.run import SummarizationTrainingArguments
+from hf_hybrid.training.model.config import load_config
 
 ROOT = Path(hf_hybrid.__file__).parent.parent
 GROUPS = (ModelArguments, SummarizationArguments, SummarizationTrainingArguments)
@@ -105,7 +108,7 @@ def test_bad_arguments_are_refused_before_any_work(base, tmp_path, monkeypatch, 
     def work(**kwargs):
         raise AssertionError("data were loaded before the arguments were checked")
 
-    monkeypatch.setattr(common, "load_raw_datasets", work)
+    monkeypatch.setattr(splits, "load_raw_datasets", work)
     more, expected = REFUSED[case]
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is looked at below
         summarization.main([*base, *more])
@@ -315,6 +318,8 @@ def test_arguments_from_a_file(tmp_path, suffix):
         ("led", "attention_window=8", {"attention_window": 8}),
         ("spade", "global_layers=[0,1],hidden_size=64", {"global_layers": [0, 1], "hidden_size": 64}),
         ("spade", "global_layers=bottom", {"global_layers": "bottom"}),
+        ("spade", "global_layers=[a, 'b,c', \"d\"]", {"global_layers": ["a", "b,c", "d"]}),
+        ("t5", "num_layers=064", {"num_layers": 64}),
         ("spade", "ssm_freeze=none,ssm_init=none", {"ssm_freeze": "none", "ssm_init": None}),
         ("spade", '{"global_layers": [0, 1], "dropout": 0.0}', {"global_layers": [0, 1], "dropout": 0.0}),
         ("t5", '{"num_layers": 2}', {"num_layers": 2}),
@@ -342,7 +347,10 @@ def test_config_overrides(model_type, text, expected):
         ("=1", "name=value"),
         ("num_layers=1,num_layers=2", "num_layers is given twice"),
         ("d_model=1,hidden_size=2", "hidden_size is given twice"),
-        ("num_layers=[1", "']' is missing"),
+        ("num_layers=[1", "num_layers takes int; got '[1'"),
+        ("num_layers=064x", "num_layers takes int; got '064x'"),
+        ("feed_forward_proj=relu,gated", "takes name=value pairs with commas between them; got 'feed_forward_proj="),
+        ("id2label=[a", "id2label takes a list such as [1,2] or a JSON object; got '[a'"),
         ("feed_forward_proj='relu", '"\'" is missing'),
         ("num_layers=1.5", "num_layers takes int; got '1.5'"),
         ('{"num_layers": 1', "JSON"),

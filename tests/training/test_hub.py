@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
 from hf_hybrid.training import clm, summarization
-from hf_hybrid.training.checkpoints import MARKER as COMPLETE
-from hf_hybrid.training.checkpoints import was_cut_off
-from hf_hybrid.training.command_line import read_arguments, show_command
-from hf_hybrid.training.model_card import MARK, is_written_by_hand
-from hf_hybrid.training.output_folder import faults
-from hf_hybrid.training.saving import SavingMixin
+from hf_hybrid.training.flags.command_line import read_arguments, show_command
+from hf_hybrid.training.report.model_card import MARK, is_written_by_hand
+from hf_hybrid.training.run_folder.checkpoints import faults, was_cut_off
+from hf_hybrid.training.run_folder.files import MARKER as COMPLETE
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 from tests.hub import READER, WRITER, LoopbackHub
 from tests.training.conftest import MODELS
 
@@ -202,31 +202,25 @@ def resume_from_hub(commands, files, folder):
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry][-2:] == [2, 3]
 
 
-class _Copying:
-    """A Trainer that is about to copy a checkpoint into the output folder."""
-
-    def __init__(self, folder, error):
-        self.args = SimpleNamespace(output_dir=str(folder), hub_strategy=HubStrategy.EVERY_SAVE, save_total_limit=None)
-        self.error, self.was_marked = error, None
-
-    def is_world_process_zero(self):
-        return True
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        self.was_marked = was_cut_off(Path(self.args.output_dir))
-        if self.error:
-            raise self.error
-
-
 @pytest.mark.parametrize("error", [None, OSError("broken")])
-def test_a_checkpoint_that_is_copied_for_a_push_is_whole_or_marked(error, tmp_path):
-    class Pushing(SavingMixin, _Copying):
-        _is_marked, _save_total_limit = True, 1
+def test_a_checkpoint_that_is_copied_for_a_push_is_whole_or_marked(error, tmp_path, monkeypatch):
+    marked = []
 
-    trainer = Pushing(tmp_path, error)
+    def copy(self, checkpoint_folder):
+        marked.append(was_cut_off(tmp_path))
+        if error:
+            raise error
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", copy)
+    monkeypatch.setattr(ScriptTrainer, "is_world_process_zero", lambda self: True)
+    trainer = ScriptTrainer.__new__(ScriptTrainer)  # about to copy a checkpoint into the output folder
+    trainer.args = SimpleNamespace(
+        output_dir=str(tmp_path), hub_strategy=HubStrategy.EVERY_SAVE, save_total_limit=None
+    )
+    trainer._is_marked, trainer._save_total_limit = True, 1
     with pytest.raises(OSError, match="broken") if error else nullcontext():
         trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
-    assert trainer.was_marked
+    assert marked == [True]
     assert was_cut_off(tmp_path) == (error is not None)
 
 

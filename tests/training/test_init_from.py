@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
 from hf_hybrid.training import summarization
-from hf_hybrid.training.arguments import ModelArguments
+from hf_hybrid.training.flags.model import ModelArguments
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from hf_hybrid.training import checkpoints, common, summarization
-from hf_hybrid.training.checkpoints import CannotSave
-from hf_hybrid.training.command_line import HungUp, RunFailed, Terminated, run_command_line
-from hf_hybrid.training.output_folder import complete_checkpoints
-from hf_hybrid.training.trainer import SummarizationTrainer
+from hf_hybrid.training import steps, summarization
+from hf_hybrid.training.errors import HungUp, RunFailed, Terminated, run_command_line
+from hf_hybrid.training.run_folder import files
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
+from hf_hybrid.training.run_folder.files import CannotSave
+from hf_hybrid.training.trainer.script_trainer import SummarizationTrainer
 from tests.tolerances import assert_close
 
 STEPS = ("--do_train", "--max_steps", "6", "--save_steps", "5", "--gradient_accumulation_steps", "2")
@@ -59,9 +60,9 @@ class _Failing(TrainerCallback):
 
 
 def _fail_in_callback(monkeypatch, event, step):
-    def train(trainer, resume_from):
+    def train(trainer, resume_from, argv):
         trainer.add_callback(_Failing(event, step))
-        return common.train(trainer, resume_from)
+        return steps.train(trainer, resume_from, argv)
 
     monkeypatch.setattr(summarization, "train", train)
 
@@ -195,8 +196,8 @@ def test_results_for_which_there_is_no_room(arguments, tmp_path, monkeypatch, na
             raise OSError(errno.ENOSPC, "No space left on device")  # without a name, as writing raises it
         sync(path)
 
-    sync = checkpoints._sync
-    monkeypatch.setattr(checkpoints, "_sync", full)
+    sync = files.sync
+    monkeypatch.setattr(files, "sync", full)
     argv = arguments("t5", tmp_path / "out", *STEPS, "--do_predict", "--predict_with_generate")
     with pytest.raises(CannotSave, match=rf"while {name} was written; .*--resume_from_checkpoint auto") as caught:
         summarization.main(argv)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_hybrid.training.output_folder import complete_checkpoints
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
 from tests.tolerances import assert_close
 from tests.training.children import PAUSE, SAVING, Child, pair
 

@@ -9,10 +9,11 @@ from transformers import CONFIG_MAPPING, TrainingArguments
 from hf_hybrid import BstConfig, ChelaConfig, SpadeConfig
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training import demo
-from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
-from hf_hybrid.training.command_line import given_flags, parse_arguments
-from hf_hybrid.training.data_arguments import ClmArguments
-from hf_hybrid.training.learning_rates import FINE_TUNING_RATE, RATES, fit_learning_rate, recorded_rate
+from hf_hybrid.training.flags.command_line import given_flags, parse_arguments
+from hf_hybrid.training.flags.data import ClmArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.run import ScriptTrainingArguments
+from hf_hybrid.training.model.learning_rates import FINE_TUNING_RATE, RATES, fit_learning_rate, recorded_rate
 
 PRESETS = {
     model_type: getattr(sys.modules[config_class.__module__], "PRESETS", {})

@@ -3,8 +3,9 @@ import json
 import pytest
 import torch
 
-from hf_hybrid.training import logging_steps, summarization
-from hf_hybrid.training.logging_steps import steps_between_logs
+from hf_hybrid.training import summarization
+from hf_hybrid.training.trainer import logging_steps
+from hf_hybrid.training.trainer.logging_steps import steps_between_logs
 
 
 @pytest.mark.parametrize(

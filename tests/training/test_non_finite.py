@@ -6,11 +6,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_hybrid.training import clm, common, summarization
-from hf_hybrid.training.command_line import RunFailed
-from hf_hybrid.training.non_finite import NonFiniteLoss, NumberingCollator, describe_examples, number_examples
-from hf_hybrid.training.output_folder import complete_checkpoints
-from hf_hybrid.training.trainer import CausalTrainer, SummarizationTrainer
+from hf_hybrid.training import clm, steps, summarization
+from hf_hybrid.training.errors import RunFailed
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
+from hf_hybrid.training.trainer.non_finite import NonFiniteLoss, NumberingCollator, describe_examples, number_examples
+from hf_hybrid.training.trainer.script_trainer import CausalTrainer, SummarizationTrainer
 from tests.training.conftest import MODELS
 
 STEPS = ("--do_train", "--max_steps", "12", "--save_steps", "3")
@@ -105,9 +105,9 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(arguments
 def test_steps_that_the_scaler_of_fp16_skips_are_no_reason_to_stop(arguments, tmp_path, monkeypatch):
     scaler, step = torch.amp.GradScaler("cpu", init_scale=64.0), SummarizationTrainer.training_step
 
-    def train(trainer, resume_from):
+    def train(trainer, resume_from, argv):
         trainer.accelerator.scaler = scaler
-        return common.train(trainer, resume_from)
+        return steps.train(trainer, resume_from, argv)
 
     def overflowing(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
@@ -175,9 +175,9 @@ def test_an_evaluation_that_is_not_finite_is_reported_as_it_is(arguments, tmp_pa
 def test_batches_outside_of_training_carry_nothing(arguments, tmp_path, monkeypatch):
     seen = []
 
-    def train(trainer, resume_from):
+    def train(trainer, resume_from, argv):
         seen.append(set(next(iter(trainer.get_train_dataloader()))))
-        return common.train(trainer, resume_from)
+        return steps.train(trainer, resume_from, argv)
 
     monkeypatch.setattr(summarization, "train", train)
     summarization.main(arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "1"))

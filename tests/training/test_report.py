@@ -9,10 +9,12 @@ from peft import LoraConfig, get_peft_model
 from sklearn.dummy import DummyClassifier
 
 from hf_hybrid.data.preprocessing import guess_labels, majority_label, unigram_losses
-from hf_hybrid.training import clm, run_report, summarization
-from hf_hybrid.training.command_line import show_command
-from hf_hybrid.training.curves import Panel, describe, draw_picture, draw_svg, find_panels
-from hf_hybrid.training.report import Page, Sample, Section, Table, excerpt, format_value, write_page
+from hf_hybrid.training import clm, summarization
+from hf_hybrid.training.flags.command_line import show_command
+from hf_hybrid.training.report import run_page
+from hf_hybrid.training.report import summarization as report
+from hf_hybrid.training.report.curves import Panel, describe, draw_picture, draw_svg, find_panels
+from hf_hybrid.training.report.page import Page, Sample, Section, Table, excerpt, format_value, write_page
 from tests.training.pages import read_page
 
 HOSTILE = {
@@ -193,7 +195,7 @@ def test_a_report_that_cannot_be_drawn_costs_the_report_alone(tiny_run, argument
     def fail(*args):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(run_report, "write_page", fail)
+    monkeypatch.setattr(run_page, "write_page", fail)
     metrics = tiny_run()
     folder = tmp_path / "out"
     assert json.loads((folder / "all_results.json").read_text(encoding="utf-8"))["train_loss"] == metrics["train_loss"]
@@ -209,8 +211,8 @@ def test_a_part_that_fails_is_named_and_the_others_are_there(tiny_run, tmp_path,
     def fail(*args):
         raise RuntimeError("no samples today")
 
-    monkeypatch.setattr(summarization, "_samples", fail)
-    monkeypatch.setattr(run_report, "draw_picture", fail)
+    monkeypatch.setattr(report, "_samples", fail)
+    monkeypatch.setattr(run_page, "draw_picture", fail)
     tiny_run()
     assert "the part 'samples' is left out. RuntimeError: no samples today" in caplog.text
     assert "curves.png is left out" in caplog.text

@@ -17,15 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM
 
 import hf_hybrid
-from hf_hybrid.training import saving, summarization
-from hf_hybrid.training.config_overrides import parse_config_overrides
-from hf_hybrid.training.output_folder import (
-    check_resumed_model,
-    clear_output_folder,
-    complete_checkpoints,
-    find_resume_checkpoint,
-)
-from hf_hybrid.training.trainer import SummarizationTrainer
+from hf_hybrid.training import summarization
+from hf_hybrid.training.flags.overrides import parse_config_overrides
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
+from hf_hybrid.training.run_folder.output_folder import clear_output_folder
+from hf_hybrid.training.run_folder.resume import check_resumed_model, find_resume_checkpoint
+from hf_hybrid.training.trainer import script_trainer
+from hf_hybrid.training.trainer.script_trainer import SummarizationTrainer
 from tests.tolerances import assert_close
 from tests.training.conftest import MODELS, T5
 from tests.training.pages import read_page
@@ -314,7 +312,7 @@ def test_the_main_process_deletes_while_the_others_wait(used, process_index):
 
     args = SimpleNamespace(
         output_dir=str(used), overwrite_output_dir=True, do_train=True, process_index=process_index,
-        main_process_first=main_process_first,
+        main_process_first=main_process_first, resume_from_checkpoint=None,
     )  # fmt: skip
     clear_output_folder(args, None, [], None)
     assert order == [3, 0 if process_index == 0 else 3]
@@ -508,8 +506,8 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_whole(arguments, tmp_pa
             raise ZeroDivisionError
         mark(folder)
 
-    mark = saving.mark_complete
-    monkeypatch.setattr(saving, "mark_complete", fail)
+    mark = script_trainer.mark_complete
+    monkeypatch.setattr(script_trainer, "mark_complete", fail)
     with pytest.raises(ZeroDivisionError) as caught:
         summarization.main(arguments("t5", tmp_path / "out", *STEPS, "--save_total_limit", "1"))
     assert [Path(path).name for path in complete_checkpoints(tmp_path / "out")] == ["checkpoint-2"]

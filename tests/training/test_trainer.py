@@ -6,12 +6,12 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, Trainer
 
 import hf_hybrid
 from hf_hybrid.training import summarization
-from hf_hybrid.training.processes import ProcessesMixin
-from hf_hybrid.training.trainer import SummarizationTrainer, separate_ssm_parameters
+from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer, SummarizationTrainer
 
 
 class _Model(nn.Module):
@@ -127,32 +127,22 @@ def test_predictions_keep_the_order_of_their_documents(arguments, tmp_path, monk
         assert set(row[len(labels) :]) <= {-100, 0}
 
 
-class _Prepared:
-    """What stands behind `ProcessesMixin`: a trainer with an accelerator whose FSDP would cast to bfloat16."""
-
-    def __init__(self, model, plugin):
-        self.model, self.plugin = model, plugin
-        self.create_accelerator_and_postprocess()
-
-    def create_accelerator_and_postprocess(self):
-        state = SimpleNamespace(fsdp_plugin=self.plugin)
-        self.accelerator = SimpleNamespace(state=state, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-
-    def autocast_smart_context_manager(self):
-        return contextlib.nullcontext()
-
-
 @pytest.mark.parametrize(("freeze", "casts"), [("all", True), ("none", False)])
-def test_fsdp_casts_no_trained_state_space(freeze, casts):
-    class Mixed(ProcessesMixin, _Prepared):
-        pass
+def test_fsdp_casts_no_trained_state_space(freeze, casts, monkeypatch):
+    def prepare(self):
+        state = SimpleNamespace(fsdp_plugin=plugin)
+        self.accelerator = SimpleNamespace(state=state, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
-    model = AutoModelForSeq2SeqLM.from_config(hf_hybrid.SpadeConfig.from_preset("tiny", ssm_freeze=freeze))
-    trainer = Mixed(model, plugin)
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", prepare)
+    monkeypatch.setattr(Trainer, "autocast_smart_context_manager", lambda self: contextlib.nullcontext())
+    trainer = ScriptTrainer.__new__(ScriptTrainer)  # whose FSDP would cast to bfloat16
+    trainer.model = AutoModelForSeq2SeqLM.from_config(hf_hybrid.SpadeConfig.from_preset("tiny", ssm_freeze=freeze))
+    trainer.create_accelerator_and_postprocess()
     assert (plugin.mixed_precision_policy is not None) == casts
     with trainer.autocast_smart_context_manager():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype == (torch.float32 if casts else torch.bfloat16)
-    Mixed(model, None)  # without FSDP there is nothing to change
+    plugin = None
+    trainer.create_accelerator_and_postprocess()  # without FSDP there is nothing to change

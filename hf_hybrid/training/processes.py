@@ -24,9 +24,7 @@ def on_first_process(training_args: TrainingArguments, work: Callable[[], Result
 
     Without this, an error that only the first process can see leaves the others waiting for it.
 
-    Args:
-        training_args: The training arguments.
-        work: What to do; its result must be one that can be pickled.
+    The result of the work must be one that can be pickled.
 
     Raises:
         ValueError: It was raised on the first process.

@@ -19,11 +19,7 @@ def load_datasets(
 ) -> DatasetDict:
     """Load the data that are named, or the script's own corpus.
 
-    Args:
-        data_args: The data arguments.
-        training_args: The training arguments.
-        model_args: The model arguments.
-        **options: Further arguments of `load_raw_datasets`.
+    `options` are further arguments of `load_raw_datasets`.
 
     Returns:
         All splits there are; those of an embedded corpus, which come module by module, in random order, and in a small
@@ -95,14 +91,8 @@ def map_rows(
 ) -> Dataset:
     """Make other rows of a split's rows, such as model inputs, in the cache.
 
-    Args:
-        split: The rows.
-        function: From a batch of rows to columns of new ones.
-        arguments: Its further arguments.
-        data_args: The data arguments.
-        training_args: The training arguments.
-        desc: What is done, for progress.
-        features: Types of the new columns, where the values of the first rows might not tell.
+    `function` makes columns of new rows from a batch of rows and `arguments`; `features` are their types, where the
+    values of the first rows might not tell.
     """
     with training_args.main_process_first(desc=desc):
         return split.map(

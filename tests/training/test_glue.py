@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from hf_hybrid.data.classification import Labels
 from hf_hybrid.data.preprocessing import guess_labels
@@ -261,7 +261,7 @@ def test_a_checkpoint_keeps_its_own_ids(command, tmp_path):
 def test_f1_is_of_the_tasks_own_label_one():
     references, predictions = np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1])
     labels = glue.Labels(("equivalent", "not_equivalent"), {})
-    prediction = glue.EvalPrediction(predictions=np.eye(2)[predictions], label_ids=references)
+    prediction = EvalPrediction(predictions=np.eye(2)[predictions], label_ids=references)
     expected = load_metric("glue", "mrpc").compute(predictions=1 - predictions, references=1 - references)
     scores = compute_metrics("mrpc", labels, prediction)
     assert scores["f1"] == pytest.approx(expected["f1"]) == 0.8

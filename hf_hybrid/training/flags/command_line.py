@@ -59,11 +59,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
 
 
 def given_flags(argv: Sequence[str] | None = None) -> set[str]:
-    """The flags that a command line gives, under the names of their fields; what is left out has its default.
-
-    Args:
-        argv: As for `parse_arguments`, which has accepted it.
-    """
+    """The flags that a command line gives, under the names of their fields; what is left out has its default."""
     flags = (argument.partition("=")[0] for argument in read_arguments(argv) if argument.startswith("--"))
     return {flag[2:].replace("-", "_") for flag in flags}
 
@@ -86,9 +82,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 def show_command(script: str, arguments: Sequence[str]) -> list[str]:
     """The command line of a run as a shell takes it, without its secrets: the script, then each flag with its values.
 
-    Args:
-        script: Name of the script's file. Where ``python -m hf_hybrid.training`` stood in for it, that is shown.
-        arguments: The command line behind it.
+    Where ``python -m hf_hybrid.training`` stood in for the script, that is shown.
     """
     module = f"python -m hf_hybrid.training {script.removeprefix('run_').removesuffix('.py')}"
     shown = [module if sys.argv[0] == module else f"python {script}"]

@@ -224,10 +224,7 @@ def check_split_sources(
 ) -> None:
     """Refuse files that cannot be read, and a task whose split can be seen to be missing from them.
 
-    Args:
-        data_args: The data arguments.
-        training_args: The training arguments.
-        cut_from_train: Splits that are cut from the training split where they are missing.
+    Splits in `cut_from_train` are cut from the training split where they are missing.
 
     Raises:
         ValueError: A file does not exist or is of an unknown format, or only files are named, and none of them for a

@@ -58,10 +58,6 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
 def parse_peft_config(text: str, method: str) -> dict[str, Any]:
     """Parse ``--peft_config`` by the types of the fields of peft's configuration.
 
-    Args:
-        text: As for `parse_config_overrides`.
-        method: What ``--peft`` says.
-
     Raises:
         ValueError: A field is unknown or given twice, or a value is not of its type.
     """

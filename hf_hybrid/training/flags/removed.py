@@ -38,9 +38,7 @@ _IGNORED = {
 def translate_removed_flags(arguments: Sequence[str], known: set[str] | None = None) -> list[str]:
     """Replace flags that transformers has removed by their successors, with one warning each.
 
-    Args:
-        arguments: A command line.
-        known: Flags that exist and are left alone, whatever they were called before.
+    Flags that are `known` exist, and are left alone.
 
     Raises:
         ValueError: The value of a removed flag cannot be translated.

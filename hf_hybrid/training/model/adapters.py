@@ -160,12 +160,7 @@ def attach_adapter(
 ) -> PreTrainedModel | PeftModel:
     """Put the asked adapter on a model, or the one in ``--model_name_or_path``.
 
-    Args:
-        model: What `load_model` returned, once nothing is going to be resized; changed in place.
-        model_args: The model arguments.
-        training_args: The training arguments.
-        resume_from: The checkpoint that the run continues from, if any.
-        task_type: PEFT's name of the task.
+    Call it once nothing is going to be resized; the model is changed in place. `task_type` is PEFT's name of the task.
 
     Returns:
         The model with the adapter, or the model itself where there is none.
@@ -279,9 +274,7 @@ def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
 def save_base_model(trainer: Trainer, *, new: bool) -> None:
     """Write the base of an adapter beside it, where there is no other place from which it could be loaded.
 
-    Args:
-        trainer: The trainer, before its work.
-        new: Whether training begins anew, with a base of its own; what is there may be cut off, or another run's.
+    With `new`, training begins anew, with a base of its own; what is there may be cut off, or another run's.
     """
     model: Any = trainer.model
     folder = Path(str(trainer.args.output_dir), BASE_MODEL)

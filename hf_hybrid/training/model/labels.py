@@ -18,12 +18,6 @@ def settle_labels(
     A checkpoint keeps its own ids where it knows the same names, or where the data have integers in place of names; it
     is given the data's labels if it is going to be trained on them.
 
-    Args:
-        config: What `load_config` returned; changed in place.
-        found: The labels of the data, if they have any.
-        model_args: The model arguments.
-        training_args: The training arguments.
-
     Raises:
         ValueError: The checkpoint has other labels, or there are none to learn, or only one, or numbers are smoothed.
     """

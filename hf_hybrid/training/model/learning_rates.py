@@ -69,9 +69,7 @@ RATES: dict[str, tuple[Rate, ...]] = {
 def recorded_rate(config: PreTrainedConfig, preset: str | None = None) -> Rate | None:
     """What is recorded for the size whose width is nearest to a model's; None for an architecture without a record.
 
-    Args:
-        config: The model's configuration.
-        preset: The preset that it was made from, which decides between sizes of the same width.
+    Between sizes of the same width, the preset that the model was made from decides.
     """
 
     def distance(rate: Rate) -> tuple[float, bool]:
@@ -90,13 +88,6 @@ def fit_learning_rate(
     """Train a new model of a small run at the recorded rate; of another run, warn if its rate is one for fine-tuning.
 
     The rate follows from the command line alone: a run that is resumed finds the one that it began with.
-
-    Args:
-        training_args: The training arguments; their learning rate is changed in place.
-        model_args: The model arguments.
-        data_args: The data arguments.
-        config: What `load_config` returned.
-        given: The flags of the command line, as `given_flags` has them.
     """
     if not training_args.do_train or not model_args.is_new:
         return

@@ -24,10 +24,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the named tokenizer, or the checkpoint's, or make one of bytes, and fit a new model's configuration to it.
 
-    Args:
-        model_args: The model arguments.
-        config: What `load_config` returned; changed in place.
-        resume_from: The checkpoint of an interrupted run, whose tokenizer is used instead of training it again.
+    A run that is resumed uses its checkpoint's tokenizer instead of training it again.
 
     Returns:
         The tokenizer, or None: then one must be trained once there are data.
@@ -65,10 +62,6 @@ def load_tokenizer(
 def check_tokenizer_source(tokenizer: PreTrainedTokenizerBase | None, data_args: DataArguments) -> None:
     """Check that there is something to train a tokenizer on, as far as that can be seen before data are loaded.
 
-    Args:
-        tokenizer: None where one is to be trained.
-        data_args: The data arguments.
-
     Raises:
         ValueError: Only files are named, and none of them for training.
     """
@@ -80,12 +73,6 @@ def train_new_tokenizer(
     model_args: ModelArguments, config: PreTrainedConfig, split: Dataset | None, columns: Sequence[str]
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer and fit a new model's configuration to it.
-
-    Args:
-        model_args: The model arguments.
-        config: What `load_config` returned; changed in place.
-        split: The training split; None where there is none.
-        columns: Its columns of text.
 
     Raises:
         ValueError: There is nothing to train it on, or it is larger than the vocabulary.

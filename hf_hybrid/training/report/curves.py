@@ -56,9 +56,7 @@ class Panel:
 def find_panels(history: Sequence[Mapping[str, Any]], wanted: Mapping[str, Mapping[str, str]]) -> list[Panel]:
     """Pick curves out of a trainer's log.
 
-    Args:
-        history: ``log_history`` of a trainer's state.
-        wanted: For each diagram by its title, the logged keys and the names of their curves.
+    `wanted` has the logged keys and the names of their curves, for each diagram by its title.
 
     Returns:
         The diagrams for which something was logged.
@@ -107,9 +105,7 @@ def draw_picture(panels: Sequence[Panel], path: Path) -> None:
 def draw_svg(panel: Panel, prefix: str) -> str:
     """Draw a diagram as an ``svg`` element that takes its colours and its font from the page around it.
 
-    Args:
-        panel: The diagram.
-        prefix: Begins the names of its parts, which must be unique in a page.
+    `prefix` begins the names of its parts, which must be unique in a page.
     """
     buffer = io.StringIO()
     with rc_context(STYLE):

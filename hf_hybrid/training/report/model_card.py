@@ -66,14 +66,6 @@ def write_model_card(
     """Write the card of what was trained: architecture, data, metrics, how it is loaded and how it was made.
 
     A card that somebody wrote, or finished, stays as it is.
-
-    Args:
-        trainer: The trainer, after its work.
-        model_args: The model arguments.
-        data_args: The data arguments.
-        task: The Hub's name of the task.
-        metrics: Everything that was measured, under names that begin with ``train_``, ``eval_`` or ``predict_``.
-        command: The command line, as `show_command` has it.
     """
     if not trainer.is_world_process_zero():
         return

@@ -75,16 +75,7 @@ def write_report(
     command: Sequence[str],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Write ``report.html``, and ``curves.png`` if something was trained; never fail because of it.
-
-    Args:
-        trainer: The trainer, when all work is done.
-        model_args: The model arguments.
-        data_args: The data arguments.
-        task: Makes what the task has to show.
-        command: The command line, as `show_command` has it.
-        metrics: All metrics of the run.
-    """
+    """Write ``report.html``, and ``curves.png`` if something was trained; never fail because of it."""
     folder = Path(str(trainer.args.output_dir))
     path = _path(folder, trainer)
 

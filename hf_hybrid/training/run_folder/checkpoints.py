@@ -109,9 +109,7 @@ def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
     that it needs, none of them cut off, unless its neighbours have markers: then it was being saved, or deleted, when
     the run was cut off.
 
-    Args:
-        checkpoint: The folder.
-        named: Whether the user named it: then the neighbours do not count.
+    Where the user `named` it, the neighbours do not count.
     """
     if found := faults_on_disk(checkpoint):
         return found

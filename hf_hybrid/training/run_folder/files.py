@@ -55,9 +55,6 @@ class CannotSave(RunFailed):
 def replacing(path: Path) -> Iterator[Path]:
     """Write a file that is there as a whole or, as before, not at all.
 
-    Args:
-        path: The file.
-
     Yields:
         Where to write; it takes the file's place at the end.
     """
@@ -88,10 +85,7 @@ def sync(path: Path) -> None:
 def explain_full_disk(folder: Path, what: str, advise: Callable[[], str]) -> Iterator[None]:
     """Turn the many errors by which libraries report a full disk into one.
 
-    Args:
-        folder: Where something is saved.
-        what: What is saved.
-        advise: Says what there is now, and how to go on.
+    `advise` says what there is now, and how to go on.
 
     Raises:
         CannotSave: There was no room.

@@ -13,9 +13,7 @@ from hf_hybrid.training.errors import one_line
 def check_hub_access(training_args: TrainingArguments, token: str | None) -> None:
     """Check that a run can push what it is asked to push; Trainer would find out once data are read.
 
-    Args:
-        training_args: The training arguments; without ``--hub_token`` they get `token`.
-        token: The token that downloads are made with, if one is given.
+    Training arguments without ``--hub_token`` get `token`, which downloads are made with.
 
     Raises:
         ValueError: There is no token, or one that may not write, or the Hub refuses it or cannot be reached.

@@ -43,11 +43,7 @@ def check_output_folder(
 ) -> None:
     """Refuse to write over another run without permission, or over what this run is made from; change nothing.
 
-    Args:
-        training_args: The training arguments.
-        resume_from: The checkpoint that the run continues from, if any.
-        outputs: What `result_files` returned.
-        sources: The folders that the run reads, by flag.
+    `sources` are the folders that the run reads, by flag.
 
     Raises:
         ValueError: The folder holds another run and there is no permission, a source lies in a checkpoint that would
@@ -112,11 +108,7 @@ def clear_output_folder(
     nothing but the work itself is left to do: what was saved before must not be lost to a typing error. The main
     process deletes while the others wait.
 
-    Args:
-        training_args: The training arguments.
-        resume_from: The checkpoint that the run continues from, if any; it stays, and so do the ones before it.
-        outputs: What `result_files` returned. A run with training replaces all results.
-        model_name_or_path: The checkpoint that the run starts from, if any; weights that it reads stay.
+    What the run reads stays: the checkpoint that it continues from with those before it, and its start.
     """
     folder = Path(str(training_args.output_dir))
     permitted = training_args.overwrite_output_dir

@@ -39,7 +39,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, outputs: Any) -> list[str]:
     """The texts of generated ids, or of labels."""
     ids = _ids(outputs)
     ids = np.where(ids < 0, tokenizer.pad_token_id, ids)  # Trainer pads with -100 across batches
-    return [text.strip() for text in tokenizer.batchdecode(ids, skip_special_tokens=True)]
+    return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
 def _ids(predictions: Any) -> Any:

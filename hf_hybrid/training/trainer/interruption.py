@@ -110,9 +110,6 @@ def stop_gently(trainer: ScriptTrainer) -> Iterator[None]:
     the error came out of saving, or there are several processes of which one alone failed. Signals that the process
     was started to ignore, by nohup say, stay ignored; in a thread, all are left alone.
 
-    Args:
-        trainer: One of this package's trainers.
-
     Raises:
         KeyboardInterrupt: Training was stopped; the message says where, and how to continue. After SIGTERM it is a
             `Terminated`, after SIGHUP a `HungUp`.

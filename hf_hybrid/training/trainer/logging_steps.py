@@ -29,11 +29,8 @@ def fit_logging_steps(trainer: Trainer, resume_from: str | None, given: Set[str]
     ``--eval_steps``, which is transformers' ``--logging_steps`` where it is left out, stays as it is: it was copied
     when the arguments were read.
 
-    Args:
-        trainer: The trainer, before it trains.
-        resume_from: The checkpoint of an interrupted run. Trainer goes on with its steps between logs, and warns if
-            the arguments say otherwise.
-        given: The flags of the command line, as `given_flags` has them.
+    A run that is resumed keeps its steps between logs: Trainer goes on with them, and warns if the arguments say
+    otherwise.
     """
     if given & {"logging_steps", "logging_strategy"}:
         return

@@ -32,7 +32,7 @@ from hf_hybrid.training.report.clm import report
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
 from hf_hybrid.training.run_folder.resume import check_resumed_model
 from hf_hybrid.training.scores.clm import METRICS, bits_per_byte, compute_metrics, joined_tokens, scores_by_example
-from hf_hybrid.training.splits import asked_splits, load_datasets, map_rows, require_splits, used_splits
+from hf_hybrid.training.splits import asked_splits, load_datasets, map_rows, used_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, train
 from hf_hybrid.training.trainer.script_trainer import CausalTrainer
 
@@ -149,7 +149,6 @@ def load_splits(
     )
     if training_args.do_eval and "validation" not in raw and "train" in raw:
         raw["validation"], raw["train"] = _cut(raw["train"], data_args.validation_split_percentage)
-    require_splits(raw, training_args)
     used = used_splits(raw, training_args, model_args)
     column = text_column({name: _columns(raw[name], name) for name in used}, data_args.text_column)
     for name in used:

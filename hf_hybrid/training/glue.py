@@ -41,14 +41,7 @@ from hf_hybrid.training.report.glue import report
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
 from hf_hybrid.training.run_folder.resume import check_resumed_model
 from hf_hybrid.training.scores.glue import SECOND, compute_metrics, mark_second, outputs_of, score_names
-from hf_hybrid.training.splits import (
-    asked_splits,
-    first_examples,
-    load_datasets,
-    map_rows,
-    require_splits,
-    used_splits,
-)
+from hf_hybrid.training.splits import asked_splits, first_examples, load_datasets, map_rows, used_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, save_text, train
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 
@@ -145,7 +138,6 @@ def load_splits(
     header = None if task is None else GLUE_TASKS[task].tsv_header
     raw = load_datasets(data_args, training_args, model_args, tsv_header=header)
     raw = DatasetDict({name.removesuffix("_matched"): rows for name, rows in raw.items()})
-    require_splits(raw, training_args)
     used = [split for name in used_splits(raw, training_args, model_args) for split in _both(raw, name)]
     raw = DatasetDict({name: raw[name] for name in used})
     scored = [name for name in used if not name.startswith("test")]

@@ -56,21 +56,16 @@ def asked_splits(training_args: TrainingArguments) -> list[str]:
     return [split for flag, split in SPLITS.items() if getattr(training_args, flag)]
 
 
-def require_splits(datasets: DatasetDict, training_args: TrainingArguments) -> None:
-    """Check that every split is there that the run works on.
+def used_splits(datasets: DatasetDict, training_args: TrainingArguments, model_args: ModelArguments) -> list[str]:
+    """The splits that the run works on, and the training split if a tokenizer is to be trained and there is one.
 
     Raises:
-        ValueError: There is no such split.
+        ValueError: There is no split that the run works on.
     """
     for flag, split in SPLITS.items():
         if getattr(training_args, flag) and split not in datasets:
             raise ValueError(f"--{flag} needs a {split} split; the dataset has {', '.join(datasets)}")
-
-
-def used_splits(datasets: DatasetDict, training_args: TrainingArguments, model_args: ModelArguments) -> list[str]:
-    """The splits that the run works on, and the training split if a tokenizer is to be trained and there is one."""
-    asked = asked_splits(training_args)
-    wanted = {*asked, "train"} if model_args.trains_tokenizer else set(asked)
+    wanted = {*asked_splits(training_args), *(["train"] if model_args.trains_tokenizer else [])}
     return [split for split in SPLITS.values() if split in wanted and split in datasets]
 
 

@@ -32,14 +32,7 @@ from hf_hybrid.training.run_folder.files import PREDICTIONS_FILE
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
 from hf_hybrid.training.run_folder.resume import check_resumed_model
 from hf_hybrid.training.scores.summarization import GENERATED_METRICS, METRICS, compute_metrics, decode
-from hf_hybrid.training.splits import (
-    asked_splits,
-    first_examples,
-    load_datasets,
-    map_rows,
-    require_splits,
-    used_splits,
-)
+from hf_hybrid.training.splits import asked_splits, first_examples, load_datasets, map_rows, used_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, save_text, train
 from hf_hybrid.training.trainer.script_trainer import SummarizationTrainer
 
@@ -150,7 +143,7 @@ def load_splits(
         ValueError: A split is missing that the run needs, or a column, or a row has no text or no summary.
     """
     raw = load_datasets(data_args, training_args, model_args)
-    require_splits(raw, training_args)
+    used = used_splits(raw, training_args, model_args)
     text_column, summary_column = summarization_columns(
         raw,
         dataset_name=data_args.dataset_name,
@@ -159,7 +152,7 @@ def load_splits(
     )
     checked = {
         split: check_texts(raw[split], (text_column, summary_column), name=split, drop_empty=data_args.drop_empty_rows)
-        for split in used_splits(raw, training_args, model_args)
+        for split in used
     }
     return DatasetDict(checked), text_column, summary_column
 
@@ -220,15 +213,10 @@ def _attend_globally_to_first_token(collate: DataCollatorForSeq2Seq, examples: l
 # ---- the model's limits and its generation ----
 
 
-def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, data_args: SummarizationArguments) -> None:
+def _check_tokens(tokenizer: Any, data_args: SummarizationArguments) -> None:
     """Tell a multilingual tokenizer its language, and check the tokens that flags name.
 
-    Args:
-        tokenizer: The tokenizer; None where one is to be trained, which will know no such tokens.
-        data_args: The data arguments.
-
-    Raises:
-        ValueError: A token is unknown, or a language is missing.
+    A tokenizer that is yet to be trained, which is None here, will know no such tokens.
     """
     lang, forced = data_args.lang, data_args.forced_bos_token
     if tokenizer is None:
@@ -241,7 +229,7 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, data_args: Summariz
             raise ValueError(f"--lang is required with {type(tokenizer).__name__}, which serves many languages")
         if _token_id(tokenizer, lang) is None:
             raise ValueError(f"--lang {lang} is no language of {type(tokenizer).__name__}")
-        tokenizer.src_lang = lang
+        tokenizer.src_lang = tokenizer.tgt_lang = lang
     if forced is not None and _token_id(tokenizer, forced) is None:
         raise ValueError(f"--forced_bos_token {forced!r} is not in the tokenizer's vocabulary")
 

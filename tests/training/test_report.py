@@ -31,7 +31,7 @@ def _page(**parts):
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_any_text_is_shown_as_it_is_everywhere(tmp_path, text):
-    table = Table(text, ["", text], [(text, [text, 1])], note=text)
+    table = Table(text, ["", text], [(text, [text, 1])])
     sample = Sample([(text, text), ("blank", " \n"), ("empty", "")], text, True)
     page = _page(
         title=text, summary=text, tiles={text: text}, facts={text: text}, command=[text], notes=[text], code=[text],

@@ -68,16 +68,13 @@ class DataArguments:
     @property
     def limits(self) -> dict[str, int | None]:
         """The largest number of examples by split; None for all."""
-        return {
-            "train": self.max_train_samples,
-            "validation": self.max_eval_samples,
-            "test": self.max_predict_samples,
-        }
+        limits = (self.max_train_samples, self.max_eval_samples, self.max_predict_samples)
+        return dict(zip(SPLITS.values(), limits, strict=True))
 
     @property
     def files(self) -> dict[str, str]:
         """The data files by split, as far as they were named."""
-        named = {"train": self.train_file, "validation": self.validation_file, "test": self.test_file}
+        named = {split: getattr(self, f"{split}_file") for split in SPLITS.values()}
         return {split: path for split, path in named.items() if path is not None}
 
 

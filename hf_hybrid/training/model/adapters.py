@@ -230,14 +230,9 @@ def _trained_beside(model: PreTrainedModel, config: Any) -> list[str] | None:
         owner
         for owner in sorted(owners)
         if not any(owner.startswith(f"{other}.") for other in owners if other)
-        and not any(_lies_in(owner, name) for name in known)
+        and not any(f".{name}." in f".{owner}." for name in known)  # named, or a part of what is
     ]
     return [*asked, *new] or None
-
-
-def _lies_in(owner: str, name: str) -> bool:
-    """Whether a module is one of those that ``modules_to_save`` means by a name, or a part of one."""
-    return f".{name}." in f".{owner}."
 
 
 def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base, *, trains: bool) -> PeftModel:
@@ -278,10 +273,8 @@ def save_base_model(trainer: Trainer, *, new: bool) -> None:
     """
     model: Any = trainer.model
     folder = Path(str(trainer.args.output_dir), BASE_MODEL)
-    is_its_base = isinstance(model, PeftModel) and model.peft_config[
-        "default"
-    ].base_model_name_or_path == os.path.abspath(folder)
-    if is_its_base and trainer.is_world_process_zero() and (new or not folder.is_dir()):
+    base = model.peft_config["default"].base_model_name_or_path if isinstance(model, PeftModel) else None
+    if base == os.path.abspath(folder) and trainer.is_world_process_zero() and (new or not folder.is_dir()):
         with saving_into(folder):
             _copy_without_saved_modules(model).unload().save_pretrained(folder)
 

@@ -19,12 +19,12 @@ from transformers.modelcard import (
     parse_log_history,
 )
 
+import hf_hybrid
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.description import loading_lines
 from hf_hybrid.training.flags.data import DataArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.run_folder.files import CARD_FILE, replacing
-from hf_hybrid.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,9 @@ _METRIC_TYPES = {"matthews_correlation": "matthews_correlation", "pearson": "pea
 _NO_SCORES = ("runtime", "samples", "per_second", "epoch", "flos", "steps", "gen_len", "tokens")
 _SPLITS = {"train": "training", "eval": "validation", "predict": "test"}
 _SAID_ELSEWHERE = {
-    "model_type",
-    "architectures",
-    "transformers_version",
-    "dtype",
-    "id2label",
-    "label2id",
-    "auto_map",
-    "use_cache",
+    *("model_type", "architectures", "transformers_version", "dtype", "id2label", "label2id", "auto_map", "use_cache")
 }
+_LIBRARIES: tuple[Any, ...] = (hf_hybrid, transformers, torch, datasets)
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -79,17 +73,19 @@ def write_model_card(
     base = base if base is not None and not Path(base).exists() else None
     name = trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name
     data = _metadata(model, data_args, name=name.split("/")[-1], base=base, task=task, metrics=metrics)
+    start = "trained from scratch" if not base else f"trained from [{base}](https://huggingface.co/{base})"
+    lines = loading_lines(model, trainer.hub_model_id or str(trainer.args.output_dir))
     sections = [
         f"# {name.split('/')[-1]}",
         MARK,
-        _introduction(model, base, data_args),
-        _loading(model, trainer),
+        f"A `{type(model).__name__}` (`{model.config.model_type}`), {start}, on {_dataset(data_args)}.",
+        f"## Load it\n\n```python\n{lines}\n```\n\nIts tokenizer lies beside it, for `AutoTokenizer`.",
         _architecture(model),
         _data(data_args, metrics),
         _results(metrics),
         _training(trainer),
         "## Command\n\n```sh\n" + " \\\n    ".join(command) + "\n```",
-        _versions(),
+        "## Versions\n\n" + "\n".join(f"- {library.__name__} {library.__version__}" for library in _LIBRARIES),
     ]
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n")
     with replacing(path) as whole:  # one that is cut off would pass for somebody's own
@@ -123,20 +119,21 @@ def _metadata(
 ) -> ModelCardData:
     """What the Hub searches by; a licence nobody has chosen is "unknown", which is one of its words."""
     own = [model.config.model_type, "hf_hybrid"] if model.config.model_type in ARCHITECTURES else []
-    scores = _scores(metrics)
+    scores, data = _scores(metrics), data_args.dataset_name
+    is_on_hub = data is not None and ":" not in data and not Path(data).exists()
     return ModelCardData(
         model_name=name,
         license=TrainingSummary(name, finetuned_from=base).license or "unknown",
         library_name="transformers",
         pipeline_tag=task,
         base_model=base,
-        datasets=data_args.dataset_name if _is_on_hub(data_args) else None,
+        datasets=data if is_on_hub else None,
         metrics=list(dict.fromkeys(_metric_type(metric) for _, metric in scores)) or None,
         tags=[*own, "generated_from_trainer"],
         eval_results=[
             EvalResult(
                 task_type=task,
-                dataset_type=data_args.dataset_name or "local",
+                dataset_type=data or "local",
                 dataset_name=_dataset(data_args),
                 dataset_config=data_args.dataset_config_name,
                 dataset_split=_SPLITS[prefix],
@@ -164,11 +161,6 @@ def _metric_type(metric: str) -> str:
     return "rouge" if metric.startswith("rouge") else _METRIC_TYPES.get(metric, metric)
 
 
-def _is_on_hub(data_args: DataArguments) -> bool:
-    name = data_args.dataset_name
-    return name is not None and ":" not in name and not Path(name).exists()
-
-
 def _dataset(data_args: DataArguments) -> str:
     if data_args.dataset_name is not None:
         return " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
@@ -176,17 +168,6 @@ def _dataset(data_args: DataArguments) -> str:
 
 
 # ---- sections ----
-
-
-def _introduction(model: PreTrainedModel, base: str | None, data_args: DataArguments) -> str:
-    kind = f"A `{type(model).__name__}` (`{model.config.model_type}`)"
-    start = "trained from scratch" if not base else f"trained from [{base}](https://huggingface.co/{base})"
-    return f"{kind}, {start}, on {_dataset(data_args)}."
-
-
-def _loading(model: PreTrainedModel, trainer: Trainer) -> str:
-    lines = loading_lines(model, trainer.hub_model_id or str(trainer.args.output_dir))
-    return f"## Load it\n\n```python\n{lines}\n```\n\nIts tokenizer lies beside it, for `AutoTokenizer`."
 
 
 def _architecture(model: PreTrainedModel) -> str:
@@ -246,13 +227,3 @@ def _training(trainer: Trainer) -> str:
     _, evaluations, _ = parse_log_history(trainer.state.log_history)
     table = make_markdown_table(evaluations).strip()
     return "\n".join(["## Training", "", *settings]) + (f"\n\n{table}" if table else "")
-
-
-def _versions() -> str:
-    versions = {
-        "hf_hybrid": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "datasets": datasets.__version__,
-    }
-    return "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items())

@@ -28,7 +28,6 @@ class Table:
         caption: What it shows.
         columns: Headings, the first over the names of the rows.
         rows: Name and values of each row.
-        note: How to read it, below.
         strong: Number of the row to stress; None for none.
         shaded: Whether cells are shaded by their share in the sum of their row.
     """
@@ -36,7 +35,6 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[Cell]]]
-    note: str = ""
     strong: int | None = None
     shaded: bool = False
 

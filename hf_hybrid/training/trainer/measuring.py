@@ -58,14 +58,12 @@ class Measurements(TrainerCallback):
         """Saving belongs to no step."""
         self._since = time.perf_counter()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Evaluating belongs to no step."""
-        self.evaluation_seconds += sum(
-            value for name, value in (kwargs.get("metrics") or {}).items() if name.endswith("_runtime")
-        )
+        self.evaluation_seconds += sum(value for name, value in (metrics or {}).items() if name.endswith("_runtime"))
         self._since = time.perf_counter()
 
-    on_predict = on_evaluate  # type: ignore[assignment]
+    on_predict = on_evaluate
 
 
 def _size(parameter: torch.nn.Parameter) -> int:

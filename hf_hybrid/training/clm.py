@@ -256,7 +256,7 @@ def _too_short(name: str, wanted: str, got: str) -> str:
 
 
 def _collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack blocks or windows. The last window may be shorter: what is put behind it is neither scored nor seen."""
+    """Stack blocks or windows. The last window may be shorter: its padding is neither scored nor seen."""
     ids = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
     labels = [torch.as_tensor(example.get("labels", example["input_ids"]), dtype=torch.long) for example in examples]
     return {

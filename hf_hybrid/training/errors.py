@@ -20,13 +20,13 @@ CONFIG_ERRORS = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
     StrictDataclassError,
 )
-"""What reading a config.json raises that is no configuration: no JSON, nested too deeply, or of wrong values."""
+"""Raised by reading a config.json that is no configuration: no JSON, nested too deeply, or with wrong values."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos")
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on, for a reason outside the program; the message says all there is to say, in one line."""
+    """A run cannot go on, for a reason outside the program; the message says it all in one line."""
 
 
 class Terminated(KeyboardInterrupt):

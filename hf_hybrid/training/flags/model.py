@@ -56,7 +56,7 @@ class ModelArguments:
     use_fast_tokenizer: bool = flag(True, "Accepted for compatibility; current tokenizers are all fast.")
     model_revision: str = flag("main", "Branch, tag or commit on the Hub.")
     token: str | None = flag(None, "Token for the Hub; the stored login when left out.")
-    trust_remote_code: bool = flag(False, "Run model code that lies in the checkpoint. Only for code you have read.")
+    trust_remote_code: bool = flag(False, "Run model code from the checkpoint. Only for code you have read.")
     dtype: str = flag(
         "float32",
         "Precision of the weights; auto takes the checkpoint's. Optimizers need float32 weights: "

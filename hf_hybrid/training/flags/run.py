@@ -56,7 +56,7 @@ class ScriptTrainingArguments(TrainingArguments):
         super().__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the token out of training_args.bin, which lies beside the model and is pushed with it."""
+        """Leave the token out of training_args.bin, which is pushed with the model."""
         return self.__dict__ | {"hub_token": None}
 
 

@@ -41,14 +41,14 @@ _HEADS = ("classifier", "score")  # which peft itself saves with every adapter o
 
 
 class Base(NamedTuple):
-    """The checkpoint that an adapter belongs to: a folder, or a name on the Hub and what of it."""
+    """The checkpoint that an adapter belongs to: a folder, or a name on the Hub and its revision."""
 
     name: str
     revision: str
 
 
 def adapter_base(model_args: ModelArguments) -> Base | None:
-    """The checkpoint to which the adapter in ``--model_name_or_path`` belongs; None where that is no adapter.
+    """Return the base of the adapter in ``--model_name_or_path``; None where that is no adapter.
 
     Raises:
         ValueError: The adapter names no base, or its base is not there.
@@ -76,7 +76,7 @@ def adapter_base(model_args: ModelArguments) -> Base | None:
 
 
 def adapter_folder(model_args: ModelArguments) -> Path | None:
-    """The folder of the adapter in ``--model_name_or_path``, downloaded if need be; None where that is no adapter."""
+    """Return the folder of the adapter in ``--model_name_or_path``, downloaded if needed; None without an adapter."""
     name = model_args.model_name_or_path
     if name is None or Path(name, "config.json").is_file():
         return None
@@ -98,12 +98,12 @@ def _download(name: str, cache_dir: str | None, token: str | None, revision: str
 
 
 def uses_adapter(model_args: ModelArguments) -> bool:
-    """Whether the model of the run has an adapter; what that is put on cannot be resized."""
+    """Whether the model of the run has an adapter; such a model cannot be resized."""
     return model_args.peft is not None or adapter_base(model_args) is not None
 
 
 def load_base_config(model_args: ModelArguments, **hub_arguments: Any) -> PreTrainedConfig | None:
-    """The configuration of the model that an adapter was trained on, its labels among it, if its folder has that."""
+    """Load the configuration of an adapter's base, with its labels, if it is in the adapter's folder."""
     path = Path(str(adapter_folder(model_args)), BASE_CONFIG)
     return AutoConfig.from_pretrained(path, **hub_arguments) if path.is_file() else None
 
@@ -144,7 +144,7 @@ def check_adapter_flags(model_args: ModelArguments, training_args: TrainingArgum
 
 
 def freeze_loaded(model: PreTrainedModel, missing: list[str]) -> None:
-    """Freeze all weights but those that the checkpoint lacked: they are what an adapter must bring along."""
+    """Freeze all weights but those that the checkpoint lacked: an adapter must bring these along."""
     new = set(missing)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name in new)
@@ -222,7 +222,7 @@ def _check_saved_modules(model: PreTrainedModel, fields: Mapping[str, Any]) -> N
 
 
 def _trained_beside(model: PreTrainedModel, config: Any) -> list[str] | None:
-    """The modules to save with an adapter: those that are asked for, and those whose weights the checkpoint lacked."""
+    """List the modules to save with an adapter: the asked ones, and those whose weights the checkpoint lacked."""
     asked = list(config.modules_to_save or [])
     known = (*asked, *(_HEADS if config.task_type == "SEQ_CLS" else ()))
     owners = {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.requires_grad}
@@ -256,10 +256,10 @@ def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Bas
 
 
 def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the model's configuration beside its adapter: peft saves none, so that a classifier's labels were lost.
+    """Write the model's configuration next to its adapter: peft saves none, and a classifier's labels would be lost.
 
     Note:
-        It is not called ``config.json``: beside one, transformers looks for the whole model in the adapter's folder.
+        It is not called ``config.json``: next to one, transformers looks for the whole model in the adapter's folder.
     """
     if isinstance(model, PeftModel):
         base: Any = model.get_base_model()
@@ -267,9 +267,9 @@ def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def save_base_model(trainer: Trainer, *, new: bool) -> None:
-    """Write the base of an adapter beside it, where there is no other place from which it could be loaded.
+    """Write the base of an adapter into its folder, if it cannot be loaded from anywhere else.
 
-    With `new`, training begins anew, with a base of its own; what is there may be cut off, or another run's.
+    With `new`, training begins anew and writes its own base: one that is there may be cut off, or another run's.
     """
     model: Any = trainer.model
     folder = Path(str(trainer.args.output_dir), BASE_MODEL)
@@ -294,7 +294,7 @@ def save_merged_model(trainer: Trainer) -> None:
 
 
 def _copy_without_saved_modules(model: PeftModel) -> Any:
-    """Copy a model, its saved modules in their places already: IA3 can put there none that consists of others."""
+    """Copy a model with its saved modules in place: IA3 cannot merge those that have modules of their own."""
     copied: Any = copy.deepcopy(model)
     for name, module in list(copied.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):

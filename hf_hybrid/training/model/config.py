@@ -182,7 +182,7 @@ def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) ->
 
 
 def hub_arguments(model_args: ModelArguments, base: Base | None = None) -> dict[str, Any]:
-    """What `from_pretrained` is told about the Hub; `base` where an adapter's base is loaded."""
+    """Arguments of `from_pretrained` about the Hub; with `base`, for loading an adapter's base."""
     return {
         "cache_dir": model_args.cache_dir,
         "revision": model_args.model_revision if base is None else base.revision,

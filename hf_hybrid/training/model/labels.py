@@ -49,7 +49,7 @@ def settle_labels(
 
 
 def _as_in_checkpoint(found: Labels | None, own: tuple[str, ...], *, training: bool) -> Labels | None:
-    """The data's labels with the checkpoint's names and ids; None where they do not fit each other."""
+    """Give the data's labels the checkpoint's names and ids; None where they do not fit."""
     if found is None or found.are_numbers:
         fits = found is None or len(own) == 1
         return Labels(() if len(own) == 1 else own) if fits else None

@@ -1,4 +1,4 @@
-"""The learning rates at which new models learn: one table, and what the scripts make of it.
+"""The learning rates at which new models learn: one table, and how the scripts use it.
 
 Transformers' default is a rate for fine-tuning, at which a new model hardly leaves its initial weights.
 """
@@ -63,11 +63,11 @@ RATES: dict[str, tuple[Rate, ...]] = {
     "srformer_bart": (Rate("the default size", 1024, 3e-4, "not measured: SPADE base's by width"),),
     "srformer_t5": (Rate("the default size", 512, 1e-3, "not measured"),),
 }
-"""Model type → what is recorded for it; of sizes that are equally near, the first counts."""
+"""Model type → its rates; of sizes that are equally near, the first counts."""
 
 
 def recorded_rate(config: PreTrainedConfig, preset: str | None = None) -> Rate | None:
-    """What is recorded for the size whose width is nearest to a model's; None for an architecture without a record.
+    """Return the rate of the size whose width is nearest to a model's; None for an architecture without a record.
 
     Between sizes of the same width, the preset that the model was made from decides.
     """

@@ -114,7 +114,7 @@ def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) ->
 
 
 def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id that a tokenizer can give; its length where ids have no gaps."""
+    """Count the ids that a tokenizer can give, gaps included: one more than the largest."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 

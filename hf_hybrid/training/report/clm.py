@@ -26,13 +26,13 @@ _CURVES = {
     "Accuracy on the validation split": {"eval_accuracy": "share of tokens guessed"},
 }
 _READ, _WRITTEN = 128, 64
-"""At most so many tokens of a sample are read, and so many written."""
+"""The most tokens of a sample that are read, and that are written."""
 
 
 def report(
     trainer: CausalTrainer, examples: Mapping[str, Any], texts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> Contents:
-    """Scores beside those of what knows no token before the one to predict, and samples."""
+    """Scores, compared with baselines that read no context, and samples."""
     last = "predict" if trainer.args.do_predict else "eval"
     return Contents(
         title="Language model",
@@ -56,7 +56,7 @@ def _size(rows: Any) -> str:
 def _score_tables(
     trainer: CausalTrainer, examples: Mapping[str, Any], texts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> Section:
-    """The model's scores beside those of what knows no token before the one to predict."""
+    """The model's scores and those of baselines that read no context."""
     tables, notes = [], []
     model: Any = trainer.model
     vocab_size: int = model.config.vocab_size
@@ -93,7 +93,7 @@ def _targets(rows: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
 
 
 def _samples(trainer: CausalTrainer, examples: Mapping[str, Any]) -> Section:
-    """The model goes on with the beginnings of blocks, taking the likeliest token each time."""
+    """Let the model continue the beginnings of blocks, with the likeliest token each time."""
     split = next((name for name in reversed(PREFIXES) if name in examples), None)
     if split is None:
         return Section("Samples")

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 _MOST = 400
-"""More points than these are drawn as means of neighbours, in a band from the least to the greatest."""
+"""More points are drawn as means of neighbours, in a band from the least to the greatest."""
 _FEW = 30
-"""Fewer points than these are marked."""
+"""Fewer points are marked."""
 _COLORS = ("#1f6fb4", "#c4520c", "#2e7d32", "#8e44ad")
 _INK, _GRID = "#24292f", "#c9cfd6"
 STYLE: Any = {

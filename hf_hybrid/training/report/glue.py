@@ -24,9 +24,9 @@ _SCORE_NAMES = {
     "combined_score": "their mean",
 }
 _GUESSES = 10
-"""A stratified guess is repeated so many times."""
+"""How often a stratified guess is repeated."""
 _MOST_LABELS = 12
-"""Of more labels, the confusions are listed instead of shown as a square."""
+"""With more labels, confusions are listed instead of shown as a square."""
 
 
 def report(
@@ -38,7 +38,7 @@ def report(
     evaluated: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Contents:
-    """Scores beside those of what reads no sentence, how labels are confused, and samples."""
+    """Scores, compared with baselines that read no sentence; which labels are confused; and samples."""
     task, trained = data_args.task_name, datasets.get("train")
     evaluated = {name: outputs for name, outputs in evaluated.items() if outputs is not None}
     scored = {name: outputs for name, outputs in evaluated.items() if outputs.label_ids is not None}
@@ -80,7 +80,7 @@ def _score_tables(
     scores: Sequence[str],
     metrics: Mapping[str, float],
 ) -> Section:
-    """The model's scores beside those of what knows the training labels and reads no sentence."""
+    """The model's scores and those of baselines that know the training labels and read no sentence."""
     tables = []
     for split, outputs in scored.items():
         prefix = PREFIXES[split.removesuffix(SECOND)]
@@ -108,7 +108,7 @@ def _score_tables(
 def _label_baselines(
     labels: Labels, known: np.ndarray[Any, Any] | None, count: int
 ) -> dict[str, list[np.ndarray[Any, Any]]]:
-    """What can be said without reading: for each way its name and its answers, one or several times."""
+    """Answer without reading: the name of each baseline, and its answers, once or several times."""
     if known is None:
         return {}
     if labels.are_numbers:
@@ -121,7 +121,7 @@ def _label_baselines(
 
 
 def _confusions(labels: Labels, scored: Mapping[str, Any]) -> Section:
-    """How often each label was taken for each other one."""
+    """Count how often each label was taken for each other one."""
     if labels.are_numbers:
         return Section("Confusions")
     tables, size = [], len(labels.names)
@@ -146,7 +146,7 @@ def _confusions(labels: Labels, scored: Mapping[str, Any]) -> Section:
 
 
 def _samples(split: str, rows: Dataset, columns: tuple[str, ...], labels: Labels, outputs: Any) -> Section:
-    """Some that the model gets right and some that it gets wrong, or the first ones where nobody can tell."""
+    """Show right and wrong predictions; without labels, any."""
     predicted = outputs_of(outputs.predictions, labels)
     logits = logits_of(outputs.predictions).astype(np.float64)
     chances = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).max(axis=1)

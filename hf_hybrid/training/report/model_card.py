@@ -68,7 +68,7 @@ def write_model_card(
         logger.warning("%s was not written by a run and is left as it is; the results are in all_results.json.", path)
         return
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's adapters stand around it
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
     base = model_args.model_name_or_path
     base = base if base is not None and not Path(base).exists() else None
     name = trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name
@@ -93,7 +93,7 @@ def write_model_card(
 
 
 def is_written_by_hand(text: str) -> bool:
-    """Whether somebody has written a card, or finished one: no run's mark is in it, and it is no empty template."""
+    """Whether a person has written or finished a card: it has no run's mark and is no empty template."""
     if MARK in text or "This model card has been generated automatically" in text:
         return False
     return _without_versions(text) != _without_versions(str(ModelCard.from_template(ModelCardData())))
@@ -117,7 +117,7 @@ def _metadata(
     task: str,
     metrics: Mapping[str, float],
 ) -> ModelCardData:
-    """What the Hub searches by; a licence nobody has chosen is "unknown", which is one of its words."""
+    """Make the data that the Hub searches by; a licence that nobody has chosen is "unknown", as the Hub calls it."""
     own = [model.config.model_type, "hf_hybrid"] if model.config.model_type in ARCHITECTURES else []
     scores, data = _scores(metrics), data_args.dataset_name
     is_on_hub = data is not None and ":" not in data and not Path(data).exists()
@@ -147,7 +147,7 @@ def _metadata(
 
 
 def _scores(metrics: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """What was measured on held-out data and says how good the model is, by the split's prefix and the metric."""
+    """Choose the metrics that say how good the model is on held-out data, by the split's prefix and the metric."""
     scores = {}
     for name, value in metrics.items():
         prefix, _, metric = name.partition("_")
@@ -184,7 +184,7 @@ def _architecture(model: PreTrainedModel) -> str:
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """The sizes, and what else is set otherwise than the architecture's default."""
+    """Choose the sizes, and every other field that differs from the architecture's default."""
     try:
         default = type(config)().to_dict()
     except Exception:  # architectures that are put together from others have no default

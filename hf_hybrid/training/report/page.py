@@ -1,4 +1,4 @@
-"""A page that shows a run: ``report.html``, one file with everything in it, made from plain values and texts."""
+"""Write ``report.html``, a page in one file, from plain values and texts."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from hf_hybrid.training.report.curves import Panel, describe, draw_svg
 
 Cell = str | int | float | None
-"""What stands in a cell; None where there is nothing."""
+"""The content of a cell; None for an empty one."""
 
 _LONGEST, _MOST_LINES = 700, 12
 # what HTML forbids, and halves of characters that UTF-8 cannot write
@@ -69,7 +69,7 @@ class Section:
         title: Its heading.
         tables: Tables.
         samples: Samples.
-        notes: What is to be said beside them, such as what was not done.
+        notes: Remarks, such as what was not done.
     """
 
     title: str
@@ -140,7 +140,7 @@ def clean(value: object) -> object:
 
 
 def excerpt(text: str, longest: int = _LONGEST) -> str:
-    """The beginning of a text, with its length if that is not all of it."""
+    """Return the beginning of a text, with its length if that is not all of it."""
     text = _LINE_END.sub("\n", text)
     shown = "\n".join(text[:longest].split("\n")[:_MOST_LINES])
     return text if shown == text else f"{shown.rstrip()} … ({len(text):,} characters in all)"

@@ -1,4 +1,4 @@
-"""The report of a script's run: what its Trainer knows and what its measurements say, and the parts of the script."""
+"""Put the report of a run together: from its Trainer, its measurements and its task."""
 
 import logging
 import os
@@ -34,12 +34,12 @@ _WORK = {"do_train": "trained", "do_eval": "evaluated", "do_predict": "predicted
 
 
 def choose_rows(count: int, wanted: int = _SAMPLES) -> list[int]:
-    """Rows to show: drawn at random, the same ones each time, in order."""
+    """Draw rows to show at random, but the same ones each time, in order."""
     return sorted(random.Random(_SEED).sample(range(count), min(wanted, count)))
 
 
 def guarded(what: str, work: Callable[[], Any]) -> Any:
-    """Do what a run can do without; if it fails, warn with the reason and return None."""
+    """Do work that a run can do without; if it fails, warn with the reason and return None."""
     try:
         return work()
     except Exception as error:  # whatever it is, the results are there and must not look lost
@@ -112,7 +112,7 @@ def write_report(
 
 
 def _path(folder: Path, trainer: ScriptTrainer) -> Path:
-    """The report's file; a run without training leaves that of another run alone, unless it may write over it."""
+    """Choose the report's file; a run without training keeps another run's report, unless it may overwrite it."""
     path = folder / REPORT_FILE
     number = 2
     while not trainer.args.do_train and not trainer.args.overwrite_output_dir and path.exists():
@@ -205,7 +205,7 @@ def _duration(seconds: float) -> str:
 
 
 def environment(device: torch.device, processes: int = 1) -> dict[str, Cell]:
-    """Versions and devices, for whoever wants to see the same numbers."""
+    """List versions and devices, on which the numbers depend."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU: {_cpu_name()}",
         "cores": os.cpu_count(),

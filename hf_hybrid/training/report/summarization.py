@@ -19,7 +19,7 @@ CURVES = {
     "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
     "ROUGE on the validation split (%)": {f"eval_{key}": name for key, name in _ROUGE.items() if key != "rougeLsum"},
 }
-"""What is drawn over the steps: for each diagram, the logged metrics in it and what they are called."""
+"""The diagrams over the steps: the logged metrics in each, and their names."""
 
 
 def report(
@@ -31,7 +31,7 @@ def report(
     evaluated: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Contents:
-    """Scores beside those of summaries that need no model, and samples."""
+    """Scores, compared with summaries that need no model, and samples."""
     tokenizer: Any = trainer.processing_class
 
     @cache
@@ -63,7 +63,7 @@ def report(
 def _score_tables(
     texts: dict[str, dict[str, list[str]]], train: Dataset | None, summary_column: str, metrics: Mapping[str, float]
 ) -> Section:
-    """The model's scores beside those of summaries that need no model, on the same references."""
+    """The model's scores and those of summaries that need no model, on the same references."""
     tables, notes = [], []
     pool = [] if train is None else list(train[summary_column])
     for split, of in texts.items():

@@ -1,6 +1,7 @@
 """Checkpoints: the markers that tell a whole one from one whose saving was cut off, and what is wrong with one."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from hf_hybrid.training.run_folder.files import MARKER, UNFINISHED, WEIGHTS_FILES, replacing, sync
 
-_CHUNK = 1 << 22
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states: FSDP, DeepSpeed
 
 
@@ -87,11 +87,8 @@ def faults_on_disk(checkpoint: Path) -> list[str]:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
@@ -107,9 +104,7 @@ def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
 
     A checkpoint without a marker of its completeness was saved by plain transformers, and is taken if it has the files
     that it needs, none of them cut off, unless its neighbours have markers: then it was being saved, or deleted, when
-    the run was cut off.
-
-    Where the user `named` it, the neighbours do not count.
+    the run was cut off. Where the user `named` it, the neighbours do not count.
     """
     if found := faults_on_disk(checkpoint):
         return found
@@ -117,16 +112,13 @@ def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
         neighbours = list_checkpoints(checkpoint.absolute().parent)
         if any((path / name).exists() for path in neighbours for name in (MARKER, UNFINISHED)):
             return [f"{MARKER} missing"]
-    missing = []
-    if not (state := checkpoint / "trainer_state.json").is_file():
-        missing.append(f"{state.name} missing")
-    sharded = any(path.is_dir() for pattern in _SHARDED for path in checkpoint.glob(pattern))
-    if not sharded and not any((checkpoint / name).is_file() for name in WEIGHTS_FILES):
-        missing.append("model.safetensors missing")
-    if not sharded and not any((checkpoint / name).is_file() for name in ("optimizer.pt", "optimizer.bin")):
-        missing.append("optimizer.pt missing")
-    if not sharded and not (checkpoint / "scheduler.pt").is_file():  # Trainer would leave out the optimizer too
-        missing.append("scheduler.pt missing")
+    needed: dict[str, tuple[str, ...]] = {"trainer_state.json": ("trainer_state.json",)}
+    if not any(path.is_dir() for pattern in _SHARDED for path in checkpoint.glob(pattern)):
+        needed |= {"model.safetensors": WEIGHTS_FILES, "optimizer.pt": ("optimizer.pt", "optimizer.bin")}
+        needed["scheduler.pt"] = ("scheduler.pt",)  # without it, Trainer would leave out the optimizer too
+    missing = [
+        f"{name} missing" for name, files in needed.items() if not any((checkpoint / file).is_file() for file in files)
+    ]
     return [*missing, *(f"{path.name} damaged" for path in sorted(checkpoint.iterdir()) if _is_cut_off(path))]
 
 
@@ -135,7 +127,7 @@ def _is_cut_off(path: Path) -> bool:
     if path.is_dir():
         return False
     if path.suffix in (".pt", ".pth"):
-        return not zipfile.is_zipfile(path)  # the table of contents stands at the end
+        return not zipfile.is_zipfile(path)  # the table of contents is at the end
     try:
         if path.name == "trainer_state.json":
             return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)

@@ -43,7 +43,7 @@ RESULT_FILES = (
     REPORT_FILE.replace(".", "-*."),
     CURVES_FILE,
 )
-"""Patterns of what scripts write beside the model. Not each run writes all of it, so old files could pass for its."""
+"""Patterns of what scripts write next to the model. No run writes all of it, and old files could pass for new."""
 CARD_FILE = "README.md"
 
 
@@ -108,7 +108,7 @@ def _being_written(error: BaseException, folder: Path) -> str:
     """The file at which saving failed, as far as it can be known."""
     if isinstance(error, OSError) and error.filename is not None:
         return Path(error.filename).name
-    if isinstance(error, SafetensorError):  # it leaves no file behind
+    if isinstance(error, SafetensorError):  # it leaves no file
         return "model.safetensors"
     files = [path for path in folder.iterdir() if path.is_file() and path.name != UNFINISHED]
     return max(files, key=lambda path: path.stat().st_mtime_ns).name if files else "the first file"

@@ -134,7 +134,7 @@ def clear_output_folder(
 def _earlier_results(
     folder: Path, training_args: ScriptTrainingArguments, outputs: Sequence[str], model_name_or_path: str | None
 ) -> list[Path]:
-    """What an earlier run left beside its checkpoints, but for the weights that this one reads."""
+    """List what an earlier run left next to its checkpoints, without the weights that this one reads."""
     if not training_args.do_train:
         return [path for name in outputs if (path := folder / name).is_file()]
     source = None if model_name_or_path is None else Path(model_name_or_path).resolve()
@@ -149,7 +149,7 @@ def _earlier_results(
 
 
 def _reads_from(source: Path | None, folder: Path) -> bool:
-    """Whether a run starts from a model, or from the adapter of a model, that lies in a folder."""
+    """Whether a run starts from a model, or from the adapter of a model, in a folder."""
     return source is not None and (source.is_relative_to(folder.resolve()) or source == folder.parent.resolve())
 
 
@@ -159,6 +159,6 @@ def _is_resumed(folder: Path, resume_from: str | None) -> bool:
 
 
 def _stale_checkpoints(folder: Path, resume_from: str | None) -> list[Path]:
-    """The checkpoints of the run that is written over; of one that is resumed, those after the one it goes on from."""
+    """List the checkpoints that the run writes over; if it is resumed, those after the one that it goes on from."""
     kept = step_of(Path(os.path.abspath(resume_from)).name) if resume_from and _is_resumed(folder, resume_from) else -1
     return [path for path in list_checkpoints(folder) if step_of(path.name) > kept]

@@ -13,7 +13,7 @@ from hf_hybrid.metrics import load_metric
 METRICS = ("loss",)
 """What an evaluation reports."""
 GENERATED_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len")
-"""What one that generates summaries reports too."""
+"""What an evaluation that generates summaries reports too."""
 _CHUNK = 200
 
 

@@ -44,11 +44,11 @@ class _Watch(TrainerCallback):
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the weights are those of the last step that counts, and not on their way to the next."""
+        """Whether the weights are those of the last finished step."""
         return self._optimizing != self.trainer.state.global_step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training begins; what it begins with is saved or not worth saving."""
+        """Training begins; its first weights need no saving."""
         self.begun_at = self.saved_at = state.global_step
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -72,11 +72,11 @@ class _Watch(TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is saved and whole."""
+        """A checkpoint is complete."""
         self.saved_at = state.global_step
 
     def _take_snapshot(self) -> None:
-        """Keep what the first part of a step changes beside the gradients: random numbers and counts."""
+        """Keep what the first part of a step changes besides gradients: random numbers and counts."""
         state = self.trainer.state
         self._snapshot = {
             "step": state.global_step,
@@ -105,10 +105,10 @@ def stop_gently(trainer: ScriptTrainer) -> Iterator[None]:
     """Let Ctrl-C, SIGTERM, a closed terminal or an error end training without losing the steps that are done.
 
     The first Ctrl-C, SIGTERM and SIGHUP finish the running step and save a checkpoint, in all processes after the
-    same step; a second Ctrl-C stops at once, but not several processes, whom torchrun forwards the first one twice.
+    same step; a second Ctrl-C stops at once, but not several processes: torchrun forwards the first one to them twice.
     After an error a checkpoint of the last finished step is saved, unless the weights are not those of any step, or
     the error came out of saving, or there are several processes of which one alone failed. Signals that the process
-    was started to ignore, by nohup say, stay ignored; in a thread, all are left alone.
+    was started to ignore, as nohup does, stay ignored; in a thread, all are left alone.
 
     Raises:
         KeyboardInterrupt: Training was stopped; the message says where, and how to continue. After SIGTERM it is a
@@ -165,7 +165,7 @@ def _signals_noted(watch: _Watch) -> Iterator[None]:
 
 
 def _silence_closed_terminal() -> None:
-    """Let what is printed go nowhere: an error for each line of it would keep the checkpoint from being saved."""
+    """Print into nowhere: an error for each printed line would keep the checkpoint from being saved."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"\n")
@@ -181,29 +181,26 @@ def _interrupt(watch: _Watch, advice: str) -> KeyboardInterrupt:
 
 
 def _save_after_error(watch: _Watch, error: Exception) -> str:
-    """Save a checkpoint of the last finished step if that makes sense; what became of it, and how to go on."""
+    """Save a checkpoint of the last finished step if that makes sense; say whether, and how to go on."""
     trainer, step = watch.trainer, watch.trainer.state.global_step
-    if watch.begun_at is None:
-        return ""  # training did not begin
-    if isinstance(error, CannotSave):
-        return ""  # it has said all of this
-    if trainer.is_saving or no_room(error) is not None:
-        return how_to_continue(trainer)
-    if trainer.args.save_strategy == SaveStrategy.NO or trainer.args.save_only_model:
-        return how_to_continue(trainer)
+    if watch.begun_at is None or isinstance(
+        error, CannotSave
+    ):  # training did not begin, or the error says all of this
+        return ""
+    go_on = how_to_continue(trainer)
+    never_saves = trainer.args.save_strategy == SaveStrategy.NO or trainer.args.save_only_model
+    if trainer.is_saving or no_room(error) is not None or never_saves:
+        return go_on
     if watch.saved_at == step:
-        return "No step was finished, so there is nothing to save." if step == 0 else how_to_continue(trainer)
+        return "No step was finished, so there is nothing to save." if step == 0 else go_on
     if not watch.is_between_steps:
-        return (
-            f"Step {step + 1} failed while the weights were changed, so nothing was saved. {how_to_continue(trainer)}"
-        )
+        return f"Step {step + 1} failed while the weights were changed, so nothing was saved. {go_on}"
     if trainer.args.world_size > 1 and not isinstance(error, NonFiniteLoss):
-        return f"Other processes may still work, so step {step} was not saved. {how_to_continue(trainer)}"
-    if not _are_finite(trainer.model):
-        return (
-            f"The weights of step {step} are not finite either, so they were not saved: an earlier step spoiled them. "
-            + how_to_continue(trainer)
-        )
+        return f"Other processes may still work, so step {step} was not saved. {go_on}"
+    model: Any = trainer.model
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
+        words = f"The weights of step {step} are not finite either, so they were not saved"
+        return f"{words}: an earlier step spoiled them. {go_on}"
     watch.go_back_to_last_step()
     logger.warning("Saving a checkpoint of step %d, the last one that was finished.", step)
     try:
@@ -213,12 +210,8 @@ def _save_after_error(watch: _Watch, error: Exception) -> str:
     return f"Step {step} was saved after the error. {how_to_continue(trainer)}"
 
 
-def _are_finite(model: Any) -> bool:
-    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-
-
 def how_to_continue(trainer: ScriptTrainer) -> str:
-    """Words for a run that was stopped."""
+    """Say how to continue a run that was stopped."""
     if trainer.args.save_strategy == SaveStrategy.NO:
         return "There is no checkpoint to continue from: --save_strategy is no."
     if trainer.args.save_only_model:

@@ -11,7 +11,7 @@ _LOGS, _MOST_STEPS = 50, 500
 
 
 def steps_between_logs(max_steps: int) -> int:
-    """Fifty logs in a run, but never more than transformers' 500 steps from one to the next."""
+    """Log fifty times in a run, and at least every 500 steps, transformers' default."""
     return min(_MOST_STEPS, math.ceil(max_steps / _LOGS))
 
 

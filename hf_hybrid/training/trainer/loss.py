@@ -1,4 +1,4 @@
-"""What must be known of a model's loss so that small batches add up to a large one exactly."""
+"""How a model counts its loss, so that small batches add up to a large one exactly."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a run takes, measured while it runs: parameters, tokens, seconds, bytes."""
+"""Measure a run: parameters, tokens, seconds, bytes."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 
 class Measurements(TrainerCallback):
-    """Counters and clocks of one Trainer: of this process, and of this run alone where it goes on from a checkpoint.
+    """Counters and clocks of one Trainer, for this process alone, and without the steps of a run that is resumed.
 
     Attributes:
         parameters: Of the whole model, also where it is partitioned later.

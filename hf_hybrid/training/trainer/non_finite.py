@@ -1,4 +1,4 @@
-"""Losses that are no numbers: they stop training, and are traced to the examples that a batch is made of."""
+"""Losses that are not finite: they stop training, and are traced to the examples of a batch."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from hf_hybrid.training.processes import Agreement
 logger = logging.getLogger(__name__)
 
 EXAMPLES = "example_positions"
-"""What a batch carries the positions of its examples under, until it is taken for a step."""
+"""The key of a batch under which it carries the positions of its examples."""
 _SHOWN = 64
 
 
@@ -53,7 +53,7 @@ class _NumberedStream(IterableDataset[_Numbered]):
         self.stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """Pass on what a stream may have beside its examples: a length, the number of its epoch, a generator."""
+        """Pass on what a stream may have besides its examples: a length, the number of its epoch, a generator."""
         if name == "stream":
             raise AttributeError(name)
         return getattr(self.stream, name)
@@ -99,7 +99,7 @@ class NumberingCollator:
 
 
 def describe_examples(positions: Sequence[int], *, stream: bool, workers: int) -> str:
-    """Words for the examples of a batch."""
+    """Name the examples of a batch."""
     if not positions:
         return "the batch's examples are not known"
     listed = ", ".join(map(str, positions[:_SHOWN])) + (", ..." if len(positions) > _SHOWN else "")
@@ -127,7 +127,7 @@ class StepCheck:
         return not bool(torch.stack(values).isfinite().all())
 
     def explain(self, agreement: Agreement, *, stream: bool, workers: int) -> str:
-        """What is not finite, and in which examples, in all processes."""
+        """Say what is not finite, and in which examples, in all processes."""
         held = [[] if positions is None else positions.tolist() for positions in self._positions]
         losses = [loss.item() for loss in self.losses]
         found = [(loss, own) for loss, own in zip(losses, held, strict=True) if not math.isfinite(loss)]
@@ -140,7 +140,7 @@ class StepCheck:
 
 
 def warn_of_scores(metrics: Mapping[str, Any]) -> None:
-    """Scores that are not finite are reported as they are, with a warning."""
+    """Warn of scores that are not finite; they are reported as they are."""
     bad = {name: value for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
     if bad:
         listed = ", ".join(f"{name} is {value}" for name, value in bad.items())

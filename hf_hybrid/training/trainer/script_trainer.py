@@ -76,7 +76,7 @@ class ScriptTrainer(Trainer):
         self._autocasts = let_autocast_choose(self.accelerator, self.model)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """What a loss is computed in; nothing where accelerate has put autocast around the model itself."""
+        """Return the context of a loss; accelerate's autocast where FSDP shards state spaces."""
         if self._autocasts:
             return self.accelerator.autocast()
         return super().autocast_smart_context_manager(*args, **kwargs)
@@ -120,7 +120,7 @@ class ScriptTrainer(Trainer):
         return NumberingCollator(super()._get_collator_with_removed_columns(data_collator, description))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the batches of a step, without the positions of their examples, which are kept aside."""
+        """Take the batches of a step; the positions of their examples are kept apart."""
         batches, count = super().get_batch_samples(*args, **kwargs)
         self._step = StepCheck(batches)
         return batches, count
@@ -211,7 +211,7 @@ class ScriptTrainer(Trainer):
         return output
 
     def take_outputs(self) -> Any:
-        """Predictions and labels of the last evaluation, in the order of the data; None if there are none. Once."""
+        """Return the outputs of the last evaluation, in the order of the data, or None; and forget them."""
         outputs, self._outputs = self._outputs, None
         return outputs
 
@@ -251,7 +251,7 @@ class ScriptTrainer(Trainer):
                 finish_saving(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model, and beside an adapter the configuration of its base."""
+        """Save the model, and with an adapter the configuration of its base."""
         super()._save(output_dir, state_dict)
         save_base_config(self.model, output_dir or str(self.args.output_dir))
 
@@ -286,7 +286,7 @@ class ScriptTrainer(Trainer):
             self._is_marked = True
 
     def _advise(self) -> str:
-        """Words for a run that found no room on the disk."""
+        """Say how to go on after a full disk."""
         whole = complete_checkpoints(str(self.args.output_dir))
         if not whole:
             return "There is no complete checkpoint; make room and start anew."
@@ -350,7 +350,7 @@ class ScriptTrainer(Trainer):
         self._name_failed_pushes()
 
     def _name_failed_pushes(self) -> None:
-        """Say which pushes of checkpoints could not be made; they run beside the training, and Trainer never looks."""
+        """Say which pushes of checkpoints could not be made; they run in the background, and Trainer never looks."""
         push: Any = getattr(self, "push_in_progress", None)
         if push is None or not push.is_done():
             return

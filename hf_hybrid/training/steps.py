@@ -45,16 +45,8 @@ def begin(
 ) -> tuple[PreTrainedConfig, str | None]:
     """Check what can be checked before anything is loaded, and set up logging and the seed.
 
-    Args:
-        argv: The command line.
-        model_args: The model arguments.
-        data_args: The data arguments.
-        training_args: The training arguments; the learning rate of a new model may be fitted.
-        auto_class: The Auto class of the task.
-        metrics: What the script's evaluation reports, without the prefix ``eval_``.
-        outputs: What `result_files` returned.
-        role: As for `load_config`.
-        cut_from_train: As for `check_split_sources`.
+    `metrics` are what the script's evaluation reports, without the prefix ``eval_``, and `outputs` the files that
+    `result_files` names. The learning rate of a new model may be fitted.
 
     Returns:
         The model's configuration, and the checkpoint to resume from, or None to start anew.
@@ -170,14 +162,7 @@ def finish(
 
     A run that only evaluates writes no card: the model is another run's, and so is what is to be said of it.
 
-    Args:
-        trainer: The trainer, after its work.
-        model_args: The model arguments.
-        data_args: The data arguments.
-        argv: The command line as the script was given it.
-        task: The Hub's name of the task.
-        metrics: Everything that was measured.
-        report: Makes the task's part of the report.
+    `task` is the Hub's name of the task, and `report` makes the task's part of the report.
 
     Raises:
         ValueError: It could not be pushed.

@@ -31,11 +31,8 @@ def load_config(
 ) -> PreTrainedConfig:
     """Load the checkpoint's configuration, or build one from ``--model_type`` and ``--config_overrides``.
 
-    Args:
-        model_args: The model arguments.
-        auto_class: The Auto class of the task, such as `AutoModelForSeq2SeqLM`.
-        preset: The size of a new model for which no field is given, of an architecture that has named sizes.
-        role: Fields that make an architecture of several roles take that of the task, where it has them.
+    `preset` is the size of a new model for which no field is given, where the architecture has named sizes. `role` has
+    fields that make an architecture of several roles take that of the task, where it has them.
 
     Raises:
         ValueError: The model type is unknown or has no class for the task, an override does not fit, or the folder is
@@ -201,12 +198,8 @@ def fit_positions(
 ) -> int | None:
     """Lengthen a new model's position embeddings to the asked lengths; check those of a checkpoint.
 
-    Args:
-        model_args: The model arguments; what has an adapter cannot be lengthened.
-        config: What `load_config` returned; changed in place.
-        auto_class: The Auto class of the task.
-        asked: By configuration field that limits a length, the flags that ask for one and what they ask for.
-        permitted: Whether position embeddings may be lengthened.
+    `asked` has, by the configuration field that limits a length, the flags that ask for one and their values. A model
+    with an adapter cannot be lengthened; the configuration is changed in place.
 
     Returns:
         The length to which a checkpoint's position embeddings must be resized once it is loaded, if any.

@@ -133,11 +133,6 @@ def fit_config_to_tokenizer(
     is its own ``eos_token_id``, it becomes the tokenizer's. Where an encoder-decoder has no default start, generation
     starts with bos, or with pad where the architecture or the tokenizer has no bos (the T5 family).
 
-    Args:
-        config: A configuration that was built with default special ids.
-        tokenizer: The tokenizer.
-        vocab_size_is_given: Whether the user asked for ``config.vocab_size``, which is then kept.
-
     Raises:
         ValueError: The given vocabulary is smaller than the tokenizer's.
     """

@@ -31,17 +31,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Build a new model, or load the checkpoint and lengthen its embeddings as far as needed.
 
-    Args:
-        model_args: The model arguments.
-        training_args: The training arguments; their seed is that of new weights, whatever ran before. Weights that
-            the checkpoint lacks, such as a head, may be new if the model is going to be trained.
-        auto_class: The Auto class of the task.
-        config: What `load_config` returned, fitted to the tokenizer.
-        tokenizer: The tokenizer.
-        resume_from: The checkpoint that the run continues from, if any.
-        positions: What `fit_positions` returned.
-        ignore_mismatched_sizes: Whether weights of another shape than the model's, such as a head for other labels,
-            are treated like missing ones; None where the script has no such flag.
+    The seed of the training arguments is that of new weights, whatever ran before. Weights that the checkpoint lacks,
+    such as a head, may be new if the model is going to be trained. With `ignore_mismatched_sizes`, weights of another
+    shape are treated like missing ones; it is None where the script has no such flag. `positions` is what
+    `fit_positions` returned.
 
     Raises:
         ValueError: The model cannot be built, or the checkpoint cannot be read, or lacks weights or holds others.

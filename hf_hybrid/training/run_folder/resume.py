@@ -75,11 +75,8 @@ def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, ne
 
     Trainer loads the tensors whose names fit: without this, a run ends in a traceback or, worse, does not.
 
-    Args:
-        config: The configuration of this run's model.
-        resume_from: The checkpoint, if any.
-        new: Whether the model began from scratch; then the configuration is already fitted to tokenizer and lengths,
-            while a loaded model may yet be resized.
+    The configuration of a model that is `new` is already fitted to tokenizer and lengths; a loaded one may yet be
+    resized.
 
     Raises:
         ValueError: A field differs, or the checkpoint's configuration cannot be read.

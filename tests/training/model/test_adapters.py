@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.flags.model import ModelArguments
 
-from ..tolerances import assert_close
+from ...tolerances import assert_close
 
 BST = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,window=8,bst_layers=[1]"
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

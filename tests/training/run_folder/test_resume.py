@@ -340,7 +340,7 @@ def test_a_run_of_another_model_is_not_resumed(arguments, used, no_data, more, m
 
 
 def test_a_run_that_0_1_0_began_goes_on_where_only_starting_values_are_others():
-    folder = str(Path(__file__).parent.parent / "models" / "saved_by_0_1_0" / "spade_causal_lm")
+    folder = str(Path(__file__).parents[2] / "models" / "saved_by_0_1_0" / "spade_causal_lm")
     config = AutoConfig.from_pretrained(folder)
     check_resumed_model(config, folder, new=True)
     config.initializer_range, config.relative_attention_init = 0.5, "recency"

@@ -25,7 +25,7 @@ from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 from tests.hub import READER, WRITER, LoopbackHub
 from tests.training.conftest import MODELS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = "hidden_size=32,num_hidden_layers=2,intermediate_size=48"
 RUNS = {  # script and, after a space, what else is special -> model type, its configuration, its own flags, its class
     "summarization": ("spade", "", ["--predict_with_generate"], "AutoModelForSeq2SeqLM"),

@@ -59,17 +59,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """
     groups = (ModelArguments, ClmArguments, ScriptTrainingArguments)
     model_args, data_args, training_args = parse_arguments(groups, argv)
-    outputs, cut = result_files(training_args), ("validation",)
+    outputs = result_files(training_args)
     config, resume_from = begin(
-        argv,
-        model_args,
-        data_args,
-        training_args,
-        AutoModelForCausalLM,
-        metrics=METRICS,
-        outputs=outputs,
-        role=_ROLE,
-        cut_from_train=cut,
+        argv, model_args, data_args, training_args, AutoModelForCausalLM, metrics=METRICS, outputs=outputs, role=_ROLE
     )
     positions = fit_positions(model_args, config, AutoModelForCausalLM, _fit_lengths(config, data_args))
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data

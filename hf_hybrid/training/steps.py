@@ -41,7 +41,6 @@ def begin(
     metrics: Sequence[str],
     outputs: Sequence[str],
     role: Mapping[str, Any] | None = None,
-    cut_from_train: tuple[str, ...] = (),
 ) -> tuple[PreTrainedConfig, str | None]:
     """Check what can be checked before anything is loaded, and set up logging and the seed.
 
@@ -55,7 +54,7 @@ def begin(
         ValueError: A flag cannot be used, the output folder holds another run and there is no permission to write
             into it, there is nothing to resume from, or the Hub would not take what is to be pushed.
     """
-    check_split_sources(data_args, training_args, cut_from_train=cut_from_train)
+    check_split_sources(data_args, training_args)
     wanted = training_args.metric_for_best_model  # Trainer looks it up after the first evaluation only
     if wanted is not None and wanted.removeprefix("eval_") not in metrics:
         raise ValueError(

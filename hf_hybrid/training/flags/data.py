@@ -27,6 +27,8 @@ class DataArguments:
     """The sizes of a run for which no data are named, where they are not given either."""
     extensions: ClassVar[tuple[str, ...]] = EXTENSIONS
     """The extensions of files that the script reads."""
+    cut_from_train: ClassVar[tuple[str, ...]] = ()
+    """Splits that are cut from the training split where they are missing."""
 
     dataset_name: str | None = flag(
         None,
@@ -168,6 +170,7 @@ class ClmArguments(DataArguments):
         "max_predict_samples": 50,
     }
     extensions = TEXT_EXTENSIONS
+    cut_from_train = ("validation",)
 
     text_column: str | None = flag(None, "Column with the texts.")
     streaming: bool = flag(False, "Read data while training, without storing them; needs --max_steps.")
@@ -216,12 +219,8 @@ class ClmArguments(DataArguments):
         super().__post_init__()
 
 
-def check_split_sources(
-    data_args: DataArguments, training_args: TrainingArguments, *, cut_from_train: tuple[str, ...] = ()
-) -> None:
+def check_split_sources(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Refuse files that cannot be read, and a task whose split can be seen to be missing from them.
-
-    Splits in `cut_from_train` are cut from the training split where they are missing.
 
     Raises:
         ValueError: A file does not exist or is of an unknown format, or only files are named, and none of them for a
@@ -232,6 +231,6 @@ def check_split_sources(
     if data_args.dataset_name is not None:
         return
     for task, split in SPLITS.items():
-        found = split in data_args.files or (split in cut_from_train and "train" in data_args.files)
+        found = split in data_args.files or (split in data_args.cut_from_train and "train" in data_args.files)
         if getattr(training_args, task) and not found:
             raise ValueError(f"--{task} needs a {split} split: give --{split}_file or a --dataset_name that has one")

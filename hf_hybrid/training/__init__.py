@@ -1,1 +1,1 @@
-"""Training scripts as functions: `summarization.main`, `glue.main`, `clm.main`; docs/architecture.md lists the rooms."""
+"""Training scripts as functions: `summarization.main`, `glue.main`, `clm.main`; docs/architecture.md has the rooms."""

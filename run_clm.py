@@ -10,7 +10,7 @@ python run_clm.py --model_name_or_path runs/lm --do_predict --test_file test.txt
 """
 
 from hf_hybrid.training.clm import main
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
 
 if __name__ == "__main__":
     run_command_line(main)

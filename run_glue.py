@@ -9,7 +9,7 @@ python run_glue.py --model_type spade --config_overrides preset=tiny --learning_
     --do_train --do_eval --train_file CoLA/train.tsv --validation_file CoLA/dev.tsv --output_dir runs/cola
 """
 
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.glue import main
 
 if __name__ == "__main__":

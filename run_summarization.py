@@ -9,7 +9,7 @@ python run_summarization.py --model_name_or_path runs/spade --do_predict --predi
     --test_file test.csv --text_column article --summary_column abstract --output_dir runs/spade-test
 """
 
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.summarization import main
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ from benchmarks.comparison import (
 from benchmarks.record import Row, read_csv, stamp
 from benchmarks.train_one import MODEL, RESULT, RUN, slug
 from benchmarks.without_training import BASELINES
-from hf_hybrid.training.checkpoints import replacing
+from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.version import __version__
 
 RESULTS = Path("benchmarks/results")

@@ -39,7 +39,7 @@ from benchmarks.comparison import (
     title,
 )
 from benchmarks.record import Row, read_csv
-from hf_hybrid.training.curves import STYLE
+from hf_hybrid.training.report.curves import STYLE
 
 RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")

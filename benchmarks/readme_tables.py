@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.record import Row, read_csv
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.demo import scores_and_checks
-from hf_hybrid.training.learning_rates import RATES
+from hf_hybrid.training.model.learning_rates import RATES
 
 PAGES = (Path("README.md"), Path("docs/training/new_models.md"))
 RESULTS = Path("benchmarks/results")

@@ -16,8 +16,8 @@ import transformers
 from benchmarks.compare_on_data import Experiment
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models.auto import ARCHITECTURES
-from hf_hybrid.training.arguments import ModelArguments
-from hf_hybrid.training.model_loading import load_config
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.model.config import load_config
 
 AUTO_CLASSES = {
     "summarization": "AutoModelForSeq2SeqLM",

@@ -26,9 +26,9 @@ from filelock import FileLock
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_hybrid.training.checkpoints import replacing
-from hf_hybrid.training.command_line import run_command_line
-from hf_hybrid.training.non_finite import NonFiniteLoss
+from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.training.run_folder.files import replacing
+from hf_hybrid.training.trainer.non_finite import NonFiniteLoss
 
 TRAINERS = {"clm": "CausalTrainer", "glue": "ScriptTrainer", "summarization": "SummarizationTrainer"}
 RUN, RESULT, MODEL = "run.json", "result.json", "model"

@@ -9,7 +9,7 @@ def _summaries_without_training(files: Mapping[str, Path], limit: int | None) ->
     from hf_hybrid.data.columns import summarization_columns
     from hf_hybrid.data.loading import load_raw_datasets
     from hf_hybrid.data.preprocessing import plain_baselines
-    from hf_hybrid.training.summarization import rouge_scores
+    from hf_hybrid.training.scores.summarization import rouge_scores
 
     splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
     text, summary = summarization_columns(splits, dataset_name=None)

@@ -35,11 +35,12 @@ from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.peft_targets import PARENTS
 from hf_hybrid.training import clm, glue, summarization
-from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments, SummarizationTrainingArguments
-from hf_hybrid.training.command_line import parse_arguments
-from hf_hybrid.training.config_overrides import parse_config_overrides
-from hf_hybrid.training.data_arguments import ClmArguments, GlueArguments, SummarizationArguments
-from hf_hybrid.training.learning_rates import recorded_rate
+from hf_hybrid.training.flags.command_line import parse_arguments
+from hf_hybrid.training.flags.data import ClmArguments, GlueArguments, SummarizationArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.overrides import parse_config_overrides
+from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
+from hf_hybrid.training.model.learning_rates import recorded_rate
 
 from .data.conftest import write_package
 from .models.sharding import CASES as SHARDED

@@ -1,1 +1,1 @@
-"""Training scripts as functions: `summarization.main`, and the steps that every script shares."""
+"""Training scripts as functions: `summarization.main`, `glue.main`, `clm.main`; docs/architecture.md has the rooms."""

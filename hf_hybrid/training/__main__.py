@@ -1,4 +1,4 @@
-"""The scripts without a clone: ``python -m hf_hybrid.training TASK FLAGS``, or behind torchrun's own ``-m``.
+"""The scripts without a clone: ``python -m hf_hybrid.training TASK FLAGS``, or after torchrun's own ``-m``.
 
 TASK is summarization, glue, clm or demo: ``python -m hf_hybrid.training clm FLAGS`` does what ``python run_clm.py
 FLAGS`` does.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_hybrid.suggestions import did_you_mean
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
 
 TASKS = ("summarization", "glue", "clm", "demo")
 

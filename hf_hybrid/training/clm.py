@@ -8,79 +8,40 @@ and can be computed in overlapping windows.
 """
 
 import logging
-import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_hybrid.data.columns import check_texts, is_text, text_column
 from hf_hybrid.data.files import TEXT_EXTENSIONS, check_file
-from hf_hybrid.data.preprocessing import (
-    IGNORED_LABEL,
-    group_into_blocks,
-    sliding_windows,
-    tokenize_texts,
-    unigram_losses,
-)
-from hf_hybrid.training.adapters import attach_adapter, uses_adapter
-from hf_hybrid.training.arguments import ModelArguments, ScriptTrainingArguments
-from hf_hybrid.training.command_line import given_flags, parse_arguments
-from hf_hybrid.training.common import (
-    asked_splits,
-    check_best_metric,
-    load_datasets,
-    map_rows,
-    prepare_run,
-    publish,
-    require_splits,
-    save_and_log,
-    train,
-    used_splits,
-)
-from hf_hybrid.training.data_arguments import PREFIXES, ClmArguments, check_split_sources
-from hf_hybrid.training.learning_rates import fit_learning_rate
-from hf_hybrid.training.logging_steps import fit_logging_steps
-from hf_hybrid.training.model_loading import (
-    check_tokenizer_source,
-    fit_positions,
-    load_config,
-    load_model,
-    load_tokenizer,
-    train_new_tokenizer,
-)
-from hf_hybrid.training.output_folder import REPORT_FILE, check_resumed_model, clear_output_folder
-from hf_hybrid.training.report import Cell, Sample, Section, Table, excerpt
-from hf_hybrid.training.run_report import choose_rows, guarded, write_report
-from hf_hybrid.training.trainer import CausalTrainer
-
-__all__ = ["load_splits", "main"]
+from hf_hybrid.data.preprocessing import IGNORED_LABEL, group_into_blocks, sliding_windows, tokenize_texts
+from hf_hybrid.training.flags.command_line import parse_arguments
+from hf_hybrid.training.flags.data import PREFIXES, ClmArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.run import ScriptTrainingArguments
+from hf_hybrid.training.model.adapters import attach_adapter
+from hf_hybrid.training.model.config import fit_positions
+from hf_hybrid.training.model.tokenizer import check_tokenizer_source, load_tokenizer, train_new_tokenizer
+from hf_hybrid.training.model.weights import load_model
+from hf_hybrid.training.report.clm import report
+from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
+from hf_hybrid.training.run_folder.resume import check_resumed_model
+from hf_hybrid.training.scores.clm import METRICS, bits_per_byte, compute_metrics, joined_tokens, scores_by_example
+from hf_hybrid.training.splits import asked_splits, load_datasets, map_rows, used_splits
+from hf_hybrid.training.steps import begin, finish, save_and_log, train
+from hf_hybrid.training.trainer.script_trainer import CausalTrainer
 
 logger = logging.getLogger(__name__)
 
 _ROLE = {"is_decoder": True, "is_encoder_decoder": False}
 _POSITIONS = ("max_position_embeddings", "max_decoder_position_embeddings")
-_METRICS = ("loss", "accuracy", "perplexity", "tokens")
 _DEFAULT_BLOCK = 1024
-_LARGEST = math.log(np.finfo(np.float64).max)
 _TOKENS = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})
-_SCORES = {
-    "loss": "loss (nats per token)",
-    "perplexity": "perplexity",
-    "bits_per_byte": "bits per byte",
-    "accuracy": "accuracy",
-}
-_CURVES = {
-    "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
-    "Accuracy on the validation split": {"eval_accuracy": "share of tokens guessed"},
-}
-_READ, _WRITTEN = 128, 64
-"""At most so many tokens of a sample are read, and so many written."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -96,43 +57,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         ValueError: A flag, a file or a folder cannot be used. All flags are checked before any work starts.
         KeyboardInterrupt: Training was stopped with Ctrl-C, after saving a checkpoint.
     """
-    model_args, data_args, training_args = parse_arguments(
-        (ModelArguments, ClmArguments, ScriptTrainingArguments), argv
+    groups = (ModelArguments, ClmArguments, ScriptTrainingArguments)
+    model_args, data_args, training_args = parse_arguments(groups, argv)
+    outputs = result_files(training_args)
+    config, resume_from = begin(
+        argv, model_args, data_args, training_args, AutoModelForCausalLM, metrics=METRICS, outputs=outputs, role=_ROLE
     )
-    check_split_sources(data_args, training_args, cut_from_train=("validation",))
-    if data_args.streaming and training_args.do_train and training_args.max_steps < 1:
-        raise ValueError("--streaming needs --max_steps, for a stream has no length; got none")
-    check_best_metric(training_args, _METRICS)
-    new = model_args.model_name_or_path is None
-    config = load_config(model_args, AutoModelForCausalLM, preset=data_args.default_preset, role=_ROLE)
-    asked = asked_splits(training_args)
-    outputs = [f"{prefix}_results.json" for split, prefix in PREFIXES.items() if split in asked]
-    resume_from = prepare_run(training_args, model_args, outputs=outputs)
-    given = given_flags(argv)
-    fit_learning_rate(training_args, model_args, data_args, config, given)
-    resized_positions = _fit_lengths(config, data_args, new=new, permitted=not uses_adapter(model_args))
+    positions = fit_positions(model_args, config, AutoModelForCausalLM, _fit_lengths(config, data_args))
     tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
-    if tokenizer is None:
-        check_tokenizer_source(data_args)
-        if data_args.streaming:
-            raise ValueError("--streaming needs a tokenizer: give --tokenizer_name or --tokenizer_type bytes")
-    check_resumed_model(config, resume_from, new=new)
+    check_tokenizer_source(tokenizer, data_args)
+    if data_args.streaming:
+        _check_streaming(tokenizer, training_args)
+    check_resumed_model(config, resume_from, new=model_args.is_new)
 
     splits, column = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column])
+    asked = asked_splits(training_args)
     texts = {name: _tokenize(splits[name], name, tokenizer, column, data_args, training_args) for name in asked}
     examples = {name: _examples(rows, name, data_args) for name, rows in texts.items()}
-    model = load_model(
-        model_args,
-        AutoModelForCausalLM,
-        config,
-        tokenizer,
-        seed=training_args.seed,
-        may_add_weights=training_args.do_train,
-    )
-    if resized_positions is not None:
-        model.resize_position_embeddings(resized_positions)
+    model = load_model(model_args, training_args, AutoModelForCausalLM, config, tokenizer, resume_from, positions)
     trainer = CausalTrainer(
         model=attach_adapter(model, model_args, training_args, resume_from, task_type="CAUSAL_LM"),
         args=training_args,
@@ -140,27 +84,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         eval_dataset=examples.get("validation"),
         processing_class=tokenizer,
         data_collator=_collate,
-        compute_metrics=_compute_metrics,
-        preprocess_logits_for_metrics=_scores_by_example,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=scores_by_example,
     )
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
-    metrics: dict[str, float] = {}
-    if training_args.do_train:
-        fit_logging_steps(trainer, resume_from, given)
-        metrics |= train(trainer, resume_from)
-    for split, prefix in PREFIXES.items():
-        if split in asked:
-            results = _evaluate(trainer, examples[split], texts[split], prefix)
-            save_and_log(trainer, prefix, results)
-            metrics |= results
-    guarded(REPORT_FILE, lambda: _report(trainer, model_args, data_args, argv, examples, texts, metrics))
-    publish(trainer, model_args, data_args, task="text-generation", metrics=metrics, argv=argv)
+    metrics = train(trainer, resume_from, argv) if training_args.do_train else {}
+    metrics |= _evaluate(trainer, examples, texts)
+    shown = partial(report, trainer, examples, texts, metrics)
+    finish(trainer, model_args, data_args, argv, task="text-generation", metrics=metrics, report=shown)
     return metrics
 
 
-def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool, permitted: bool) -> int | None:
-    """Choose the block size where it is left out, and fit the model's positions to the lengths, or refuse them."""
+def _check_streaming(tokenizer: PreTrainedTokenizerBase | None, training_args: ScriptTrainingArguments) -> None:
+    if training_args.do_train and training_args.max_steps < 1:
+        raise ValueError("--streaming needs --max_steps, for a stream has no length; got none")
+    if tokenizer is None:
+        raise ValueError("--streaming needs a tokenizer: give --tokenizer_name or --tokenizer_type bytes")
+
+
+def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments) -> dict[str, dict[str, int]]:
+    """Choose the block size where it is left out; the lengths that the model's positions must have."""
     limits = [limit for name in _POSITIONS if isinstance(limit := getattr(config, name, None), int)]
     if data_args.block_size is None:
         data_args.block_size = min([_DEFAULT_BLOCK, *limits])
@@ -171,8 +115,7 @@ def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments, *, new: bool
             logger.warning(
                 "ssm_l_max %d is shorter than --%s %d: its layers see no further back.", memory, flag, length
             )
-    asked = dict.fromkeys(_POSITIONS, lengths)
-    return fit_positions(config, AutoModelForCausalLM, asked, new=new, permitted=permitted)
+    return dict.fromkeys(_POSITIONS, lengths)
 
 
 # ---- data ----
@@ -198,7 +141,6 @@ def load_splits(
     )
     if training_args.do_eval and "validation" not in raw and "train" in raw:
         raw["validation"], raw["train"] = _cut(raw["train"], data_args.validation_split_percentage)
-    require_splits(raw, training_args)
     used = used_splits(raw, training_args, model_args)
     column = text_column({name: _columns(raw[name], name) for name in used}, data_args.text_column)
     for name in used:
@@ -290,7 +232,7 @@ def _examples(
         if next(iter(blocks), None) is None:
             raise ValueError(_too_short(name, f"--block_size {block_size}", "fewer in every thousand texts"))
         return blocks if limit is None else blocks.take(limit)
-    tokens = _joined(rows)
+    tokens = joined_tokens(rows)
     if name != "train" and data_args.eval_sequence_length is not None:
         if len(tokens) < 2:
             raise ValueError(_too_short(name, "two", str(len(tokens))))
@@ -305,14 +247,8 @@ def _too_short(name: str, wanted: str, got: str) -> str:
     return f"split {name!r} must hold at least {wanted} tokens; got {got}"
 
 
-def _joined(rows: Dataset) -> np.ndarray[Any, Any]:
-    """The tokens of all texts, four bytes each."""
-    chunks = rows.data.column("input_ids").chunks
-    return np.concatenate([chunk.flatten().to_numpy() for chunk in chunks])
-
-
 def _collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack blocks or windows. The last window may be shorter: what is put behind it is neither scored nor seen."""
+    """Stack blocks or windows. The last window may be shorter: its padding is neither scored nor seen."""
     ids = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
     labels = [torch.as_tensor(example.get("labels", example["input_ids"]), dtype=torch.long) for example in examples]
     return {
@@ -321,152 +257,16 @@ def _collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- scores ----
-
-
-def _scores_by_example(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Summed loss in nats, number of right tokens, number of scored tokens: `(B, 3)`, a row at a time for memory."""
-    scores = []
-    for row, targets in zip(logits[0] if isinstance(logits, tuple) else logits, labels[:, 1:], strict=True):
-        scored = targets != IGNORED_LABEL
-        picked, wanted = row[:-1][scored].float(), targets[scored]
-        right = (picked.argmax(-1) == wanted).sum()
-        scores.append(torch.stack([F.cross_entropy(picked, wanted, reduction="sum"), right, scored.sum()]))
-    return torch.stack(scores)
-
-
-def _compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    loss, right, count = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
-    mean = loss / count
-    # "loss" takes the place of Trainer's own, a mean over batches of means
-    return {
-        "loss": mean,
-        "accuracy": right / count,
-        "perplexity": _perplexity(mean),
-        "tokens": int(count),
-    }
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < _LARGEST else math.inf
-
-
-def _bits_per_byte(loss: float, texts: Any) -> float:
-    return loss / math.log(2) * len(_joined(texts)) / sum(texts["num_bytes"])
-
-
-def _evaluate(trainer: CausalTrainer, examples: Any, texts: Any, prefix: str) -> dict[str, float]:
-    """Score a split; bits per byte are those of its scored tokens at the length that its tokens have in the mean."""
-    results: dict[str, float] = trainer.evaluate(examples, metric_key_prefix=prefix)
-    results[f"{prefix}_bits_per_byte"] = _bits_per_byte(results[f"{prefix}_loss"], texts)
-    results[f"{prefix}_samples"] = len(examples)
-    if prefix == "eval":
-        results["perplexity"] = results["eval_perplexity"]  # the example script's name for it
-    return results
-
-
-# ---- the report ----
-
-
-def _report(
-    trainer: CausalTrainer,
-    model_args: ModelArguments,
-    data_args: ClmArguments,
-    argv: Sequence[str] | None,
-    examples: dict[str, Any],
-    texts: dict[str, Any],
-    metrics: dict[str, float],
-) -> None:
-    last = "predict" if trainer.args.do_predict else "eval"
-    write_report(
-        trainer,
-        model_args,
-        data_args,
-        script="run_clm.py",
-        argv=argv,
-        title="Language model",
-        sizes={name: _size(rows) for name, rows in examples.items()},
-        metrics=metrics,
-        tiles={f"{last}_{key}": name for key, name in _SCORES.items()},
-        curves=_CURVES,
-        parts={
-            "scores": lambda: _score_tables(trainer, examples, texts, metrics),
-            "samples": lambda: _samples(trainer, examples),
-        },
-    )
-
-
-def _size(rows: Any) -> str:
-    if isinstance(rows, IterableDataset):
-        return "streamed"
-    longest = max(len(row["input_ids"]) for row in rows)
-    return f"{len(rows):,} × {longest:,} tokens"
-
-
-def _score_tables(
-    trainer: CausalTrainer, examples: dict[str, Any], texts: dict[str, Any], metrics: dict[str, float]
-) -> Section:
-    """The model's scores beside those of what knows no token before the one to predict."""
-    tables, notes = [], []
-    model: Any = trainer.model
-    vocab_size: int = model.config.vocab_size
-    losses = {"uniform over the vocabulary": np.full(vocab_size, math.log(vocab_size))}
-    trained = examples.get("train")
-    if trained is None:
-        notes.append("The training split was not read: its frequencies are no baseline here.")
-    elif isinstance(trained, IterableDataset):
-        notes.append("The training split was streamed: its frequencies are no baseline here.")
-    else:
-        tokens = np.concatenate([np.asarray(row["input_ids"]) for row in trained])
-        losses["unigram frequencies"] = unigram_losses(tokens, vocab_size)
-        notes.append("Unigram frequencies are counted in the training blocks, each token once more than it occurs.")
+def _evaluate(trainer: CausalTrainer, examples: dict[str, Any], texts: dict[str, Any]) -> dict[str, float]:
+    """Score the splits; bits per byte are those of the scored tokens, at the length that tokens have in the mean."""
+    metrics: dict[str, float] = {}
     for split, prefix in PREFIXES.items():
-        if split not in examples:
-            continue
-        targets = _targets(examples[split])
-        rows: list[tuple[str, list[Cell]]] = [("this model", [metrics.get(f"{prefix}_{key}") for key in _SCORES])]
-        for name, of_token in losses.items():
-            loss = float(of_token[targets].mean())
-            # one of the equals: any guess of the uniform baseline is as good as any other
-            is_uniform = bool(np.ptp(of_token) == 0)
-            guessed = 1 / vocab_size if is_uniform else float(np.mean(targets == np.argmin(of_token)))
-            rows.append((name, [loss, _perplexity(loss), _bits_per_byte(loss, texts[split]), guessed]))
-        caption = f"Scores on the {split} split, {len(targets):,} tokens"
-        tables.append(Table(caption, ("", *_SCORES.values()), rows, strong=0))
-    return Section("Scores", tables, notes=notes if tables else ["No split was scored."])
-
-
-def _targets(rows: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """The tokens that are scored."""
-    labels = np.concatenate([np.asarray(row.get("labels", row["input_ids"]))[1:] for row in rows])
-    return labels[labels != IGNORED_LABEL]
-
-
-def _samples(trainer: CausalTrainer, examples: dict[str, Any]) -> Section:
-    """The model goes on with the beginnings of blocks, taking the likeliest token each time."""
-    split = next((name for name in reversed(PREFIXES) if name in examples), None)
-    if split is None:
-        return Section("Samples")
-    title = f"Samples of the {split} split"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return Section(title, notes=["The model is spread over processes: one of them cannot generate alone."])
-    model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
-    tokenizer: Any = trainer.processing_class
-    rows, samples = examples[split], []
-    for row in choose_rows(len(rows), 3):
-        ids = torch.as_tensor(np.asarray(rows[row]["input_ids"]), dtype=torch.long)
-        read = max(1, min(_READ, len(ids) // 2))
-        context, truth = ids[:read], ids[read : read + _WRITTEN]
-        with torch.no_grad():
-            written = model.generate(
-                context[None].to(model.device),
-                attention_mask=torch.ones_like(context[None]).to(model.device),
-                max_new_tokens=len(truth),
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-            )[0, read:]
-        parts = {"context": context, "true continuation": truth, "generated": written}
-        decoded = [(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()]
-        samples.append(Sample(decoded))
-    note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
-    return Section(title, samples=samples, notes=[note])
+        if split in examples:
+            results: dict[str, float] = trainer.evaluate(examples[split], metric_key_prefix=prefix)
+            results[f"{prefix}_bits_per_byte"] = bits_per_byte(results[f"{prefix}_loss"], texts[split])
+            results[f"{prefix}_samples"] = len(examples[split])
+            if prefix == "eval":
+                results["perplexity"] = results["eval_perplexity"]  # the example script's name for it
+            save_and_log(trainer, prefix, results)
+            metrics |= results
+    return metrics

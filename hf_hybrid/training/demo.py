@@ -19,16 +19,19 @@ import torch
 
 from hf_hybrid.data.preprocessing import plain_baselines
 from hf_hybrid.training import summarization
-from hf_hybrid.training.arguments import ModelArguments, SummarizationTrainingArguments
-from hf_hybrid.training.command_line import parse_arguments, run_command_line
-from hf_hybrid.training.common import first_examples
-from hf_hybrid.training.curves import draw_picture, find_panels
-from hf_hybrid.training.data_arguments import SummarizationArguments
-from hf_hybrid.training.output_folder import CURVES_FILE, PREDICTIONS_FILE, REPORT_FILE, complete_checkpoints
-from hf_hybrid.training.report import Cell, Page, Sample, Section, Table, write_page
-from hf_hybrid.training.run_report import environment, guarded
-
-__all__ = ["LONG", "SHORT", "Recipe", "main", "run_demo"]
+from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.training.flags.command_line import parse_arguments
+from hf_hybrid.training.flags.data import SummarizationArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.run import SummarizationTrainingArguments
+from hf_hybrid.training.report.curves import draw_picture, find_panels
+from hf_hybrid.training.report.page import Cell, Page, Sample, Section, Table, write_page
+from hf_hybrid.training.report.run_page import choose_rows, environment, guarded
+from hf_hybrid.training.report.summarization import CURVES
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
+from hf_hybrid.training.run_folder.files import CURVES_FILE, PREDICTIONS_FILE, REPORT_FILE
+from hf_hybrid.training.scores.summarization import rouge_scores
+from hf_hybrid.training.splits import first_examples
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,6 @@ MIN_DISTINCT = 0.5
 """At least this share of the generated summaries must be unlike all others."""
 _TRAINED_FOLDER, _UNTRAINED_FOLDER = "trained", "untrained"
 _TEXT, _RESULTS = "report.md", "demo_results.json"
-_SAMPLES = 5
 _SEED = 0
 
 
@@ -177,7 +179,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
     losses = {UNTRAINED: untrained_metrics["eval_loss"], TRAINED: trained_metrics["eval_loss"]}
     table = {
-        name: {**summarization.rouge_scores(predictions, references), "validation_loss": losses.get(name)}
+        name: {**rouge_scores(predictions, references), "validation_loss": losses.get(name)}
         for name, predictions in texts.items()
     }
     checks = check_learning(table, texts[TRAINED], references)
@@ -272,7 +274,7 @@ def check_learning(
     """
     shuffled = list(references)
     random.Random(_SEED).shuffle(shuffled)
-    of_others = summarization.rouge_scores(predictions, shuffled)
+    of_others = rouge_scores(predictions, shuffled)
     distinct = len(set(predictions)) / len(predictions)
     drops = ", ".join(f"{table[TRAINED][key]:.1f} to {of_others[key]:.1f}" for key in SCORES)
 
@@ -289,14 +291,13 @@ def check_learning(
 
 
 def _samples(documents: Sequence[str], references: Sequence[str], predictions: Sequence[str]) -> list[dict[str, str]]:
-    chosen = sorted(random.Random(_SEED).sample(range(len(documents)), min(_SAMPLES, len(documents))))
     return [
         {
             "document": " ".join(documents[index].split())[:160],
             "reference": references[index],
             "summary": predictions[index],
         }
-        for index in chosen
+        for index in choose_rows(len(documents))
     ]
 
 
@@ -310,7 +311,7 @@ def _verify_loading(lines: Sequence[str]) -> None:
 def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Sequence[str]) -> None:
     """Write ``curves.png`` and ``report.html``; a warning says so where one of them cannot be drawn."""
     state = json.loads((folder / _TRAINED_FOLDER / "trainer_state.json").read_text(encoding="utf-8"))
-    panels = find_panels(state["log_history"], summarization.CURVES)
+    panels = find_panels(state["log_history"], CURVES)
     guarded(CURVES_FILE, lambda: draw_picture(panels, folder / CURVES_FILE))
     rows: list[tuple[str, list[Cell]]] = [
         (name, [*(row[key] for key in SCORES), row["validation_loss"]]) for name, row in results["table"].items()

@@ -3,23 +3,13 @@
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import distributed
 from transformers import TrainingArguments
-from transformers.trainer_pt_utils import find_batch_size
-
-__all__ = [
-    "Agreement",
-    "ProcessesMixin",
-    "is_first_process",
-    "on_first_process",
-    "replica_log_level",
-    "shards_weights",
-]
 
 Result = TypeVar("Result")
 
@@ -34,16 +24,14 @@ def on_first_process(training_args: TrainingArguments, work: Callable[[], Result
 
     Without this, an error that only the first process can see leaves the others waiting for it.
 
-    Args:
-        training_args: The training arguments.
-        work: What to do; its result must be one that can be pickled.
+    The result of the work must be one that can be pickled.
 
     Raises:
         ValueError: It was raised on the first process.
     """
     if training_args.world_size <= 1:
         return work()
-    outcome: list[object] = [None, None]
+    outcome: list[Any] = [None, None]
     if training_args.process_index == 0:
         try:
             outcome[0] = work()
@@ -51,10 +39,9 @@ def on_first_process(training_args: TrainingArguments, work: Callable[[], Result
             broadcast_object_list([None, str(error)])
             raise
     broadcast_object_list(outcome)
-    result, message = outcome
-    if message is not None:
-        raise ValueError(message)
-    return result  # type: ignore[return-value]
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
 
 
 def replica_log_level(training_args: TrainingArguments) -> int:
@@ -98,66 +85,25 @@ class Agreement:
         return values
 
 
-class ProcessesMixin:
-    """Put before a Trainer in the bases: several processes give the scores, and the precision, that one gives."""
+def let_autocast_choose(accelerator: Accelerator, model: Any) -> bool:
+    """Where FSDP shards a model with trained state spaces, let autocast choose its precisions; whether it does.
 
-    _autocasts = False
+    In 16 bits, FSDP casts all weights of a layer before the layer sees them, those of state space models too, which
+    lose their time constants. Autocast casts what enters a product of matrices, as without FSDP.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    listed = getattr(model, "ssm_parameters", None)
+    if plugin is None or listed is None or not any(True for _ in listed()):
+        return False
+    plugin.mixed_precision_policy = None
+    return True
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Prepare for several processes; where FSDP shards the weights, let autocast choose precisions.
 
-        Note:
-            In 16 bits, FSDP casts all weights of a layer before the layer sees them, those of state space models too,
-            which lose their time constants. Autocast casts what enters a product of matrices, as without FSDP.
-        """
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        trainer: Any = self
-        plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-        listed = getattr(trainer.model, "ssm_parameters", None)
-        self._autocasts = plugin is not None and listed is not None and any(True for _ in listed())
-        if self._autocasts:
-            plugin.mixed_precision_policy = None
-
-    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """What a loss is computed in; nothing where accelerate has put autocast around the model itself."""
-        if self._autocasts:
-            return self.accelerator.autocast()  # type: ignore[attr-defined]
-        return super().autocast_smart_context_manager(*args, **kwargs)  # type: ignore[misc]
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict, each example once.
-
-        Note:
-            Processes fill up an uneven last batch with examples that they have had. Seq2SeqTrainer leaves these in:
-            they count twice in its scores and stand behind the last document's line in a predictions file.
-        """
-        trainer: Any = self
-        gather = trainer.accelerator.gather_for_metrics
-        trainer.gather_function = partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-
-    def prediction_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any, Any]:
-        """Compute loss, predictions and labels of a batch; the loss without the rows that only fill it up."""
-        step: Any = super().prediction_step  # type: ignore[misc]
-        loss, predictions, labels = step(model, inputs, prediction_loss_only, *args, **kwargs)
-        count = self._count_new_rows(find_batch_size(inputs))
-        if loss is not None and count is not None:
-            first = {
-                name: value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
-                for name, value in inputs.items()
-            }
-            loss = step(model, first, True, *args, **kwargs)[0]
-        return loss, predictions, labels
-
-    def _count_new_rows(self, rows: int | None) -> int | None:
-        """How many rows of this process's batch were in none before; None where that is all on all processes."""
-        trainer: Any = self
-        state = trainer.accelerator.gradient_state
-        processes = trainer.args.world_size
-        if processes <= 1 or rows is None or not state.end_of_dataloader or state.remainder < 1:
-            return None
-        count = state.remainder - trainer.args.process_index * rows
-        # processes that have no new row compute what they have: where weights are sharded, all must compute
-        return min(count, rows) if count > 0 else rows
+def count_new_rows(accelerator: Accelerator, rows: int | None) -> int | None:
+    """How many rows of this process's batch were in none before; None where that is all on all processes."""
+    state = accelerator.gradient_state
+    if accelerator.num_processes <= 1 or rows is None or not state.end_of_dataloader or state.remainder < 1:
+        return None
+    count = state.remainder - accelerator.process_index * rows
+    # processes that have no new row compute what they have: where weights are sharded, all must compute
+    return min(count, rows) if count > 0 else rows

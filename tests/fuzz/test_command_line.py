@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 
 import hf_hybrid  # noqa: F401  registers the architectures
 from hf_hybrid.suggestions import did_you_mean
-from hf_hybrid.training.config_overrides import parse_config_overrides
+from hf_hybrid.training.flags.overrides import parse_config_overrides
 
 from .fuzzing import examples, no_hang
 

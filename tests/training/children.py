@@ -12,8 +12,10 @@ import time
 import torch
 from transformers import TrainerCallback, modeling_utils
 
-from hf_hybrid.training import clm, glue, saving, summarization, trainer
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training import clm, glue, summarization
+from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.training.trainer import script_trainer
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 
 SCRIPTS = {"clm": clm, "glue": glue, "summarization": summarization}
 PAUSE = 0.05
@@ -92,13 +94,13 @@ def _report(events, file_limit):
         def on_step_begin(self, args, state, control, **kwargs):
             events.send(("step", state.global_step))
 
-    create = trainer.TrainerMixin.__init__
+    create = ScriptTrainer.__init__
 
     def with_callback(self, *args, **kwargs):
         create(self, *args, **kwargs)
         self.add_callback(Steps())
 
-    trainer.TrainerMixin.__init__ = with_callback
+    ScriptTrainer.__init__ = with_callback
 
 
 def _save_slowly(events):
@@ -114,11 +116,11 @@ def _save_slowly(events):
             file.write(content[len(content) // 2 :])
 
     save_checkpoint, save_tensors, save = (
-        trainer.TrainerMixin._save_checkpoint,
+        ScriptTrainer._save_checkpoint,
         modeling_utils.safe_save_file,
         torch.save,
     )
-    mark, rotate = saving.mark_complete, saving.rotate_checkpoints
+    mark, rotate = script_trainer.mark_complete, script_trainer.rotate_checkpoints
 
     def counted(self, *args, **kwargs):
         step[0] = self.state.global_step
@@ -157,8 +159,8 @@ def _save_slowly(events):
         finally:
             os.unlink = unlink
 
-    trainer.TrainerMixin._save_checkpoint = counted
+    ScriptTrainer._save_checkpoint = counted
     modeling_utils.safe_save_file = slow_tensors
     torch.save = slow_save
-    saving.mark_complete = slow_mark
-    saving.rotate_checkpoints = slow_rotation
+    script_trainer.mark_complete = slow_mark
+    script_trainer.rotate_checkpoints = slow_rotation

@@ -73,9 +73,9 @@ def arguments(data):
 def no_data(monkeypatch):
     """A function: from its call on, loading data fails the test, for what is wrong can be seen before."""
 
-    from hf_hybrid.training import common
+    from hf_hybrid.training import splits
 
     def work(**kwargs):
         raise AssertionError("data were loaded before everything else was checked")
 
-    return lambda: monkeypatch.setattr(common, "load_raw_datasets", work)
+    return lambda: monkeypatch.setattr(splits, "load_raw_datasets", work)

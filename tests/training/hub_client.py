@@ -18,7 +18,7 @@ from pathlib import Path
 import huggingface_hub
 
 import hf_hybrid  # noqa: F401
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
 
 
 def run(script, argv):

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_hybrid import SpadeConfig, SpadeForConditionalGeneration
-from hf_hybrid.training import clm, common
-from hf_hybrid.training.config_overrides import parse_config_overrides
-from hf_hybrid.training.data_arguments import ClmArguments
-from hf_hybrid.training.learning_rates import recorded_rate
-from hf_hybrid.training.report import clean
+from hf_hybrid.training import clm, splits
+from hf_hybrid.training.flags.data import ClmArguments
+from hf_hybrid.training.flags.overrides import parse_config_overrides
+from hf_hybrid.training.model.learning_rates import recorded_rate
+from hf_hybrid.training.report.page import clean
 from tests.training.conftest import MODELS
 from tests.training.pages import read_page
 
@@ -266,7 +266,7 @@ def test_losses_are_shifted_and_accumulated_whatever_the_class(
     first = {}
     train = clm.train
 
-    def spy(trainer, resume_from):
+    def spy(trainer, resume_from, argv):
         model = trainer.model.eval()
         batch = trainer.data_collator([trainer.train_dataset[i] for i in range(8)])
         with torch.no_grad():
@@ -274,7 +274,7 @@ def test_losses_are_shifted_and_accumulated_whatever_the_class(
         targets = batch["labels"][:, 1:].flatten()
         first["loss"] = F.cross_entropy(logits, targets, label_smoothing=smoothing).item()
         first["plain"] = F.cross_entropy(logits, targets).item()
-        return train(trainer, resume_from)
+        return train(trainer, resume_from, argv)
 
     monkeypatch.setattr(clm, "train", spy)
     logs = {}
@@ -380,7 +380,7 @@ def test_without_data_a_small_run_on_documentation(command, tmp_path, monkeypatc
         asked.append(dataset_name)
         return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
 
-    monkeypatch.setattr(common, "load_raw_datasets", load)
+    monkeypatch.setattr(splits, "load_raw_datasets", load)
     monkeypatch.setattr(ClmArguments, "small_run", {"block_size": 16, "max_train_samples": 8, "max_eval_samples": 4})
     argv = command("spade", [], "--do_train", "--do_eval", "--max_steps", "1", "--lr_scheduler_type", "constant")
     position = argv.index("--block_size")
@@ -577,12 +577,7 @@ def test_a_memory_shorter_than_the_blocks_is_warned_of(caplog):
         for memory, warned in ((64, False), (63, True)):
             caplog.clear()
             config = SpadeConfig(is_decoder=True, is_encoder_decoder=False, ssm_type="hyena", ssm_l_max=memory)
-            clm._fit_lengths(
-                config,
-                types.SimpleNamespace(block_size=lengths[0], eval_sequence_length=lengths[1]),
-                new=True,
-                permitted=True,
-            )
+            clm._fit_lengths(config, types.SimpleNamespace(block_size=lengths[0], eval_sequence_length=lengths[1]))
             assert (f"ssm_l_max {memory} is shorter than --{flag} 64" in caplog.text) == warned
 
 

@@ -16,7 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers.integrations import deepspeed
 
 import hf_hybrid
-from hf_hybrid.training.arguments import ScriptTrainingArguments
+from hf_hybrid.training.flags.run import ScriptTrainingArguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ZERO = sorted(CONFIGS.glob("deepspeed_zero*.json"))

@@ -130,7 +130,7 @@ def test_recipes_are_command_lines_that_are_understood(recipe, tmp_path):
 def summarization_config(model_args):
     from transformers import AutoModelForSeq2SeqLM
 
-    from hf_hybrid.training.model_loading import load_config
+    from hf_hybrid.training.model.config import load_config
 
     return load_config(model_args, AutoModelForSeq2SeqLM)
 
@@ -167,7 +167,7 @@ def test_each_check_can_fail(table, predictions, failing):
 
 
 def test_shuffled_references_must_cost_more_than_the_margin(monkeypatch):
-    monkeypatch.setattr(demo.summarization, "rouge_scores", lambda *texts: dict.fromkeys(demo.SCORES, 5.0))
+    monkeypatch.setattr(demo, "rouge_scores", lambda *texts: dict.fromkeys(demo.SCORES, 5.0))
     for score, expected in ((5.5, False), (demo.MARGIN * 5.0, True)):
         checks = demo.check_learning(_table(score, chance=1.0), REFERENCES, REFERENCES)
         assert list(checks.values()) == [True, True, True, expected]

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from hf_hybrid.data.classification import Labels
 from hf_hybrid.data.preprocessing import guess_labels
 from hf_hybrid.metrics import load_metric
-from hf_hybrid.training import common, glue
-from hf_hybrid.training.data_arguments import GlueArguments
+from hf_hybrid.training import glue, splits
+from hf_hybrid.training.flags.data import GlueArguments
+from hf_hybrid.training.report import glue as report
+from hf_hybrid.training.scores.glue import compute_metrics
 from tests.training.conftest import MODELS
 from tests.training.pages import read_page
 
@@ -259,9 +261,9 @@ def test_a_checkpoint_keeps_its_own_ids(command, tmp_path):
 def test_f1_is_of_the_tasks_own_label_one():
     references, predictions = np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1])
     labels = glue.Labels(("equivalent", "not_equivalent"), {})
-    prediction = glue.EvalPrediction(predictions=np.eye(2)[predictions], label_ids=references)
+    prediction = EvalPrediction(predictions=np.eye(2)[predictions], label_ids=references)
     expected = load_metric("glue", "mrpc").compute(predictions=1 - predictions, references=1 - references)
-    scores = glue._compute_metrics("mrpc", labels, prediction)
+    scores = compute_metrics("mrpc", labels, prediction)
     assert scores["f1"] == pytest.approx(expected["f1"]) == 0.8
     assert scores["combined_score"] == pytest.approx((0.8 + 0.75) / 2)
 
@@ -342,7 +344,7 @@ def test_without_data_a_small_run_on_pairs_of_documents(command, tmp_path, monke
         asked.append(dataset_name)
         return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
 
-    monkeypatch.setattr(common, "load_raw_datasets", load)
+    monkeypatch.setattr(splits, "load_raw_datasets", load)
     monkeypatch.setattr(GlueArguments, "small_run", {"max_train_samples": 8, "max_eval_samples": 4})
     with caplog.at_level("INFO"):
         metrics = glue.main(command("bert", {}, *ALL))
@@ -356,7 +358,7 @@ def test_without_data_a_small_run_on_pairs_of_documents(command, tmp_path, monke
 def test_padding_to_full_length(command, monkeypatch):
     seen = {}
 
-    def spy(trainer, resume_from):
+    def spy(trainer, resume_from, argv):
         seen["row"] = trainer.train_dataset[0]
         return {}
 
@@ -520,7 +522,7 @@ def test_a_checkpoints_positions_are_checked_before_the_data(command, tmp_path, 
 
 def test_confusions_are_counted_by_label_and_prediction():
     outputs = types.SimpleNamespace(label_ids=np.array([0, 0, 0, 1, 2]), predictions=np.eye(3)[[0, 1, 1, 1, 0]])
-    (table,) = glue._confusions(Labels(("a", "b", "c")), {"test": outputs}).tables
+    (table,) = report._confusions(Labels(("a", "b", "c")), {"test": outputs}).tables
     assert table.rows == [("a", [1, 2, 0]), ("b", [0, 1, 0]), ("c", [1, 0, 0])]
 
 
@@ -529,7 +531,7 @@ def test_of_many_labels_the_most_frequent_confusions_are_listed():
     wrong = types.SimpleNamespace(
         label_ids=np.array([3, 3, 5, 7]), predictions=(np.eye(20)[[4, 4, 6, 7]], "hidden states")
     )
-    (table,) = glue._confusions(labels, {"validation": wrong}).tables
+    (table,) = report._confusions(labels, {"validation": wrong}).tables
     assert table.rows == [("label 3", ["label 4", 2]), ("label 5", ["label 6", 1])]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.__main__ import TASKS, main
-from hf_hybrid.training.command_line import show_command
+from hf_hybrid.training.flags.command_line import show_command
 
 
 @pytest.mark.parametrize("module", [summarization, glue, clm])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_hybrid.training import command_line
-from hf_hybrid.training.command_line import run_command_line
+from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.training.flags.command_line import parse_arguments
 
 from ..tolerances import assert_close
 from ..torchrun import once, printed, torchrun
@@ -176,7 +176,7 @@ def test_torchrun_is_told_of_an_error_on_another_process(rank, tmp_path, monkeyp
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
 
     def fail():
-        command_line.parse_arguments((), ["--nothing"])
+        parse_arguments((), ["--nothing"])
 
     with pytest.raises(SystemExit) as left:
         run_command_line(fail)

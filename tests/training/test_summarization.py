@@ -8,8 +8,9 @@ from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PegasusConfig
 
-from hf_hybrid.training import common, summarization
-from hf_hybrid.training.config_overrides import parse_config_overrides
+from hf_hybrid.training import splits, summarization
+from hf_hybrid.training.flags.overrides import parse_config_overrides
+from hf_hybrid.training.scores.summarization import rouge_scores
 from tests.training.conftest import MODELS, NO_DROPOUT
 from tests.training.pages import read_page
 
@@ -187,11 +188,11 @@ def test_padding_to_full_length_and_source_prefix(arguments, tmp_path, monkeypat
     seen = {}
     train = summarization.train
 
-    def spy(trainer, resume_from):
+    def spy(trainer, resume_from, argv):
         seen["row"] = trainer.train_dataset[0]
         seen["batch"] = trainer.data_collator(list(trainer.train_dataset))
         seen["tokenizer"] = trainer.processing_class
-        return train(trainer, resume_from)
+        return train(trainer, resume_from, argv)
 
     monkeypatch.setattr(summarization, "train", spy)
     argv = arguments("bart", tmp_path / "out", "--do_train", "--max_steps", "1", "--save_strategy", "no")
@@ -324,7 +325,7 @@ def test_positions_of_a_checkpoint_are_lengthened_where_its_model_can_and_the_ru
 
 
 def test_rouge_is_the_mean_in_percent():
-    scores = summarization.rouge_scores(["the cat sat"] * 300 + ["dog"] * 300, ["the cat sat"] * 600)
+    scores = rouge_scores(["the cat sat"] * 300 + ["dog"] * 300, ["the cat sat"] * 600)
     assert scores == {"rouge1": 50.0, "rouge2": 50.0, "rougeL": 50.0, "rougeLsum": 50.0}
 
 
@@ -337,7 +338,7 @@ def test_the_default_data_set_is_named_in_the_log(arguments, tmp_path, monkeypat
         asked.append(dataset_name)
         return load_raw_datasets(train_file=str(data["train"]), cache_dir=str(data["cache"]))
 
-    monkeypatch.setattr(common, "load_raw_datasets", load)
+    monkeypatch.setattr(splits, "load_raw_datasets", load)
     argv = arguments("t5", tmp_path / "out", "--do_train", "--max_steps", "1", "--save_strategy", "no")
     position = argv.index("--train_file")
     with caplog.at_level("INFO"):

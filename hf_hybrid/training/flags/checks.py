@@ -1,0 +1,33 @@
+"""Single flags: how one is declared, and checks whose errors name flag, value and rule."""
+
+from dataclasses import field
+from typing import Any
+
+from hf_hybrid.suggestions import did_you_mean
+
+
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """Declare a flag, as a field of a dataclass."""
+    return field(default=default, metadata={"help": help} | ({} if choices is None else {"choices": choices}))
+
+
+def check_choice(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Raise a ValueError unless the value is one of the choices (or None)."""
+    if value is not None and value not in choices:
+        raise ValueError(f"--{flag} must be one of {', '.join(choices)}; got {value!r}.{did_you_mean(value, choices)}")
+
+
+def check_positive(arguments: Any, *flags: str) -> None:
+    """Raise a ValueError for the first of the flags whose value is below one; None passes."""
+    for flag in flags:
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag} must be a positive integer; got {value}")
+
+
+def check_not_negative(arguments: Any, *flags: str) -> None:
+    """Raise a ValueError for the first of the flags whose value is negative or no number; None passes."""
+    for flag in flags:
+        value = getattr(arguments, flag)
+        if value is not None and not value >= 0:
+            raise ValueError(f"--{flag} must not be negative; got {value}")

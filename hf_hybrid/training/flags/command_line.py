@@ -1,0 +1,135 @@
+"""From a command line, or a file of flags, to dataclasses; and back to a command line that can be shown."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.flags.removed import translate_removed_flags
+
+_SECRET_FLAGS = {"token", "hub_token", "push_to_hub_token", "use_auth_token"}
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=://)[^/\s@]+(?=@)")
+_HIDDEN = "..."
+
+
+def parse_arguments(dataclass_types: Sequence[Any], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Parse a command line into dataclasses.
+
+    Args:
+        dataclass_types: One dataclass per group of flags.
+        argv: The arguments without the program's name; `sys.argv` when None. A single argument that ends in
+            ``.json``, ``.yaml`` or ``.yml`` is read as a file of flags.
+
+    Returns:
+        One instance per dataclass, in their order.
+
+    Raises:
+        ValueError: A flag is unknown (with the closest known one) or its value cannot be used.
+    """
+    parser = _Parser(dataclass_types, allow_abbrev=False)
+    arguments = translate_removed_flags(read_arguments(argv), known=parser.flags)
+    _, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.refuse(unknown[0])
+    try:
+        return parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except (TypeError, OSError, ImportError) as error:
+        raise ValueError(f"the arguments cannot be used: {error}") from error
+    except ValueError as error:  # told apart from failures inside libraries by where it is raised
+        raise ValueError(str(error)) from error
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
+    """The arguments of a command line; those in the file where one that ends in .json, .yaml or .yml is all there is.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) == 1 and arguments[0].endswith((".json", ".yaml", ".yml")):
+        return _read_arguments_file(Path(arguments[0]))
+    return arguments
+
+
+def given_flags(argv: Sequence[str] | None = None) -> set[str]:
+    """The flags that a command line gives, under the names of their fields; what is left out has its default."""
+    flags = (argument.partition("=")[0] for argument in read_arguments(argv) if argument.startswith("--"))
+    return {flag[2:].replace("-", "_") for flag in flags}
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command line, with dots in place of tokens and passwords, so that they can be shown."""
+    shown: list[str] = []
+    hides_next = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_secret = flag.startswith("--") and flag[2:].replace("-", "_") in _SECRET_FLAGS
+        if is_secret:
+            shown.append(f"{flag}={_HIDDEN}" if equals else argument)
+        else:
+            shown.append(_HIDDEN if hides_next and not argument.startswith("--") else _SECRET.sub(_HIDDEN, argument))
+        hides_next = is_secret and not equals
+    return shown
+
+
+def show_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a run as a shell takes it, without its secrets: the script, then each flag with its values.
+
+    Where ``python -m hf_hybrid.training`` stood in for the script, that is shown.
+    """
+    module = f"python -m hf_hybrid.training {script.removeprefix('run_').removesuffix('.py')}"
+    shown = [module if sys.argv[0] == module else f"python {script}"]
+    for argument in map(shlex.quote, without_secrets(arguments)):
+        if argument.lstrip("'").startswith("--"):
+            shown.append(argument)
+        else:
+            shown[-1] += f" {argument}"
+    return shown
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser that raises ValueError instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        raise ValueError(message + hint)
+
+    @property
+    def flags(self) -> set[str]:
+        return {option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"}
+
+    def refuse(self, argument: str) -> NoReturn:
+        if not argument.startswith("-"):
+            raise ValueError(f"unexpected argument {argument!r}; every value needs a --flag before it")
+        name = argument.lstrip("-").split("=")[0]
+        options = sorted(flag for flag in self.flags if "-" not in flag)
+        raise ValueError(f"unknown flag --{name}.{did_you_mean(name, options)} --help lists all flags.")
+
+
+def _read_arguments_file(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"the arguments file {path} does not exist")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the arguments file {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"the arguments file {path} must hold one object of flags; got {type(values).__name__}")
+    arguments: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            arguments.append(f"--{name}={json.dumps(value)}")
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    return arguments

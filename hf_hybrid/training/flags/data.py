@@ -1,0 +1,236 @@
+"""What the scripts can be told about data: what all share, and one dataclass for each script."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from transformers import TrainingArguments
+
+from hf_hybrid.data.classification import GLUE_TASKS
+from hf_hybrid.data.corpora import EMBEDDED
+from hf_hybrid.data.files import EXTENSIONS, TEXT_EXTENSIONS, check_file
+from hf_hybrid.data.loading import embedded_name
+from hf_hybrid.training.flags.checks import check_choice, check_positive, flag
+
+SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
+"""The split that each task of a script works on."""
+PREFIXES = {"validation": "eval", "test": "predict"}
+"""What the names of a scored split's metrics begin with."""
+
+
+@dataclass
+class DataArguments:
+    """Which data, and how many of them: what every script can be told."""
+
+    corpora: ClassVar[tuple[str, ...]]
+    """The offline corpora that fit the script; the first is its default."""
+    small_run: ClassVar[dict[str, int]]
+    """The sizes of a run for which no data are named, where they are not given either."""
+    extensions: ClassVar[tuple[str, ...]] = EXTENSIONS
+    """The extensions of files that the script reads."""
+    cut_from_train: ClassVar[tuple[str, ...]] = ()
+    """Splits that are cut from the training split where they are missing."""
+
+    dataset_name: str | None = flag(
+        None,
+        f"embedded:NAME ({', '.join(EMBEDDED)}), a local dataset folder or a Hub dataset. When neither "
+        "this nor a file is named, a small run on the script's own embedded corpus.",
+    )
+    dataset_config_name: str | None = flag(None, "Configuration of a Hub dataset.")
+    train_file: str | None = flag(None, "Training data: csv, tsv, json or jsonl.")
+    validation_file: str | None = flag(None, "Validation data: the same formats.")
+    test_file: str | None = flag(None, "Test data: the same formats.")
+    drop_empty_rows: bool = flag(
+        False, "Leave out rows without text, which are refused otherwise. There are no predictions for them."
+    )
+    overwrite_cache: bool = flag(False, "Tokenize again instead of using the cache.")
+    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.")
+    max_train_samples: int | None = flag(None, "Use only the first N training examples.")
+    max_eval_samples: int | None = flag(None, "Use only the first N validation examples.")
+    max_predict_samples: int | None = flag(None, "Use only the first N test examples.")
+    is_small_run: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is None and not self.files:
+            self.is_small_run = True
+            self.dataset_name = f"embedded:{self.corpora[0]}"
+            for flag, size in self.small_run.items():
+                if getattr(self, flag) is None:
+                    setattr(self, flag, size)
+        if self.dataset_name is not None:
+            embedded_name(self.dataset_name, self.corpora)
+        check_positive(
+            self, "preprocessing_num_workers", "max_train_samples", "max_eval_samples", "max_predict_samples"
+        )
+
+    @property
+    def default_preset(self) -> str | None:
+        """The named size of a new model for which no size is given."""
+        return "tiny" if self.is_small_run else None
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The largest number of examples by split; None for all."""
+        limits = (self.max_train_samples, self.max_eval_samples, self.max_predict_samples)
+        return dict(zip(SPLITS.values(), limits, strict=True))
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The data files by split, as far as they were named."""
+        named = {split: getattr(self, f"{split}_file") for split in SPLITS.values()}
+        return {split: path for split, path in named.items() if path is not None}
+
+
+@dataclass
+class SummarizationArguments(DataArguments):
+    """Which documents and summaries, how long, and how summaries are generated."""
+
+    corpora = ("docstrings", "modules")
+    small_run: ClassVar = {"max_train_samples": 160, "max_eval_samples": 32, "max_predict_samples": 32}
+
+    lang: str | None = flag(None, "Language code, for multilingual tokenizers (mBART).")
+    text_column: str | None = flag(None, "Column with the documents.")
+    summary_column: str | None = flag(None, "Column with the summaries.")
+    max_source_length: int = flag(1024, "Tokens of a document; the rest is cut off.")
+    max_target_length: int = flag(128, "Tokens of a summary; the rest is cut off.")
+    val_max_target_length: int | None = flag(
+        None, "Tokens of a summary in validation and test, and of a generated one. --max_target_length when left out."
+    )
+    pad_to_max_length: bool = flag(False, "Pad every example to the full length instead of to its batch's longest.")
+    num_beams: int | None = flag(1, "Beams of the generation in evaluation and test.")
+    ignore_pad_token_for_loss: bool = flag(
+        True, "Leave padding out of the loss. Turn off only with --pad_to_max_length."
+    )
+    source_prefix: str | None = flag(None, "Text put before every document, such as 'summarize: ' for T5 checkpoints.")
+    forced_bos_token: str | None = flag(
+        None, "Token that every generated summary starts with (mBART's language code)."
+    )
+    resize_position_embeddings: bool | None = flag(
+        None,
+        "Lengthen the model's position embeddings to --max_source_length where they are shorter. Left "
+        "out: lengthen and say so. False: refuse.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.val_max_target_length is None:
+            self.val_max_target_length = self.max_target_length
+        check_positive(self, "max_source_length", "max_target_length", "val_max_target_length", "num_beams")
+        super().__post_init__()
+
+
+@dataclass
+class GlueArguments(DataArguments):
+    """Which sentences and labels, and how long."""
+
+    corpora = ("docpairs",)
+    small_run: ClassVar = {"max_train_samples": 800, "max_eval_samples": 300, "max_predict_samples": 300}
+
+    task_name: str | None = flag(
+        None,
+        f"Task of GLUE: {', '.join(GLUE_TASKS)}. It decides scores, columns and labels, and the data too "
+        "(from the Hub) when neither a data set nor a file is named.",
+    )
+    max_seq_length: int = flag(128, "Tokens of a sentence, or of both together; the rest is cut off.")
+    pad_to_max_length: bool = flag(False, "Pad every example to the full length instead of to its batch's longest.")
+    validation_mismatched_file: str | None = flag(
+        None, "Second validation split, such as MNLI's mismatched one; its scores end in _mm."
+    )
+    test_mismatched_file: str | None = flag(None, "Second test split.")
+    text_column_names: str | None = flag(None, "Column of the sentence, or of both with a comma between them.")
+    label_column_name: str | None = flag(None, "Column of the labels.")
+    ignore_mismatched_sizes: bool = flag(
+        False, "Begin with a new head where the checkpoint's has another number of labels."
+    )
+
+    def __post_init__(self) -> None:
+        check_choice("task_name", self.task_name, tuple(GLUE_TASKS))
+        check_positive(self, "max_seq_length")
+        for split in ("validation", "test"):
+            if getattr(self, f"{split}_mismatched_file") and not getattr(self, f"{split}_file"):
+                raise ValueError(f"--{split}_mismatched_file is a second {split} split; it needs --{split}_file")
+        if self.task_name is not None and self.dataset_name is None and not self.files:
+            self.dataset_name, self.dataset_config_name = "nyu-mll/glue", self.task_name
+        super().__post_init__()
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The data files by split, as far as they were named."""
+        more = {f"{split}_mismatched": getattr(self, f"{split}_mismatched_file") for split in ("validation", "test")}
+        return super().files | {split: path for split, path in more.items() if path is not None}
+
+
+@dataclass
+class ClmArguments(DataArguments):
+    """Which texts, in blocks of which length, and how they are scored."""
+
+    corpora = ("text",)
+    small_run: ClassVar = {
+        "block_size": 256,
+        "max_train_samples": 300,
+        "max_eval_samples": 50,
+        "max_predict_samples": 50,
+    }
+    extensions = TEXT_EXTENSIONS
+    cut_from_train = ("validation",)
+
+    text_column: str | None = flag(None, "Column with the texts.")
+    streaming: bool = flag(False, "Read data while training, without storing them; needs --max_steps.")
+    block_size: int | None = flag(
+        None,
+        "Tokens of a training example; texts are joined and cut into such blocks. 1024 when left out, or "
+        "as many as the model takes.",
+    )
+    keep_linebreaks: bool = flag(
+        True,
+        "Keep the line breaks of txt files. Otherwise each line is a text of its own, which the "
+        "tokenizer may end with a token.",
+    )
+    validation_split_percentage: int = flag(
+        5, "Share of the training split to validate on where there is no validation split."
+    )
+    eval_sequence_length: int | None = flag(
+        None,
+        "Score every token of the validation and test text once, in overlapping windows of this many "
+        "tokens, instead of block by block.",
+    )
+    eval_context_window: int | None = flag(
+        None,
+        "Tokens at the start of each window but the first that are only read, so that each scored token "
+        "has at least so many before it. 1 when left out.",
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "block_size", "eval_sequence_length", "eval_context_window")
+        if self.block_size == 1 or self.eval_sequence_length == 1:
+            flag = "block_size" if self.block_size == 1 else "eval_sequence_length"
+            raise ValueError(f"--{flag} must be at least 2, for a token is predicted from the one before it; got 1")
+        if not 0 < self.validation_split_percentage < 100:
+            raise ValueError(
+                "--validation_split_percentage must lie between 0 and 100, both excluded; got "
+                f"{self.validation_split_percentage}"
+            )
+        if self.eval_context_window is not None:
+            if self.eval_sequence_length is None:
+                raise ValueError("--eval_context_window needs --eval_sequence_length, the length of a window")
+            if self.eval_context_window >= self.eval_sequence_length:
+                raise ValueError(
+                    f"--eval_context_window must be smaller than --eval_sequence_length {self.eval_sequence_length}; "
+                    f"got {self.eval_context_window}"
+                )
+        super().__post_init__()
+
+
+def check_split_sources(data_args: DataArguments, training_args: TrainingArguments) -> None:
+    """Refuse files that cannot be read, and a task whose split can be seen to be missing from them.
+
+    Raises:
+        ValueError: A file does not exist or is of an unknown format, or only files are named, and none of them for a
+            split that ``--do_train``, ``--do_eval`` or ``--do_predict`` needs.
+    """
+    for split, path in data_args.files.items():
+        check_file(f"{split}_file", path, data_args.extensions)
+    if data_args.dataset_name is not None:
+        return
+    for task, split in SPLITS.items():
+        found = split in data_args.files or (split in data_args.cut_from_train and "train" in data_args.files)
+        if getattr(training_args, task) and not found:
+            raise ValueError(f"--{task} needs a {split} split: give --{split}_file or a --dataset_name that has one")

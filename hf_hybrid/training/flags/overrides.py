@@ -1,0 +1,184 @@
+"""``--config_overrides "hidden_size=64,layer_types=[a,b]"``: text to typed fields of a configuration.
+
+``--peft_config`` is written, and read, in the same way.
+"""
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+from peft import IA3Config, LoraConfig
+from transformers import PreTrainedConfig
+
+from hf_hybrid.suggestions import did_you_mean
+
+_NEXT_PAIR = re.compile(r",(?=\s*\w+\s*=)")
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_CONTAINERS = {list, tuple, dict}
+_KINDS = {bool, int, float, str, types.NoneType, *_CONTAINERS}
+_SHOWN = 200  # characters of a text that are shown in an error
+_NOT_GIVEN = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision",
+    "runtime_config", "task_type", "use_dora",
+}  # fmt: skip
+"""Fields of an adapter's configuration that other flags decide, or peft."""
+
+
+def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Parse overrides by the types of a configuration's fields.
+
+    Args:
+        text: ``name=value`` pairs with commas between them, or a JSON object. A list is written ``[1,2]`` or
+            ``[a,b]``. The value of a field that takes None may be ``none``, unless that is one of its own words.
+        config_class: The configuration class; its names for a field (``hidden_size`` of T5) are accepted too.
+
+    Returns:
+        The values by field name; under ``preset``, where the class has a ``from_preset``, the name of a preset.
+
+    Raises:
+        ValueError: A pair is not ``name=value``, a field is unknown or given twice, or a value is not of its type.
+    """
+    known = _field_types(config_class)
+    if hasattr(config_class, "from_preset"):
+        known["preset"] = str
+    aliases: dict[str, str] = dict(config_class.attribute_map)
+    own = sorted({*known, *aliases} - set(vars(PreTrainedConfig())))
+
+    def is_word(name: str, raw: str) -> bool:
+        return _takes_none_as_word(config_class, name, raw, known[name])
+
+    return _parse_fields("config_overrides", text, config_class.__name__, known, own, aliases, is_word)
+
+
+def parse_peft_config(text: str, method: str) -> dict[str, Any]:
+    """Parse ``--peft_config`` by the types of the fields of peft's configuration.
+
+    Raises:
+        ValueError: A field is unknown or given twice, or a value is not of its type.
+    """
+    config_class: Any = IA3Config if method == "ia3" else LoraConfig
+    known = {name: kind for name, kind in typing.get_type_hints(config_class).items() if name not in _NOT_GIVEN}
+    return _parse_fields("peft_config", text, config_class.__name__, known, sorted(known))
+
+
+def _parse_fields(
+    flag: str,
+    text: str,
+    owner: str,
+    known: Mapping[str, Any],
+    listed: list[str],
+    aliases: Mapping[str, str] = types.MappingProxyType({}),
+    is_word: Callable[[str, str], bool] = lambda name, raw: False,
+) -> dict[str, Any]:
+    """Parse the fields of `owner`; `known` has the type of each, `listed` those that a message names."""
+    values: dict[str, Any] = {}
+    try:
+        for name, raw in _pairs(text):
+            target = aliases.get(name, name)
+            if target not in known:
+                hint = did_you_mean(name, [*known, *aliases])
+                raise ValueError(f": {owner} has no field {name!r}.{hint} Its fields are {', '.join(listed)}.")
+            if target in values:
+                raise ValueError(f": {name} is given twice")
+            is_value = not isinstance(raw, str) or is_word(target, raw)
+            values[target] = raw if is_value else _parse_value(name, raw, known[target])
+    except ValueError as error:  # the messages go on from the flag
+        raise ValueError(f"--{flag}{error}") from error.__cause__
+    return values
+
+
+def _pairs(text: str) -> list[tuple[str, Any]]:
+    if text.lstrip().startswith("{"):
+        try:
+            return list(json.loads(text).items())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f" starts like a JSON object but is none: {error}; got {text!r:.{_SHOWN}}") from error
+    pairs = []
+    for part in _NEXT_PAIR.split(text):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name or ("," in value and value[0] not in "[{'\""):
+            raise ValueError(f" takes name=value pairs with commas between them; got {part!r:.{_SHOWN}}")
+        pairs.append((name, value))
+    return pairs
+
+
+def _takes_none_as_word(config_class: Any, name: str, text: str, annotation: Any) -> bool:
+    """Whether ``none`` is one of the words that a field takes, and not the absence of a value."""
+    if text.lower() != "none" or not {str, types.NoneType} <= set(_arms(annotation)):
+        return False
+
+    def accepts(value: str) -> bool:
+        try:
+            config_class(**{name: value})
+        except Exception:
+            return False
+        return True
+
+    return accepts(text) and not accepts(f"{text}?")
+
+
+def _field_types(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The fields of a configuration with their types: the annotation, or else the type of the default."""
+    # not typing.get_type_hints: some configurations name types that only type checkers can resolve
+    hints = {field.name: field.type for field in dataclasses.fields(config_class) if not isinstance(field.type, str)}
+    try:
+        default = config_class()
+    except Exception as error:  # architectures that are put together from others have no default
+        raise ValueError(f"--model_type {config_class.model_type} cannot be built from scratch: {error}") from error
+    return {
+        name: hints.get(name, Any if value is None else type(value))
+        for name, value in vars(default).items()
+        if not name.startswith("_") and name != "transformers_version"
+    }
+
+
+def _arms(annotation: Any) -> list[Any]:
+    """The alternatives of an annotation, containers reduced to their class: ``list[int] | None`` -> list, None."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return [arm for member in typing.get_args(annotation) for arm in _arms(member)]
+    if origin is typing.Annotated:
+        return _arms(typing.get_args(annotation)[0])
+    if origin is typing.Literal:
+        return [type(value) for value in typing.get_args(annotation)]
+    return [origin or annotation]
+
+
+def _parse_value(name: str, text: str, annotation: Any) -> Any:
+    """Parse a value by its field's type; Python's own numbers, for YAML reads 064 as 52 and 1e-1 as a word."""
+    arms = _arms(annotation)
+    taken = _KINDS.intersection(arms) or _KINDS
+    if text.lower() in ("none", "null") and types.NoneType in taken:
+        return None
+    if text[:1] in ("[", "{") and taken & _CONTAINERS:
+        return _parse_container(name, text)
+    for kind in (int, float):
+        if kind in taken:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    if bool in taken and text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    if str in taken:
+        quote = text[:1] if text[:1] in ("'", '"') else ""
+        if quote and (len(text) < 2 or text[-1] != quote):
+            raise ValueError(f": {quote!r} is missing in {text!r:.{_SHOWN}}")
+        return text[1:-1] if quote else text
+    allowed = " or ".join(dict.fromkeys("none" if arm is types.NoneType else arm.__name__ for arm in arms))
+    raise ValueError(f": {name} takes {allowed}; got {text!r:.{_SHOWN}}")
+
+
+def _parse_container(name: str, text: str) -> Any:
+    """Parse JSON, or a list of words without quotes. No YAML with braces, which reads {0:a} as {'0:a': None}."""
+    for parse in (json.loads,) if "{" in text else (json.loads, yaml.safe_load):
+        try:
+            return parse(text)
+        except (ValueError, yaml.YAMLError, RecursionError):  # the last one: nested too deeply
+            continue
+    raise ValueError(f": {name} takes a list such as [1,2] or a JSON object; got {text!r:.{_SHOWN}}")

@@ -1,0 +1,69 @@
+"""Flags of the run: transformers' training arguments, and ours about the output folder, resuming and the report."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_hybrid.training.flags.checks import check_not_negative, check_positive, flag
+
+
+@dataclass
+class ScriptTrainingArguments(TrainingArguments):
+    """Transformers' training arguments and ours."""
+
+    overwrite_output_dir: bool = flag(
+        False,
+        "Permission to write into an --output_dir that holds another run. When training starts, its old "
+        "checkpoint-* folders and results are deleted. Without it, such a folder is refused.",
+    )
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "Continue a run. 'auto': from the last complete checkpoint in --output_dir, or from the start "
+        "where there is none; 'true': the same, but there must be one; or the path of a checkpoint folder. A run "
+        "is never resumed, and never overwritten, without being asked.",
+    )
+    ssm_learning_rate: float | None = flag(
+        None,
+        "Learning rate of a trained state space model's A, B and step sizes, or of Hyena's filters; "
+        "--learning_rate when left out. None of its tensors decays.",
+    )
+    report: bool = flag(True, "End with report.html, a page that shows what was run and how it went.")
+
+    def __post_init__(self) -> None:
+        if self.resume_from_checkpoint is not None:
+            folded = self.resume_from_checkpoint.lower()
+            if folded in ("false", "none", ""):
+                self.resume_from_checkpoint = None
+            elif folded in ("auto", "true"):
+                self.resume_from_checkpoint = folded
+        check_positive(
+            self,
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "save_total_limit",
+        )
+        check_not_negative(self, "learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm")
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise ValueError(f"--label_smoothing_factor must lie in [0, 1); got {self.label_smoothing_factor}")
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ValueError(f"--max_steps must be a positive integer, or -1 to count epochs; got {self.max_steps}")
+        if not self.num_train_epochs > 0:
+            raise ValueError(f"--num_train_epochs must be positive; got {self.num_train_epochs}")
+        if str(self.eval_strategy) == "no" and not (self.do_train or self.do_eval or self.do_predict):
+            raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
+        super().__post_init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the token out of training_args.bin, which is pushed with the model."""
+        return self.__dict__ | {"hub_token": None}
+
+
+@dataclass
+class SummarizationTrainingArguments(ScriptTrainingArguments, Seq2SeqTrainingArguments):
+    """Transformers' sequence-to-sequence training arguments and ours."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "generation_max_length", "generation_num_beams")
+        super().__post_init__()

@@ -1,0 +1,231 @@
+"""The configuration of a run's model: loaded or built, checked for the task, and fitted to the asked lengths."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_hybrid.models.spade.conversion_spade import config_from_t5
+from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.errors import CONFIG_ERRORS, explain_config_error, one_line
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.model.adapters import Base, adapter_base, check_adapter, load_base_config, uses_adapter
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints, was_cut_off
+from hf_hybrid.training.run_folder.files import ADAPTER_FILES, WEIGHTS_FILES
+
+logger = logging.getLogger(__name__)
+
+
+def load_config(
+    model_args: ModelArguments,
+    auto_class: Any,
+    *,
+    preset: str | None = None,
+    role: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
+    """Load the checkpoint's configuration, or build one from ``--model_type`` and ``--config_overrides``.
+
+    `preset` is the size of a new model for which no field is given, where the architecture has named sizes. `role` has
+    fields that make an architecture of several roles take that of the task, where it has them.
+
+    Raises:
+        ValueError: The model type is unknown or has no class for the task, an override does not fit, or the folder is
+            not a checkpoint.
+    """
+    if model_args.model_type is not None and model_args.init_from is None:
+        return _new_config(model_args, auto_class, preset, role)
+    flag = "model_name_or_path" if model_args.config_name is None else "config_name"
+    source = f"--{flag} {getattr(model_args, flag)}"
+    config = _read_config(model_args, flag, source)
+    if model_args.init_from is not None:
+        config = _config_from_source(model_args, auto_class, config)
+        if model_args.peft is not None:
+            check_adapter(_build_without_memory(auto_class, config), model_args)
+        return config
+    has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+    if type(config) not in auto_class._model_mapping and not has_code:
+        raise ValueError(f"{source}: its architecture {config.model_type!r} has no class for {auto_class.__name__}")
+    if not config.is_encoder_decoder:  # its decoder alone is for the class of the task to make, or to refuse
+        for field, value in _fitting(role, type(config)).items():
+            if getattr(config, field) != value:
+                logger.warning("%s: %s is set to %s.", source, field, value)
+                setattr(config, field, value)
+    if not has_code:
+        try:
+            model = _check_buildable(auto_class, config)
+        except Exception as error:
+            raise ValueError(f"{source}: {one_line(error)}") from error
+        check_adapter(model, model_args)
+    return config
+
+
+def _new_config(
+    model_args: ModelArguments, auto_class: Any, preset: str | None, role: Mapping[str, Any] | None
+) -> PreTrainedConfig:
+    config_class: Any = _config_class(str(model_args.model_type), auto_class)
+    values = model_args.overrides(config_class)
+    if preset is not None and not values and hasattr(config_class, "from_preset"):
+        logger.info("The new model has preset=%s; --config_overrides gives it another size.", preset)
+    else:
+        preset = values.pop("preset", None)
+    try:
+        values = _fitting(role, config_class) | values
+        config = config_class(**values) if preset is None else config_class.from_preset(str(preset), **values)
+        _check_buildable(auto_class, config)
+        return config
+    except Exception as error:
+        raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
+
+
+def _read_config(model_args: ModelArguments, flag: str, source: str) -> PreTrainedConfig:
+    """Read the named configuration, or that of the model to which a named adapter belongs."""
+    base = adapter_base(model_args)
+    if base is not None:
+        _check_start_from_adapter(model_args)
+    elif model_args.model_name_or_path is not None:
+        check_checkpoint_folder("model_name_or_path", model_args.model_name_or_path, ("config.json",), WEIGHTS_FILES)
+    if model_args.config_name is not None:
+        check_checkpoint_folder("config_name", model_args.config_name, ("config.json",))
+    try:
+        config = None if base is None else load_base_config(model_args, **hub_arguments(model_args))
+        if config is None:
+            name = getattr(model_args, flag) if base is None else base.name
+            config = AutoConfig.from_pretrained(name, **hub_arguments(model_args, base))
+        return config
+    except CONFIG_ERRORS as error:
+        raise ValueError(f"{source}: no configuration could be loaded. {explain_config_error(error)}") from error
+
+
+def _check_start_from_adapter(model_args: ModelArguments) -> None:
+    name = model_args.model_name_or_path
+    for flag in ("init_from", "peft", "config_name"):
+        if (value := getattr(model_args, flag)) is not None:
+            raise ValueError(
+                f"--{flag} {value} cannot be combined with --model_name_or_path {name}, which is an adapter: go on "
+                "training it without that flag, or start from a model with the adapter merged (--merge_adapter)"
+            )
+    check_checkpoint_folder("model_name_or_path", str(name), ("adapter_config.json",), ADAPTER_FILES)
+
+
+def _build_without_memory(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return auto_class.from_config(copy.deepcopy(config))
+
+
+def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model without memory, so that what its class refuses is refused before data are read."""
+    model = _build_without_memory(auto_class, config)
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} must read tokens here; with this configuration it reads {model.main_input_name}"
+        )
+    return model
+
+
+def _config_from_source(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    config_class: Any = _config_class(str(model_args.init_type), auto_class)
+    flags = f"--init_from {model_args.init_from} --model_name_or_path {model_args.model_name_or_path}"
+    if auto_class is AutoModelForCausalLM:
+        raise ValueError(f"{flags}: a causal language model has no encoder that T5's could become")
+    overrides = model_args.overrides(config_class)
+    make = config_from_t5 if model_args.init_type == "spade" else config_class.from_parent
+    try:
+        return make(config, **overrides)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{flags}: {one_line(error)}") from error
+
+
+def _fitting(role: Mapping[str, Any] | None, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in (role or {}).items() if name in fields}
+
+
+def _config_class(model_type: str, auto_class: Any) -> type[PreTrainedConfig]:
+    known = model_type in CONFIG_MAPPING
+    if known and CONFIG_MAPPING[model_type] in auto_class._model_mapping:
+        return CONFIG_MAPPING[model_type]
+    supported = sorted(config.model_type for config in auto_class._model_mapping)
+    problem = f"has no class for {auto_class.__name__}" if known else "is not a known architecture"
+    raise ValueError(
+        f"--model_type {model_type} {problem}.{did_you_mean(model_type, supported)} Possible: {', '.join(supported)}"
+    )
+
+
+def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) -> None:
+    """Raise a ValueError if the name is a local folder (or looks like one) that lacks what a checkpoint has."""
+    folder = Path(name)
+    if not folder.exists():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ValueError(f"--{flag} {name}: there is no such folder")
+        return  # a Hub id
+    if not folder.is_dir():
+        raise ValueError(f"--{flag} {name} is a file; it must be a checkpoint folder or a Hub id")
+    if was_cut_off(folder):
+        raise ValueError(
+            f"--{flag} {name} does not hold a whole model: its saving was cut off. Run the command that trained it "
+            "again, with --resume_from_checkpoint auto"
+        )
+    missing = [names[0] for names in required if not any((folder / entry).is_file() for entry in names)]
+    if missing:
+        inside = complete_checkpoints(folder)
+        hint = f" Did you mean {inside[-1]}?" if inside else ""
+        raise ValueError(f"--{flag} {name} is not a checkpoint: {' and '.join(missing)} missing.{hint}")
+
+
+def hub_arguments(model_args: ModelArguments, base: Base | None = None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` about the Hub; with `base`, for loading an adapter's base."""
+    return {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision if base is None else base.revision,
+        "token": model_args.token,
+        "trust_remote_code": model_args.trust_remote_code,
+    }
+
+
+def fit_positions(
+    model_args: ModelArguments,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    asked: Mapping[str, Mapping[str, int]],
+    *,
+    permitted: bool = True,
+) -> int | None:
+    """Lengthen a new model's position embeddings to the asked lengths; check those of a checkpoint.
+
+    `asked` has, by the configuration field that limits a length, the flags that ask for one and their values. A model
+    with an adapter cannot be lengthened; the configuration is changed in place.
+
+    Returns:
+        The length to which a checkpoint's position embeddings must be resized once it is loaded, if any.
+
+    Raises:
+        ValueError: A checkpoint's embeddings are shorter than the asked length and may or can not be lengthened.
+    """
+    permitted = permitted and not uses_adapter(model_args)
+    resized = None
+    for name, lengths in asked.items():
+        flag, needed = max(lengths.items(), key=lambda item: item[1])
+        limit = getattr(config, name, None)
+        if not isinstance(limit, int) or limit >= needed:
+            continue
+        if permitted and model_args.is_new:
+            setattr(config, name, needed)
+        elif permitted and name == "max_position_embeddings" and _can_lengthen_positions(config, auto_class):
+            resized = needed
+        else:
+            raise ValueError(
+                f"--{flag} must be at most the model's {limit} position embeddings ({name}); got {needed}"
+            )
+        logger.warning("The model's %s is raised from %d to %d.", name, limit, needed)
+    return resized
+
+
+def _can_lengthen_positions(config: PreTrainedConfig, auto_class: Any) -> bool:
+    model_class: Any = auto_class._model_mapping.get(type(config), PreTrainedModel)
+    return model_class.resize_position_embeddings is not PreTrainedModel.resize_position_embeddings

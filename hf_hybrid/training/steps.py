@@ -1,0 +1,177 @@
+"""The beginning and the end of every script, as plain functions in the order in which a script calls them."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, set_seed
+
+from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.flags.command_line import given_flags, read_arguments, show_command
+from hf_hybrid.training.flags.data import DataArguments, check_split_sources
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.run import ScriptTrainingArguments
+from hf_hybrid.training.model.adapters import check_adapter_flags, save_base_model, save_merged_model
+from hf_hybrid.training.model.config import load_config
+from hf_hybrid.training.model.learning_rates import fit_learning_rate
+from hf_hybrid.training.processes import on_first_process, replica_log_level
+from hf_hybrid.training.report.model_card import SCRIPTS, write_model_card
+from hf_hybrid.training.report.run_page import Contents, write_report
+from hf_hybrid.training.run_folder.files import explain_full_disk, replacing
+from hf_hybrid.training.run_folder.hub import check_hub_access, push
+from hf_hybrid.training.run_folder.output_folder import check_output_folder
+from hf_hybrid.training.run_folder.resume import find_resume_checkpoint, finish_resumed
+from hf_hybrid.training.trainer.interruption import how_to_continue, stop_gently
+from hf_hybrid.training.trainer.logging_steps import fit_logging_steps
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def begin(
+    argv: Sequence[str] | None,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: ScriptTrainingArguments,
+    auto_class: Any,
+    *,
+    metrics: Sequence[str],
+    outputs: Sequence[str],
+    role: Mapping[str, Any] | None = None,
+) -> tuple[PreTrainedConfig, str | None]:
+    """Check what can be checked before anything is loaded, and set up logging and the seed.
+
+    `metrics` are what the script's evaluation reports, without the prefix ``eval_``, and `outputs` the files that
+    `result_files` names. The learning rate of a new model may be fitted.
+
+    Returns:
+        The model's configuration, and the checkpoint to resume from, or None to start anew.
+
+    Raises:
+        ValueError: A flag cannot be used, the output folder holds another run and there is no permission to write
+            into it, there is nothing to resume from, or the Hub would not take what is to be pushed.
+    """
+    check_split_sources(data_args, training_args)
+    wanted = training_args.metric_for_best_model  # Trainer looks it up after the first evaluation only
+    if wanted is not None and wanted.removeprefix("eval_") not in metrics:
+        raise ValueError(
+            f"--metric_for_best_model must be one of {', '.join(metrics)}; got {wanted}."
+            f"{did_you_mean(wanted, metrics)}"
+        )
+    config = load_config(model_args, auto_class, preset=data_args.default_preset, role=role)
+    _show_log(training_args)
+
+    def check() -> str | None:
+        check_hub_access(training_args, model_args.token)
+        checkpoint = find_resume_checkpoint(training_args)
+        check_adapter_flags(model_args, training_args, checkpoint)
+        sources = {name: getattr(model_args, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")}
+        check_output_folder(training_args, checkpoint, outputs, sources | {"resume_from_checkpoint": checkpoint})
+        return checkpoint
+
+    resume_from = on_first_process(training_args, check)  # the others may see the folder change, or no folder
+    if resume_from is not None:
+        logger.info("Resuming from %s.", resume_from)
+    set_seed(training_args.seed)
+    fit_learning_rate(training_args, model_args, data_args, config, given_flags(argv))
+    return config, resume_from
+
+
+def _show_log(training_args: ScriptTrainingArguments) -> None:
+    """Print this package's messages, unless the program around us has set up logging."""
+    package = logging.getLogger("hf_hybrid")
+    package.setLevel(training_args.get_process_log_level() if training_args.log_level != "passive" else logging.INFO)
+    if not training_args.should_log:
+        package.setLevel(replica_log_level(training_args))
+    if not package.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False  # a library that sets up the root logger later would print everything twice
+
+
+def train(trainer: ScriptTrainer, resume_from: str | None, argv: Sequence[str] | None) -> dict[str, float]:
+    """Train, save the model, the tokenizer and the trainer's state, and return the metrics.
+
+    A run that is resumed when nothing is left to train keeps the metrics that it wrote when it trained.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM came; a checkpoint of the last step is there to resume from.
+        RunFailed: The loss is not finite, or the disk is full.
+    """
+    fit_logging_steps(trainer, resume_from, given_flags(argv))
+    if finish_resumed(trainer, resume_from):
+        trainer.save_model()
+        trainer.save_state()
+        path = Path(str(trainer.args.output_dir), "train_results.json")
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    save_base_model(trainer, new=resume_from is None)
+    with stop_gently(trainer):
+        result = trainer.train(resume_from_checkpoint=resume_from)
+    trainer.save_model()
+    metrics: dict[str, float] = dict(result.metrics)
+    if isinstance(trainer.train_dataset, Sized):  # and not a stream
+        metrics["train_samples"] = len(trainer.train_dataset)
+    save_and_log(trainer, "train", metrics)
+    trainer.save_state()
+    return metrics
+
+
+def save_and_log(trainer: ScriptTrainer, split: str, metrics: dict[str, float]) -> None:
+    """Print metrics and write them to ``SPLIT_results.json`` and ``all_results.json``, in place of older ones."""
+    trainer.log_metrics(split, metrics)
+    if not trainer.is_world_process_zero():
+        return
+    path = Path(str(trainer.args.output_dir), "all_results.json")
+    older = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = {name: value for name, value in older.items() if not name.startswith(f"{split}_")}
+    for name, results in ((f"{split}_results.json", metrics), (path.name, kept | metrics)):
+        save_text(trainer, name, json.dumps(results, indent=4, sort_keys=True))
+
+
+def save_text(trainer: ScriptTrainer, name: str, text: str) -> None:
+    """Write a file of results into the output folder, whole or, as before, not at all; on the main process alone.
+
+    Raises:
+        CannotSave: The disk is full.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(str(trainer.args.output_dir))
+    advice = f"The model is saved. {how_to_continue(trainer)}" if trainer.args.do_train else "Make room and try again."
+    with explain_full_disk(folder, "the results", lambda: advice), replacing(folder / name) as path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def finish(
+    trainer: ScriptTrainer,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    argv: Sequence[str] | None,
+    *,
+    task: str,
+    metrics: Mapping[str, float],
+    report: Callable[[], Contents],
+) -> None:
+    """Write the report and, for a trained model, its card; merge an adapter and push to the Hub if asked to.
+
+    A run that only evaluates writes no card: the model is another run's, and so is what is to be said of it.
+
+    `task` is the Hub's name of the task, and `report` makes the task's part of the report.
+
+    Raises:
+        ValueError: It could not be pushed.
+    """
+    command = show_command(SCRIPTS[task], read_arguments(argv))
+    if trainer.is_world_process_zero() and trainer.args.report:  # by itself: other processes may have gone on
+        write_report(trainer, model_args, data_args, report, command=command, metrics=metrics)
+    if model_args.merge_adapter:
+        save_merged_model(trainer)
+    if trainer.args.do_train:
+        write_model_card(trainer, model_args, data_args, task=task, metrics=metrics, command=command)
+    if trainer.args.push_to_hub:
+        push(trainer)

@@ -1,0 +1,30 @@
+"""How a model counts its loss, so that small batches add up to a large one exactly."""
+
+from typing import Any
+
+import torch
+from transformers.trainer_pt_utils import LabelSmoother
+
+
+def loss_counts_items(model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> bool:
+    """Whether the model divides its summed loss by ``num_items_in_batch``; decided by asking, without dropout."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            once, twice = (model(**inputs, num_items_in_batch=factor * items)["loss"].mean() for factor in (1, 2))
+    except TypeError:  # its forward takes no such argument
+        return False
+    finally:
+        model.train(training)
+    return bool(torch.isclose(twice, once / 2, rtol=1e-2, atol=0.0))
+
+
+class ShiftingLabelSmoother(LabelSmoother):
+    """Label smoothing for models that predict each token from those before it, whatever their class is called."""
+
+    def __call__(
+        self, model_output: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the smoothed loss of each token, given those before it."""
+        return super().__call__(model_output, labels, shift_labels=True, num_items_in_batch=num_items_in_batch)

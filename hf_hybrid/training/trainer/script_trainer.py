@@ -1,0 +1,387 @@
+"""The Trainers of the scripts: every overridden method of transformers' Trainer is here, once."""
+
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import torch
+from torch.utils.data import IterableDataset, Sampler, SequentialSampler
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
+
+from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
+from hf_hybrid.training.model.adapters import save_base_config
+from hf_hybrid.training.processes import Agreement, count_new_rows, let_autocast_choose
+from hf_hybrid.training.run_folder.checkpoints import (
+    begin_saving,
+    complete_checkpoints,
+    faults_on_disk,
+    finish_saving,
+    mark_complete,
+    was_cut_off,
+)
+from hf_hybrid.training.run_folder.files import CARD_FILE, CannotSave, explain_full_disk, replacing
+from hf_hybrid.training.run_folder.hub import explain_hub_error
+from hf_hybrid.training.trainer.loss import ShiftingLabelSmoother, loss_counts_items
+from hf_hybrid.training.trainer.measuring import Measurements
+from hf_hybrid.training.trainer.non_finite import (
+    NonFiniteLoss,
+    NumberingCollator,
+    StepCheck,
+    can_number,
+    number_examples,
+    warn_of_scores,
+)
+from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
+
+logger = logging.getLogger(__name__)
+
+
+class ScriptTrainer(Trainer):
+    """Trainer with exact losses for every model, state space groups, and files that are whole or marked.
+
+    Attributes:
+        measurements: What the run takes.
+        agreement: Lets the processes decide together while they train.
+        stop_wished: Whether this process was asked to stop after the running step.
+        is_saving: Whether a checkpoint is being saved; it stays true when that fails.
+    """
+
+    args: ScriptTrainingArguments
+    agreement = Agreement(1)
+    stop_wished = is_saving = False
+    _stop_agreed = False
+    _autocasts = False
+    _loss_shifts_labels = False
+    _loss_counts_items: bool | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.args.logging_nan_inf_filter = False  # it hides losses that are not finite, and saves no wait for the GPU
+        self.measurements = Measurements(cast("torch.nn.Module", self.model))
+        self.add_callback(self.measurements)
+        self._outputs: Any = None
+        self._step = StepCheck()
+
+    # ---- several processes ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Prepare for several processes; where FSDP shards state spaces, autocast chooses precisions."""
+        super().create_accelerator_and_postprocess()
+        self._autocasts = let_autocast_choose(self.accelerator, self.model)
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the context of a loss; accelerate's autocast where FSDP shards state spaces."""
+        if self._autocasts:
+            return self.accelerator.autocast()
+        return super().autocast_smart_context_manager(*args, **kwargs)
+
+    # ---- training ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, with all processes stopping together."""
+        self.agreement = Agreement(self.args.world_size)
+        self.is_saving = self.stop_wished = self._stop_agreed = False
+        return super().train(*args, **kwargs)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether training ends after this step; the same in all processes."""
+        return self.stop_wished if self.args.world_size <= 1 else self._stop_agreed
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create the optimizer, with the state space parameters in groups of their own."""
+        optimizer = super().create_optimizer(model)
+        rate = self.args.ssm_learning_rate
+        count = separate_ssm_parameters(optimizer, cast("torch.nn.Module", model or self.model), rate)
+        if rate is not None and not count:
+            logger.warning("--ssm_learning_rate %s has no effect: the model trains no state space parameters.", rate)
+        return optimizer
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Load data; in training, batches carry the positions of their examples."""
+        if is_training and self.is_in_train and can_number(dataset, self):
+            if isinstance(dataset, datasets.Dataset):
+                dataset = self._remove_unused_columns(dataset, description)
+            rows, sample = dataset, sampler_fn
+            sampler_fn = None if sample is None else lambda _: sample(rows)
+            dataset = number_examples(rows)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        return NumberingCollator(super()._get_collator_with_removed_columns(data_collator, description))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the batches of a step; the positions of their examples are kept apart."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        self._step = StepCheck(batches)
+        return batches, count
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute a batch's loss and gradients, and count the batch."""
+        self.measurements.count(inputs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self._step.losses.append(loss)
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss, normalised by the label tokens of all accumulated batches.
+
+        Note:
+            Trainer divides the loss by the number of accumulation steps only for models that it believes not to do so
+            themselves, and it believes it of every model whose forward takes keyword arguments. T5, BART, LED and
+            LongT5 take them and ignore them: with N accumulation steps their gradients come out N times too large.
+            Here the model is asked: if doubling ``num_items_in_batch`` does not halve its loss, the mean that it
+            returns is weighted with its share of the label tokens, which makes N small batches equal one large one.
+        """
+        if not model.training:
+            num_items_in_batch = None  # the mean over this process's batch, not over those of all processes
+        smoothed = self.label_smoother is not None  # Trainer's own, which counts items
+        if num_items_in_batch is None or smoothed or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # as Trainer counts them: a language model does not predict the first token of a row
+        labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
+        items = labels.ne(IGNORED_LABEL).sum()
+        if self._loss_counts_items is None:
+            self._loss_counts_items = loss_counts_items(model, inputs, items)
+            if not self._loss_counts_items and self.args.n_gpu > 1:
+                # DataParallel returns one mean per GPU: fall back on the mean over batches
+                self.model_accepts_loss_kwargs = False
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if not self._loss_counts_items and self.args.n_gpu <= 1:
+            loss = loss * (items / num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm of a step's gradients, the last thing that is done before the weights change.
+
+        Raises:
+            NonFiniteLoss: A loss of the step or the norm is not finite, in any process.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        is_bad = self._step.is_bad(norm, skips=self.accelerator.scaler is not None)
+        is_bad, self._stop_agreed = self.agreement.any(is_bad, self.stop_wished)
+        if is_bad:
+            stream, workers = isinstance(self.train_dataset, IterableDataset), self.args.dataloader_num_workers
+            raise NonFiniteLoss(
+                f"training stopped at step {self.state.global_step + 1}: "
+                f"{self._step.explain(self.agreement, stream=stream, workers=workers)}. The weights are still those "
+                "of the step before. Look at these examples, or try a smaller --learning_rate"
+                f"{', or --bf16 in place of --fp16' if self.args.fp16 else ''}."
+            )
+        return norm
+
+    # ---- evaluation ----
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        """Visit evaluation examples in order, so that line N of a predictions file is about document N.
+
+        Note:
+            With ``--train_sampling_strategy group_by_length``, Trainer groups these by length too.
+        """
+        sampler = super()._get_eval_sampler(eval_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict, each example once, and keep the outputs: ``evaluate`` returns the metrics alone.
+
+        Note:
+            Processes fill up an uneven last batch with examples that they have had. Seq2SeqTrainer leaves these in:
+            they count twice in its scores, and come after the last document's line in a predictions file.
+        """
+        self._outputs = None  # not two splits' at once
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        output = super().evaluation_loop(*args, **kwargs)
+        warn_of_scores(output.metrics or {})
+        if self.compute_metrics is not None:  # without metrics they may be the logits of a whole vocabulary
+            self._outputs = output
+        return output
+
+    def take_outputs(self) -> Any:
+        """Return the outputs of the last evaluation, in the order of the data, or None; and forget them."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute loss, predictions and labels of a batch; the loss without the rows that only fill it up."""
+        step = super().prediction_step
+        loss, predictions, labels = step(model, inputs, prediction_loss_only, *args, **kwargs)
+        count = count_new_rows(self.accelerator, find_batch_size(inputs))
+        if loss is not None and count is not None:
+            first = {
+                name: value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
+                for name, value in inputs.items()
+            }
+            loss = step(model, first, True, *args, **kwargs)[0]
+        return loss, predictions, labels
+
+    # ---- saving: what is written is marked once it is whole, and only then replaces another ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; until it is whole, a file in the folder says that it is not.
+
+        It is not pushed yet: `publish` does that, with results and card.
+
+        Raises:
+            CannotSave: The disk is full.
+        """
+        folder = Path(output_dir or str(self.args.output_dir))
+        with explain_full_disk(folder, "the model", self._advise):
+            if self.args.should_save:
+                begin_saving(folder)
+            super().save_model(output_dir, _internal_call=True)
+            if self.is_saving:
+                self.args.save_total_limit = None  # Trainer deletes old checkpoints before this one could be marked
+            elif self.args.should_save:
+                finish_saving(folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model, and with an adapter the configuration of its base."""
+        super()._save(output_dir, state_dict)
+        save_base_config(self.model, output_dir or str(self.args.output_dir))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint, mark it as complete, and only then delete older ones.
+
+        Raises:
+            CannotSave: The disk is full. What was written is deleted, older checkpoints are as they were.
+        """
+        run_folder = self._get_output_dir(trial)
+        folder = Path(run_folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.is_saving, self._is_marked, self._save_total_limit = True, False, self.args.save_total_limit
+        try:
+            with explain_full_disk(folder, folder.name, self._advise):
+                super()._save_checkpoint(model, trial)
+                self._mark_checkpoint(folder)
+        except CannotSave:
+            if self.args.should_save and was_cut_off(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            self.args.save_total_limit = self._save_total_limit
+        self.is_saving = False
+        if self.args.should_save:  # by step: clocks go back, copies are new
+            rotate_checkpoints(run_folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _mark_checkpoint(self, folder: Path) -> None:
+        if not self._is_marked:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                mark_complete(folder)
+            self._is_marked = True
+
+    def _advise(self) -> str:
+        """Say how to go on after a full disk."""
+        whole = complete_checkpoints(str(self.args.output_dir))
+        if not whole:
+            return "There is no complete checkpoint; make room and start anew."
+        return (
+            f"{whole[-1]} is complete: make room, then run the same command with --resume_from_checkpoint auto to go "
+            "on from it"
+        )
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into the output folder.
+
+        Raises:
+            CannotSave: The disk is full.
+        """
+        if self.is_world_process_zero():
+            target = Path(str(self.args.output_dir), "trainer_state.json")
+            with explain_full_disk(target.parent, "the state", self._advise), replacing(target) as path:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self.state.save_to_json(str(path))
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, unless something happened to them."""
+        best = Path(str(self.state.best_model_checkpoint))
+        if wrong := faults_on_disk(best):
+            message = "The best checkpoint %s is not loaded: %s. The weights are those of the last step."
+            logger.warning(message, best, " and ".join(wrong))
+        else:
+            super()._load_best_model()
+
+    # ---- the Hub ----
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository that ``--push_to_hub`` pushes to.
+
+        Raises:
+            ValueError: The Hub does not let the token's owner, or cannot be reached.
+        """
+        try:
+            super().init_hf_repo(token=token, private=private)
+        except Exception as error:  # before the training, which would be for nothing
+            name = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+            raise ValueError(f"--push_to_hub: {name} cannot be made on the Hub: {explain_hub_error(error)}") from error
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Copy a checkpoint, which is complete by now, into the output folder, and upload it."""
+        self._mark_checkpoint(Path(checkpoint_folder))
+        self.args.save_total_limit = self._save_total_limit
+        folder, strategy = Path(str(self.args.output_dir)), self.args.hub_strategy
+        copies = self.is_world_process_zero() and strategy != HubStrategy.END
+        if copies:
+            begin_saving(folder)
+        if self._save_total_limit is not None and strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            self._finish_current_push()  # or the checkpoint before is deleted while it is read
+        self._name_failed_pushes()
+        super()._push_from_checkpoint(checkpoint_folder)
+        if copies:
+            finish_saving(folder)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._name_failed_pushes()
+
+    def _name_failed_pushes(self) -> None:
+        """Say which pushes of checkpoints could not be made; they run in the background, and Trainer never looks."""
+        push: Any = getattr(self, "push_in_progress", None)
+        if push is None or not push.is_done():
+            return
+        for error in filter(None, (job.exception() for job in push.jobs)):
+            name, reason = self.hub_model_id, explain_hub_error(error)
+            logger.warning("--push_to_hub: a checkpoint could not be pushed to %s: %s", name, reason)
+        self.push_in_progress = None
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write Trainer's own card where a trained model has none: it knows less than ours, and replaces any."""
+        if self.args.do_train and not Path(str(self.args.output_dir), CARD_FILE).is_file():
+            super().create_model_card(*args, **kwargs)
+
+
+class CausalTrainer(ScriptTrainer):
+    """Trainer for models that predict each token from those before it.
+
+    Note:
+        Trainer knows by name which models shift their labels, and its label smoothing, and for some (GPT-2) its count
+        of label tokens, do not shift for all others: these models would be trained to copy their input. Here labels
+        are shifted whatever the class is called.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._loss_shifts_labels = True
+        if self.label_smoother is not None:
+            self.label_smoother = ShiftingLabelSmoother(self.args.label_smoothing_factor)
+
+
+class SummarizationTrainer(ScriptTrainer, Seq2SeqTrainer):
+    """Seq2SeqTrainer with what `ScriptTrainer` adds: by Python's order of bases, its methods call Seq2SeqTrainer's."""
+
+    args: SummarizationTrainingArguments

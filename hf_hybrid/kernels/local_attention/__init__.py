@@ -1,4 +1,4 @@
-"""Softmax attention to a window or a chunk of the sequence, with a relative bias: linear in T in time and memory."""
+"""Softmax attention within a window or a chunk, with a relative bias: linear in T in time and memory."""
 
 import math
 
@@ -28,7 +28,7 @@ def local_attention(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend from every token to its neighbourhood, a sliding window or the chunk it lies in.
+    """Attend from every token to its neighbourhood, a sliding window or the token's chunk.
 
     Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
 
@@ -36,42 +36,42 @@ def local_attention(
         N(t) = {j : |j - t| <= radius}                              (SPADE, section 3.2, window attention)
         N(t) = {j : floor(j / chunk_size) = floor(t / chunk_size)}  (SPADE, section 3.2, chunk attention)
 
-    restricted to j <= t when causal and to kept keys always; b is T5's relative position bias, section 2.1 there, one
-    number per offset and head. Time and memory are O(T * neighbourhood), forward and backward; saved for the backward
-    pass are the inputs, the output, which a projection that follows holds anyway, and one number per query.
+    restricted to kept keys, and to j <= t when causal; b is T5's relative position bias (section 2.1), one number per
+    offset and head. Time and memory are O(T * neighbourhood), forward and backward. The backward pass stores the
+    inputs, the output, which a following projection stores anyway, and one number per query.
 
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
         key: `(B, T, H, K)` in query's dtype.
         value: `(B, T, H, V)` in query's dtype.
         bias: Added to the scores by offset, `(H, 2 * reach + 1)`, or `(H, reach + 1)` when causal, with reach = radius
-            or chunk_size - 1; column i holds key - query = i - reach. Best kept in float32; its gradient is
-            accumulated in float32 and bit-identical from run to run.
-        radius: Tokens a query sees on each side of itself; 0 or more, may exceed T. Excludes `chunk_size`.
+            or chunk_size - 1; column i holds key - query = i - reach. Prefer float32; its gradient is accumulated in
+            float32 and bit-identical between runs.
+        radius: Tokens that a query sees on each side; 0 or more, may exceed T. Excludes `chunk_size`.
         chunk_size: Tokens per chunk; 1 or more, may exceed T. The grid starts at each row's first kept token, so that
             left padding does not move it. Excludes `radius`.
         causal: Whether to hide later keys.
-        attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at tokens
-            that are not kept.
+        attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at masked
+            tokens.
         cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone, except
-            that each has a dropout mask of its own. Where torch runs, the bounds are read by the host.
-        scale: Factor on the dot products; `K ** -0.5` when None. T5 itself uses 1.
+            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone, with
+            its own dropout mask. The torch backend reads the bounds on the host.
+        scale: Factor on the dot products; `K ** -0.5` when None. T5 uses 1.
         dropout: Probability of dropping an attention weight, at least 0 and below 1, in steps of 2**-16; the others
-            are scaled up. The mask follows from one draw of torch's global CPU generator, on Triton by other random
-            numbers than on torch: each backend repeats its own masks, not the other's.
+            are scaled up. One draw of torch's global CPU generator determines the mask, differently on torch and on
+            Triton.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, H, V)` in query's dtype; scores, softmax and sums in float32 (float64 for float64). It can be
-        differentiated once.
+        `(B, T, H, V)` in query's dtype; scores, softmax and sums in float32 (float64 for float64). Differentiable
+        once.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, scale, dropout)
     mask = None if attention_mask is None else attention_mask != 0
-    # the only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask
+    # the only draw from the global generator, so that checkpointing, which restores it, restores the mask
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = (radius, chunk_size, causal, scale, float(dropout))
@@ -92,7 +92,7 @@ def _check(
     scale: float | None,
     dropout: float,
 ) -> None:
-    # The messages are only put together where they are raised: torch.compile cannot format a symbolic number.
+    # Messages are formatted only when raised: torch.compile cannot format a symbolic number.
     if query.dim() != 4:
         raise ValueError(f"query must have shape (B, T, H, K); got {tuple(query.shape)}")
     if query.shape[1] == 0:

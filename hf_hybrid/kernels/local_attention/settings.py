@@ -1,10 +1,10 @@
-"""What a call of local attention is told beside its tensors."""
+"""The settings of a call of local attention."""
 
 from typing import NamedTuple
 
 
 class Settings(NamedTuple):
-    """The numbers of a call of `local_attention`, under the names of its arguments."""
+    """The arguments of `local_attention` that are not tensors."""
 
     radius: int | None
     chunk_size: int | None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.compare_on_data import Experiment
+from benchmarks.experiment import Experiment
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.arguments import ModelArguments

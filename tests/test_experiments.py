@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import compare_on_data, facts, figures, results_page, train_one
-from benchmarks.compare_on_data import Queue, read_experiment
+from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
+from benchmarks.experiment import read_experiment
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
 
@@ -287,7 +288,7 @@ def test_rows_of_another_recipe_are_refused(bench):
 
 def test_rows_of_another_version_are_not_gone_on_with(bench, monkeypatch):
     bench.work()
-    monkeypatch.setattr(compare_on_data, "__version__", "99.0")
+    monkeypatch.setattr("benchmarks.experiment.__version__", "99.0")
     assert bench.work().failures == {}  # nothing is left to do
     failures = bench.work(seeds=(0, 1, 2, 3)).failures
     assert "come from version" in failures["small"]

@@ -65,17 +65,7 @@ def load_raw_datasets(
             the flag, the file and line, the value and the rule.
     """
     flags = {"train_file": train_file, "validation_file": validation_file, "test_file": test_file, **(files or {})}
-    given = {flag: path for flag, path in flags.items() if path is not None}
-    if dataset_name is not None and given:
-        raise ValueError(
-            f"dataset_name and {', '.join(given)} must not be given together; got dataset_name={dataset_name!r} and "
-            + ", ".join(f"{flag}={path!r}" for flag, path in given.items())
-        )
-    if dataset_name is None and not given:
-        raise ValueError(
-            "a dataset must be named: dataset_name (a Hub dataset, a folder, or "
-            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or {', '.join(flags)}"
-        )
+    given = _given_files(dataset_name, flags)
     if dataset_name is None:
         return _load_files(
             given, cache_dir, {"tsv_header": tsv_header, "keep_linebreaks": keep_linebreaks}, streaming=streaming
@@ -90,6 +80,22 @@ def load_raw_datasets(
     if not dataset_name.strip():
         raise ValueError(f"dataset_name must not be empty; got {dataset_name!r}")
     return _load_named(dataset_name, dataset_config_name, cache_dir, token, streaming=streaming)
+
+
+def _given_files(dataset_name: str | None, flags: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the files that were given, after checking that there is a name or a file but not both."""
+    given = {flag: path for flag, path in flags.items() if path is not None}
+    if dataset_name is not None and given:
+        raise ValueError(
+            f"dataset_name and {', '.join(given)} must not be given together; got dataset_name={dataset_name!r} and "
+            + ", ".join(f"{flag}={path!r}" for flag, path in given.items())
+        )
+    if dataset_name is None and not given:
+        raise ValueError(
+            "a dataset must be named: dataset_name (a Hub dataset, a folder, or "
+            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or {', '.join(flags)}"
+        )
+    return given
 
 
 def _streamed(dataset: "DatasetDict", streaming: bool) -> "DatasetDict | IterableDatasetDict":

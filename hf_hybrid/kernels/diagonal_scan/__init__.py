@@ -37,9 +37,9 @@ def diagonal_scan(
         initial_state: x before the first token, `(B, P)` in a's dtype; zeros when None.
         reverse: Whether to run from the last token to the first, x[t] = a x[t+1] + b[t], with the initial state after
             the last token.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
-            sequence alone. The torch backend reads the bounds on the host.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, states have N rows, and the result is that of each sequence alone. The torch
+            backend reads the bounds on the host.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:

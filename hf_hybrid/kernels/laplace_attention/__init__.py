@@ -66,6 +66,21 @@ def laplace_attention(
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
+    _check(query, key, value, attention_mask, chunk_size, first, dropout)
+    if not torch.compiler.is_compiling():
+        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
+    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout, laplace)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    chunk_size: int | None,
+    first: Tensor | None,
+    dropout: float,
+) -> None:
     if query.dim() != 4 or query.shape[1] == 0 or not query.is_floating_point():
         raise ValueError(
             f"query must be a floating-point (B, T, H, K) with T > 0; got {tuple(query.shape)} of {query.dtype}"
@@ -92,6 +107,3 @@ def laplace_attention(
         raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
-    if not torch.compiler.is_compiling():
-        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
-    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout, laplace)

@@ -45,9 +45,9 @@ def linear_attention(
         norm_eps: Epsilon of the norm; none when None.
         gate: g, `(B, T, H, V)` in query's dtype; none when None. Only with the norm.
         state: S before the first token, `(B, H, K, V)`, float32 or float64; zeros when None. Causal only.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
-            sequence alone. The torch backend and the form that is not causal read the bounds on the host.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, states have N rows, and the result is that of each sequence alone. The torch
+            backend and the form that is not causal read the bounds on the host.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:

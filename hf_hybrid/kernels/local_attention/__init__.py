@@ -1,4 +1,7 @@
-"""Softmax attention within a window or a chunk, with a relative bias: linear in T in time and memory."""
+"""Softmax attention within a window or a chunk, with a relative bias: linear in T in time and memory.
+
+B batch · T length · H heads · K key dim · V value dim
+"""
 
 import math
 
@@ -30,8 +33,6 @@ def local_attention(
 ) -> Tensor:
     """Attend from every token to its neighbourhood, a sliding window or the token's chunk.
 
-    Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
-
         o[t] = sum_{j in N(t)} softmax_j(scale * q[t].k[j] + b[j - t]) v[j]
         N(t) = {j : |j - t| <= radius}                              (SPADE, section 3.2, window attention)
         N(t) = {j : floor(j / chunk_size) = floor(t / chunk_size)}  (SPADE, section 3.2, chunk attention)
@@ -53,9 +54,9 @@ def local_attention(
         causal: Whether to hide later keys.
         attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at masked
             tokens.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone, with
-            its own dropout mask. The torch backend reads the bounds on the host.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, and the result is that of each sequence alone, with its own dropout mask. The torch backend reads the
+            bounds on the host.
         scale: Factor on the dot products; `K ** -0.5` when None. T5 uses 1.
         dropout: Probability of dropping an attention weight, at least 0 and below 1, in steps of 2**-16; the others
             are scaled up. One draw of torch's global CPU generator determines the mask, differently on torch and on
@@ -70,13 +71,11 @@ def local_attention(
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, scale, dropout)
-    mask = None if attention_mask is None else attention_mask != 0
     # the only draw from the global generator, so that checkpointing, which restores it, restores the mask
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    settings = (radius, chunk_size, causal, scale, float(dropout))
-    output, _ = op.local_attention(query, key, value, bias, mask, seed, cu_seqlens, *settings, backend)
-    return output
+    settings = (radius, chunk_size, causal, query.shape[-1] ** -0.5 if scale is None else float(scale), float(dropout))
+    mask = None if attention_mask is None else attention_mask != 0
+    return op.local_attention(query, key, value, bias, mask, seed, cu_seqlens, *settings, backend)[0]
 
 
 def _check(

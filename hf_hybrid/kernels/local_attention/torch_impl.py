@@ -385,14 +385,7 @@ def _differentiate_alone(
                 grads, values = _matrices(walk.queries(g, at)), _matrices(walk.keys(v, at))
                 weights = walk.scores(q, k, at, strips)
                 weights.sub_(walk.queries(norm, at).flatten(0, 1)).exp2_()
-                d_weights = walk.matmul("d_weights", grads, values.mT)
-                d_scores = walk.scratch("d_scores", d_weights.shape, walk.wide)
-                keep = walk.keep(weights) if seed is not None else None
-                if keep is not None:
-                    d_weights = torch.mul(d_weights, keep, out=d_scores)
-                torch._softmax_backward_data(d_weights.to(walk.wide), weights, -1, walk.wide, grad_input=d_scores)
-                if keep is not None:
-                    weights.mul_(keep)
+                d_scores = _differentiate_softmax(walk, weights, grads, values, dropped=seed is not None)
                 walk.add_keys(dv, walk.matmul("d_keys", walk.lower("weights", weights).mT, grads), at)
                 if bias is not None:
                     walk.add_offsets(d_offsets, d_scores, at, strips)
@@ -409,6 +402,19 @@ def _differentiate_alone(
         if bias is not None:
             d_bias[0, :, walk.bias_columns] = d_offsets[:, walk.seen] / walk.keep_rate
         return d_query, d_key, d_value, d_bias
+
+
+def _differentiate_softmax(walk: _Walk, weights: Tensor, grads: Tensor, values: Tensor, *, dropped: bool) -> Tensor:
+    """Return the gradient of a batch's scores; apply the dropout mask to its weights in place."""
+    d_weights = walk.matmul("d_weights", grads, values.mT)
+    d_scores = walk.scratch("d_scores", d_weights.shape, walk.wide)
+    keep = walk.keep(weights) if dropped else None
+    if keep is not None:
+        d_weights = torch.mul(d_weights, keep, out=d_scores)
+    torch._softmax_backward_data(d_weights.to(walk.wide), weights, -1, walk.wide, grad_input=d_scores)
+    if keep is not None:
+        weights.mul_(keep)
+    return d_scores
 
 
 def backward(

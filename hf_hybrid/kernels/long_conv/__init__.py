@@ -186,9 +186,9 @@ def long_conv(
         input_gate: Multiplies the input, `(B, T, D)`; none when None.
         gate: Multiplies the output, `(B, T, D)`; none when None.
         activation: f, None or ``"silu"``.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone. The host
-            reads the bounds to size the transforms; sequences of similar length share one.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, and the result is that of each sequence alone. The host reads the bounds to size the transforms;
+            sequences of similar length share one.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:

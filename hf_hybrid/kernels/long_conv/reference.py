@@ -25,15 +25,7 @@ def long_conv(
     z[t] = sum_{j>=0} kernel[:, j] x[t-j]  +  sum_{j>=0} reverse_kernel[:, j] x[t+1+j]  +  skip x[t],
     x = input_gate u,  y = gate f(z)
 
-    Args:
-        u: Input, `(B, T, D)`.
-        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)`: channel c has the taps of row ``c % G``.
-        reverse_kernel: Taps at lag -1, -2, ..., with as many rows; none when None.
-        skip: Weight of the input itself, `(D,)`; none when None.
-        input_gate: `(B, T, D)`; none when None.
-        gate: `(B, T, D)`; none when None.
-        activation: f, None or ``"silu"``.
-        cu_seqlens: Bounds `(N + 1,)` of N sequences in a batch of 1, each run alone; none when None.
+    See `hf_hybrid.kernels.long_conv` for the arguments.
 
     Returns:
         `(B, T, D)` in u's dtype; float64 and float32 inputs accumulate in their own precision, others in float32.

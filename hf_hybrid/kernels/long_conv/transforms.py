@@ -85,23 +85,15 @@ def differentiate(
     into: Gradients,
     products: Tensor | None,
 ) -> None:
-    """Compute the gradients of `convolve`.
+    """Compute the gradients of `convolve`, which describes the other arguments.
 
     With x = input_gate u, y = conv(x) + skip x, recomputed if needed, and dy = grad gate f'(y):
 
     d_gate = grad f(y),  dx = conv^T(dy) + skip dy,  d_u = input_gate dx,  d_input_gate = u dx,  d_skip = sum x dy.
 
-    Args:
-        impl: `torch_impl` or `triton_kernels`.
-        grad: Gradient of the output, `(B, T, D)`.
-        u: Input, `(B, T, D)`; may be None if only its gradient is needed and there is neither activation nor gate.
-        spectra: Returns the spectra of the forward.
-        sequences: The sequences of u to differentiate.
-        around: Gates, skip and activation.
-        adjoint: Whether the forward used conjugate spectra.
-        into: Receives the gradients.
-        products: Receives sums of conj(rfft(x)) rfft(dy) over the sequences, `(D, F)`, or also over each group of
-            channels, `(G, F)`; None if not needed.
+    `u` may be None if only its gradient is needed and there is neither activation nor gate. `adjoint` says whether the
+    forward used conjugate spectra. `into` receives the gradients, and `products` the sums of conj(rfft(x)) rfft(dy)
+    over sequences, `(D, F)`, or over groups of channels too, `(G, F)`.
     """
     dtype, n_fft, width = compute_dtype(grad), sequences.n_fft, grad.shape[2]
     again = around.gate is not None or around.silu
@@ -109,20 +101,16 @@ def differentiate(
     groups = None if products is None or products.shape[0] == width else products.shape[0]
     row_step, channel_step = block_steps(grad, n_fft)
     for channels in ranges(width, channel_step):
-        there = back = None
-        if again or wants_input:
-            spectrum, count = _narrow(spectra(channels), dtype), channels.stop - channels.start
-            there = impl.factor(spectrum, count, adjoint) if again else None
-            back = impl.factor(spectrum, count, not adjoint) if wants_input else None
+        count = channels.stop - channels.start
+        spectrum = _narrow(spectra(channels), dtype) if again or wants_input else None
+        there = impl.factor(spectrum, count, adjoint) if again else None
+        back = impl.factor(spectrum, count, not adjoint) if wants_input else None
         for rows in ranges(sequences.number, row_step):
             block = Block(sequences, rows, channels)
-            x: Any = None
-            inputs: Any = None
+            reads = again or products is not None
+            x = impl.prologue(u, around.input_gate, block, dtype) if reads or into.skip is not None else None
+            inputs: Any = torch.fft.rfft(x, n=n_fft) if reads else None
             d_x = None
-            if again or products is not None or into.skip is not None:
-                x = impl.prologue(u, around.input_gate, block, dtype)
-            if again or products is not None:
-                inputs = torch.fft.rfft(x, n=n_fft)
             if again:
                 product = inputs if products is None else torch.empty_like(inputs)
                 y = impl.inverse(impl.multiply(inputs, there, product), n_fft)
@@ -139,8 +127,7 @@ def differentiate(
                 if wants_input:
                     d_x = impl.inverse(impl.multiply(gradients, back, gradients), n_fft)
                 del gradients
-            d_skip = impl.downstream(
-                d_x, d_y, x, u, around, block, into.u, into.input_gate, trains_skip=into.skip is not None
-            )
+            trained = into.skip is not None
+            d_skip = impl.downstream(d_x, d_y, x, u, around, block, into.u, into.input_gate, trains_skip=trained)
             if into.skip is not None:
                 into.skip[channels] += d_skip

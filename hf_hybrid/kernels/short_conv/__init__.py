@@ -61,8 +61,7 @@ def short_conv(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Convolve each channel with a few taps.
 
-    y[t] = f(sum_j kernel[:, j] u[t - j + c] + bias),  c = 0 when causal and (J - 1) / 2 otherwise
-    (CHELA, eq. 8, K_s with its activation)
+    y[t] = f(sum_j kernel[:, j] u[t - j + c] + bias),  c = 0 when causal and (J - 1) / 2 otherwise (CHELA, eq. 8, K_s)
 
     O(T J) multiplications per channel. The backward pass stores only the inputs.
 
@@ -74,9 +73,8 @@ def short_conv(
         causal: Whether to read only the past. A centred filter has an odd number of taps.
         activation: f, None or ``"silu"``.
         state: The J - 1 inputs before the first, `(B, J - 1, D)`; zeros when None. Causal only.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
-            sequence alone.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, states have N rows, and the result is that of each sequence alone.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
@@ -102,8 +100,7 @@ def short_conv(
         rows = "B" if cu_seqlens is None else "N"
         raise ValueError(f"state must be ({rows}, J - 1, D) = {shape}; got {tuple(state.shape)}")
     check_devices(u, kernel=kernel, bias=bias, state=state)
-    if state is not None:
-        state = state.to(u.dtype)
+    state = None if state is None else state.to(u.dtype)
     if u.shape[1] == 1 and state is not None and cu_seqlens is None and not forces_triton(backend):
         y = torch_impl.one_token(torch.cat([state, u], dim=1), kernel, bias, activation == "silu")
     else:

@@ -13,6 +13,7 @@ Needs only torch (any build) and triton.
 """
 
 import argparse
+import ast
 import hashlib
 import importlib
 import inspect
@@ -367,7 +368,7 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def fingerprints() -> dict[str, str]:
-    """Return op -> hash of its kernels' code, without comments and docstrings of plain functions, and its launches."""
+    """Return op -> hash of its kernels' code, without comments and docstrings, and of its launches."""
     launches: dict[str, list[Any]] = {op: [] for op in MODULES}
     for arch in ARCHITECTURES:
         for op, launch in representative_launches(arch):
@@ -376,9 +377,19 @@ def fingerprints() -> dict[str, str]:
     found = {}
     for op, module in MODULES.items():
         kernels = importlib.import_module(f"hf_hybrid.kernels.{module}.triton_kernels")
-        code = [re.sub(r"(?m)\s*(#.*)?$", "", inspect.getsource(each)) for each in _kernel_modules(kernels)]
+        code = [_code(each) for each in _kernel_modules(kernels)]
         found[op] = hashlib.sha256(repr((code, launches[op])).encode()).hexdigest()[:16]
     return found
+
+
+def _code(module: ModuleType) -> str:
+    """Return a module's source without comments and docstrings."""
+    source = inspect.getsource(module)
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return re.sub(r"(?m)\s*(#.*)?$", "", "\n".join(lines))
 
 
 def _kernel_modules(module: ModuleType) -> list[ModuleType]:

@@ -49,6 +49,13 @@ def check_devices(x: torch.Tensor, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} must be on {x.device}, like the first argument; got {tensor.device}")
 
 
+def check_dtypes(query: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors have query's dtype; keywords name the arguments."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+
+
 def check_integer(name: str, value: int | None) -> None:
     """Check that a number of tokens is an integer or None.
 

@@ -385,7 +385,7 @@ def test_bad_states_are_refused():
     for name, kind in (("long", "ConvState"), ("short-long", "ShortLongState")):
         with pytest.raises(ValueError, match=f"state must be a {kind}, as returned; got Tensor"):
             make(name)(u, state=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="state must be of 1 sequences"):
+    with pytest.raises(ValueError, match="state must have 1 sequences"):
         make("long")(u[:1], state=state)
     with pytest.raises(ValueError, match=r"state must be \(2, 6, 4\); got \(2, 6, 3\)"):
         make("moving average")(u, state=torch.zeros(2, 6, 3))

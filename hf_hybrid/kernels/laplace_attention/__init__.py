@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_integer, choose_backend
+from ..dispatch import check_devices, check_dtypes, check_integer, choose_backend
 from . import torch_impl
 
 __all__ = ["laplace", "laplace_attention"]
@@ -93,8 +93,7 @@ def _check(
                 f"{name} must be (B, S, H, {expected}) with query's B and H, and S >= {query.shape[1]}; "
                 f"got {tuple(tensor.shape)}"
             )
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    check_dtypes(query, key=key, value=value)
     if value.shape[1] != key.shape[1]:
         raise ValueError(f"value must have as many tokens as key, {key.shape[1]}; got {value.shape[1]}")
     if attention_mask is not None and attention_mask.shape != key.shape[:2]:

@@ -5,7 +5,7 @@ B batch · T length · H heads · K key dim · V value dim · N packed sequences
 
 from torch import Tensor
 
-from ..dispatch import check_devices, forces_triton
+from ..dispatch import check_devices, check_dtypes, forces_triton
 from ..packed import check_cu_seqlens
 from . import op, torch_impl
 
@@ -101,9 +101,7 @@ def _check(
         raise ValueError(
             f"value must be (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; got {tuple(value.shape)}"
         )
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    check_dtypes(query, key=key, value=value)
     sequences = check_cu_seqlens(cu_seqlens, query, "query")
     if state is None:
         return

@@ -8,9 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_integer
+from ..dispatch import check_devices, check_dtypes
 from ..packed import check_cu_seqlens
 from . import op
+from .settings import check_neighbourhood
 from .step import local_attention_step
 
 __all__ = ["local_attention", "local_attention_step"]
@@ -105,19 +106,8 @@ def _check(
             f"value must have shape (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; "
             f"got {tuple(value.shape)}"
         )
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
-    if (radius is None) == (chunk_size is None):
-        raise ValueError(
-            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
-        )
-    check_integer("radius", radius)
-    check_integer("chunk_size", chunk_size)
-    if radius is not None and radius < 0:
-        raise ValueError(f"radius must be at least 0; got {radius}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    check_dtypes(query, key=key, value=value)
+    check_neighbourhood(radius, chunk_size)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
     if bias is not None:

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...dispatch import check_devices, check_integer, may_run_triton, needs_gradient
+from ...dispatch import check_devices, check_dtypes, may_run_triton, needs_gradient
+from ..settings import check_neighbourhood
 from . import op, torch_impl
 
 __all__ = ["local_attention_step"]
@@ -91,19 +92,8 @@ def _check(
         raise ValueError(
             f"value must be (B, S, H, V) with key's (B, S, H) = {tuple(key.shape[:3])}; got {tuple(value.shape)}"
         )
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
-    if (radius is None) == (chunk_size is None):
-        raise ValueError(
-            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
-        )
-    check_integer("radius", radius)
-    check_integer("chunk_size", chunk_size)
-    if radius is not None and radius < 0:
-        raise ValueError(f"radius must be at least 0; got {radius}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    check_dtypes(query, key=key, value=value)
+    check_neighbourhood(radius, chunk_size)
     columns = radius + 1 if radius is not None else chunk_size
     if bias is not None and (bias.dim() != 2 or bias.shape[0] != query.shape[2] or bias.shape[1] != columns):
         raise ValueError(f"bias must be (H, reach + 1) = {(query.shape[2], columns)}; got {tuple(bias.shape)}")

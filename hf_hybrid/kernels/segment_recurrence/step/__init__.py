@@ -7,7 +7,7 @@ key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ...dispatch import check_devices, may_run_triton, needs_gradient
+from ...dispatch import check_devices, check_dtypes, may_run_triton, needs_gradient
 from . import op, torch_impl
 
 __all__ = ["segment_step"]
@@ -116,9 +116,7 @@ def _check(
             raise ValueError(f"state must have value's V = {value.shape[4]}; got {state.shape[4]}")
         if norm is not None and norm.shape not in ((*state.shape[:2], 1, state.shape[4]), (*state.shape[:2], 1, 1)):
             raise ValueError(f"norm must be (D, H, 1, V or 1) with state's D, H and V; got {tuple(norm.shape)}")
-    for name, tensor in (("key", key), ("value", value), ("state", state), ("norm", norm)):
-        if tensor is not None and tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    check_dtypes(query, key=key, value=value, state=state, norm=norm)
     if norm is not None and state is None:
         raise ValueError("norm must be None without state")
     if documents is not None and (documents.shape != query.shape[:1] or documents.dtype != torch.int64):

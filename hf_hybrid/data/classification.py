@@ -192,7 +192,7 @@ def read_labels(split: "Dataset", column: str, *, name: str) -> list[Label]:
             labels.append(value)
         else:
             raise ValueError(
-                f"column {column!r} of split {name!r} must hold labels (text or numbers); row {number} (the "
+                f"column {column!r} of split {name!r} must hold labels, which are text or numbers; row {number} (the "
                 f"first row is 1) holds {type(value).__name__}: {str(value)[:80]}"
             )
     return labels
@@ -247,8 +247,8 @@ class Labels:
         if unknown := [row for row, key in enumerate(keys, start=1) if key not in self.ids]:
             known = _few([str(label) for label in self.ids], 20)
             raise ValueError(
-                f"the labels of split {name!r} must be labels the model learns ({known}); got "
-                f"{labels[unknown[0] - 1]!r} in row {_few(unknown)} {rows}"
+                f"the labels of split {name!r} must be labels that the model learns ({known}); "
+                f"{labels[unknown[0] - 1]!r} is not, in row {_few(unknown)} {rows}"
             )
         return [self.ids[key] for key in keys]  # type: ignore[index]
 

@@ -1,1 +1,1 @@
-"""Measurements beside named peers."""
+"""Benchmarks against named peers."""

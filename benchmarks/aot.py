@@ -1,19 +1,19 @@
-"""Compile the Triton kernels ahead of time for GPUs that are not there, and read off what the compiler made of them.
+"""Compile the Triton kernels ahead of time, without a GPU, and check the machine code.
 
     python -m benchmarks.aot --output benchmarks/results/aot    # everything, in a quarter of an hour
-    python -m benchmarks.aot --few                              # what the tests want, in minutes
+    python -m benchmarks.aot --few                              # what the tests need, in minutes
 
-The launches that the ops would do on a GPU are recorded on tensors without memory, so what is compiled is what is
-launched: the same types, the same constants, the same knowledge of what is divisible by 16. Each is compiled for each
-architecture, and the machine code is searched for spilled registers, tensor core instructions and atomics. `LIMITS`
-says what is allowed. An op all of whose shipped configurations keep within it is written into `COMPILED` with a
-fingerprint of its code, by which the tests see that a kernel was changed and not compiled since; `make test-full`
-compiles them again, and `make aot-matrix` repeats all of it under other versions of Triton.
+The ops record their launches on tensors without memory, so what is compiled is what a GPU would run: the same types,
+constants and divisibility by 16. Each launch is compiled for each architecture, and its machine code is searched for
+spilled registers, tensor core instructions and atomics. `LIMITS` says what is allowed. If all configurations of an op
+pass, `COMPILED` gets a fingerprint of the op's code, so that tests notice a kernel that has changed since; `make
+test-full` compiles them again, and `make aot-matrix` does so with other versions of Triton.
 
-Needs torch (any build), triton and nothing else.
+Needs only torch (any build) and triton.
 """
 
 import argparse
+import ast
 import hashlib
 import importlib
 import inspect
@@ -36,11 +36,11 @@ from hf_hybrid.kernels.launching import Launch, record_launches
 ARCHITECTURES = (80, 90)
 """Compute capabilities times 10: A100, H100 and H200."""
 COMPILED = Path("benchmarks/results/aot/compiled.json")
-"""Op -> fingerprint of what was compiled within the limits, from the repository root."""
+"""Op -> fingerprint of the code that passed; path from the repository root."""
 
 
 class Card(NamedTuple):
-    """What one multiprocessor of an architecture has."""
+    """Resources of one multiprocessor: bytes of shared memory, and registers."""
 
     shared: int
     registers: int
@@ -57,11 +57,11 @@ CARDS = {
 
 
 class Limit(NamedTuple):
-    """What is asked of a kernel's machine code, beyond that it spills no register and has no atomics.
+    """Requirements for a kernel's machine code, besides no spilled register and no atomics.
 
     Attributes:
-        tensor_cores: Whether its products run there.
-        warps: How many a multiprocessor can hold at least, which hides the wait for memory.
+        tensor_cores: Whether its products must run on tensor cores.
+        warps: Least number of warps that a multiprocessor can hold, to hide memory latency.
         reason: Why this many.
     """
 
@@ -86,12 +86,12 @@ MODULES = {
 
 
 def shipped(op: str) -> list[str]:
-    """The names of an op's configurations."""
+    """Return the names of an op's configurations."""
     module = importlib.import_module(f"hf_hybrid.kernels.{MODULES[op]}.triton_kernels")
     return [configuration.name for configuration in module.CONFIGURATIONS.values()]
 
 
-# the one table of what is asked: kernel -> limit
+# kernel -> limit
 LIMITS = {
     "diagonal_scan.ends": Limit(False, 24, "bound by memory, with 16 loads in flight per warp, and little work"),
     "diagonal_scan.carry": Limit(False, 24, "a chain of loads; no more than 32 programs of one warp fit"),
@@ -150,14 +150,14 @@ class Report(NamedTuple):
 
     @property
     def resident_warps(self) -> int:
-        """Warps that one multiprocessor holds of this kernel alone, by registers and shared memory."""
+        """Return the warps of this kernel that a multiprocessor holds, by registers and shared memory."""
         card = CARDS[self.arch]
         by_registers = card.registers // (max(self.registers + 7, 8) // 8 * 8 * 32 * self.warps)
         by_shared = card.shared // (self.shared + 1024)  # each program costs the driver 1 KiB
         return min(64, self.warps * min(by_registers, by_shared))
 
     def problems(self) -> list[str]:
-        """What breaks `LIMITS`."""
+        """List what breaks `LIMITS`."""
         limit = LIMITS[self.kernel]
         found = []
         if self.arch >= 90 and "bf16" in self.details and limit.tensor_cores and not self.wgmma and self.arch < 100:
@@ -316,7 +316,7 @@ def _segment_step(dtype: torch.dtype, width: int, full: bool) -> None:
 
 
 def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
-    """Every op with each launch it does on one architecture for shapes that together take all configurations."""
+    """Yield every op with its launches on one architecture, for shapes that together use all configurations."""
     calls: list[tuple[str, Any]] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for taps, packed in ((9, True), (9, False), (3, False)):
@@ -331,7 +331,7 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
         for modes in (8, 32, 256):
             for low_rank in (False, True):
                 calls.append(("ssm_step", lambda a=(dtype, modes, low_rank): _ssm_step(*a)))
-        # what is recorded last takes the most registers, and is what represents the others
+        # the launch recorded last takes the most registers and represents the others
         for width, full in ((64, False), (256, False), (64, True), (256, True)):
             calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
             calls.append(("segment_step", lambda a=(dtype, width, full): _segment_step(*a)))
@@ -349,7 +349,7 @@ def recorded(arch: int) -> Iterator[tuple[str, Launch]]:
 
 
 def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
-    """Every launch of `recorded` that is compiled anew."""
+    """Return the launches of `recorded` that compile to different code."""
     distinct = {}
     for op, launch in recorded(arch):
         kinds = tuple((name, _type(launch.kernel, name, x)) for name, x in launch.arguments.items())
@@ -358,7 +358,7 @@ def distinct_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def representative_launches(arch: int) -> list[tuple[str, Launch]]:
-    """One launch for each configuration and set of flags, in bfloat16 and in float32, packed where it may be."""
+    """Return one launch for each configuration and set of flags, in bfloat16 and float32, packed if possible."""
     last = {}
     for op, launch in distinct_launches(arch):
         if launch.arguments.get("PACKED", True) and _dtype(launch) != "fp16":
@@ -368,7 +368,7 @@ def representative_launches(arch: int) -> list[tuple[str, Launch]]:
 
 
 def fingerprints() -> dict[str, str]:
-    """Op -> a hash of what is compiled for it: the code of its kernels, without comments, and its launches."""
+    """Return op -> hash of its kernels' code, without comments and docstrings, and of its launches."""
     launches: dict[str, list[Any]] = {op: [] for op in MODULES}
     for arch in ARCHITECTURES:
         for op, launch in representative_launches(arch):
@@ -377,13 +377,23 @@ def fingerprints() -> dict[str, str]:
     found = {}
     for op, module in MODULES.items():
         kernels = importlib.import_module(f"hf_hybrid.kernels.{module}.triton_kernels")
-        code = [re.sub(r"(?m)\s*(#.*)?$", "", inspect.getsource(each)) for each in _kernel_modules(kernels)]
+        code = [_code(each) for each in _kernel_modules(kernels)]
         found[op] = hashlib.sha256(repr((code, launches[op])).encode()).hexdigest()[:16]
     return found
 
 
+def _code(module: ModuleType) -> str:
+    """Return a module's source without comments and docstrings."""
+    source = inspect.getsource(module)
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return re.sub(r"(?m)\s*(#.*)?$", "", "\n".join(lines))
+
+
 def _kernel_modules(module: ModuleType) -> list[ModuleType]:
-    """A module of kernels, and those from which it takes functions, by name."""
+    """Return a module of kernels and the modules that it takes functions from, by name."""
     found: dict[str, ModuleType] = {}
     left = [module.__name__]
     while left:
@@ -399,7 +409,7 @@ _TOKENS = ("u", "k", "b", "y", "rates", "states", "grad", "ends", "sums", "out",
 
 
 def _dtype(launch: Launch) -> str:
-    """Dtype of a launch's tokens, as Triton writes it."""
+    """Return the dtype of a launch's tokens as Triton writes it."""
     tokens = next(x for name, x in launch.arguments.items() if name in _TOKENS and x is not None)
     return _POINTERS[tokens.dtype].removeprefix("*")
 
@@ -415,9 +425,9 @@ _POINTERS = {
 
 
 def _type(kernel: Any, name: str, value: Any) -> tuple[str, Any, bool]:
-    """An argument's type, its value if it is a constant, and whether it is known to be divisible by 16.
+    """Return an argument's type, its value if it is a constant, and whether it is known to be divisible by 16.
 
-    As Triton does on a launch: pointers of torch's allocations are divisible, integers are looked at unless the kernel
+    The rules are Triton's: pointers of torch's allocations are divisible, integers are specialised unless the kernel
     forbids it, and the integer 1 and None are constants.
     """
     parameter = next(p for p in kernel.params if p.name == name)
@@ -480,7 +490,7 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
         count("HMMA|UTCHMMA|UTCQMMA"),
         count("HGMMA"),
         count("LDGSTS|UTMALDG"),
-        # those of shared memory are how a program on sm_100 gets its tensor memory: they add nothing up
+        # on sm_100, atomics on shared memory allocate tensor memory
         count("ATOM|ATOMG|RED|REDG") + len(re.findall(r"^\s*(?:@\S+\s+)?(?:atom|red)\.", compiled.asm["ptx"], re.M)),
         time.process_time() - started,
     )
@@ -502,7 +512,7 @@ COLUMNS = (
 
 
 def table(reports: list[Report]) -> str:
-    """The reports as Markdown."""
+    """Return the reports as Markdown."""
     lines = ["| " + " | ".join((*COLUMNS, "resident warps")) + " |", "|" + " --- |" * (len(COLUMNS) + 1)]
     for r in reports:
         cells = (r.arch, f"{r.kernel.split('.')[0]} {r.configuration}", r.details, r.warps, r.registers, r.spills)
@@ -512,9 +522,9 @@ def table(reports: list[Report]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile every launch and write the tables; return how many break a limit."""
+    """Compile every launch and write the tables; return the number of problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder for triton-VERSION.md; only printed if not given")
+    parser.add_argument("--output", type=Path, help="folder for triton-VERSION.md; default: print only")
     parser.add_argument("--archs", type=int, nargs="+", default=[*ARCHITECTURES, 100], choices=sorted(CARDS))
     parser.add_argument("--few", action="store_true", help="what make test-full compiles")
     parser.add_argument("--only", default="", help="configurations whose op and name contain this")
@@ -547,10 +557,10 @@ def main(argv: list[str] | None = None) -> int:
         COMPILED.write_text(json.dumps(dict(sorted(compiled.items())), indent=2) + "\n", encoding="utf-8")
     reports.sort(key=lambda r: (r.arch, r.kernel, r.configuration))
     text = f"# Kernels compiled ahead of time by Triton {triton.__version__}\n\n"
-    rest = "for sm_80 and sm_90 every distinct one, for others those that make test-full compiles for these"
+    rest = "all distinct ones for sm_80 and sm_90, those of make test-full for others"
     which = "those of make test-full" if arguments.few else rest
     text += f"{len(reports)} launches: {which}.\n\n{table(reports)}\n"
-    text += "\n".join(f"- {problem}" for problem in problems) if problems else "Every one keeps within the limits."
+    text += "\n".join(f"- {problem}" for problem in problems) if problems else "All keep within the limits."
     print(text)
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Time what CHELA is made of beside the plain ways to compute it, on the CPU, in the same run.
+"""Time CHELA's components against plain implementations, on the CPU, in the same run.
 
 Run it from the repository root::
 
@@ -7,15 +7,15 @@ Run it from the repository root::
     python -m benchmarks.bench_chela --report benchmarks/results/chela_cpu.csv  # its tables
 
 - causal linear attention, forward and backward: ours by blocks; `quadratic`, the masked product with all scores; and
-  `floor`, the time that the multiplications of ours would take at the rate of a product of two 1024 x 1024 matrices;
-- a long convolution, token by token: ours, the mean over as many tokens as the filter has taps; and two ways to sum
-  over the last inputs anew (`naive`), `sum` of products with time outside the channels, `vecdot` with time inside;
-- parallel short convolutions with SiLU: `apart`, one call each; `added`, as a model trains, one call after adding the
-  taps; `fused`, one call with the sum at hand;
+  `floor`, the time of our multiplications at the rate of a product of two 1024 x 1024 matrices;
+- a long convolution, token by token: ours, the mean over as many tokens as the filter has taps; and two sums over the
+  last inputs (`naive`): `sum` of products with time outside the channels, `vecdot` with time inside;
+- parallel short convolutions with SiLU: `apart`, one call each; `added`, as in training, one call after adding the
+  taps; `fused`, one call with precomputed taps;
 - a language model of four layers of width 256 with 4,096 long taps, token by token: the mean over 256 tokens after
   prompts of several lengths.
 
-The ways take turns, round after round; a cell is the median.
+The implementations alternate, round after round; a cell is the median.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def short_cells(lengths: Sequence[int]) -> Iterator[tuple[Cell, Ways]]:
 
 
 def model_cells() -> Iterator[tuple[Cell, Ways]]:
-    """A whole model, per token: every way goes on from the cache that it has left behind."""
+    """A complete model, per token; each implementation continues from its own cache."""
     from hf_hybrid import ChelaConfig, ChelaForCausalLM
 
     config = ChelaConfig.from_preset("tiny", vocab_size=1024, intermediate_size=1024, long_kernel_size=TAPS)
@@ -228,7 +228,7 @@ def report(rows: list[Row]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is measured, and how, to a command line."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,4 +1,4 @@
-"""SRformer's cross-attention beside the full one that it replaces, on the CPU: counted, timed, memory in training.
+"""Compare SRformer's cross-attention with full cross-attention on the CPU: operations, time, training memory.
 
 Run it from the repository root::
 
@@ -7,20 +7,18 @@ Run it from the repository root::
     python -m benchmarks.bench_cross_attention --report benchmarks/results/cross_attention_cpu.csv   # its tables
 
 T5-small's layer: width 512, 8 heads of 64, segments of 64, fp32. "full" is transformers' T5Attention with SDPA and
-without dropout, for which SDPA would store the scores. Each measurement is a process of its own, and the modes take
-turns at each length, round after round, as in `benchmarks.bench_models`, where it is written how peak memory is
-measured. What is measured:
+without dropout, for which SDPA would store the scores. Each measurement runs in its own process, and the modes
+alternate at each length; `benchmarks.bench_models` describes how peak memory is measured. The measurements:
 
-- decoding: one layer's cross-attention for one more token of eight documents, its projections of the query and of the
-  output included, keys and values and whatever else belongs to the documents being kept. The target goes on from token
-  to token, so that SRformer reads one segment after another. "preparation" is what is made of the documents before the
-  first token, projections of keys and values included.
-- training: forward and backward of one layer's cross-attention from given queries, keys and values, without any
-  projection, for one document; targets of 512 tokens.
-- a training step: peak memory of whole models made of BART, two layers of that width on each side, 128 target tokens.
+- decoding: one layer's cross-attention for one more token of eight documents, with the projections of query and
+  output and with cached keys, values and states. The target advances token by token, so SRformer reads one segment
+  after another. "preparation" is the work before the first token, including the projections of keys and values.
+- training: forward and backward of one layer's cross-attention from given queries, keys and values, without
+  projections, for one document; targets of 512 tokens.
+- a training step: peak memory of complete BART models, two layers of that width on each side, 128 target tokens.
 
-The counted multiply-adds and bytes are those of the equations, for one layer and document in 4-byte numbers, forward
-only: `count` says what is counted.
+The counts of multiply-adds and bytes follow the equations, for one layer and document in 4-byte numbers, forward only;
+see `count`.
 """
 
 import argparse
@@ -59,16 +57,16 @@ def count(mode: str, target: int, length: int) -> dict[str, float]:
     """Count multiply-adds and bytes of one layer's cross-attention, for one document and all heads.
 
     With q target and k source tokens, head width d, segments of s, m of them visited (all, or as many as the target
-    has tokens), projections left out since all modes have them:
+    has tokens), without projections, which all modes share:
 
-    - full: q k d for scores and as much for the output; K and V (2 k d), read once for a whole target in training and
-      once per token in decoding; queries and outputs, 2 q d.
+    - full: q k d for scores and as much for the output; K and V (2 k d), read once per target in training and once
+      per token in decoding; queries and outputs, 2 q d.
     - segmented: 2 q s d; in training K and V of the visited segments, in decoding 2 s d per token.
-    - sr: segmented, and K^T V (k d²), the K_i^T V_i of the visited segments (their m s d² are among it, and counted
-      again only where some segments are not visited), the RAF neurons' linear map m d³, norm(K) k d, and q d² for Q R.
+    - sr: segmented, and K^T V (k d²), the K_i^T V_i of the visited segments (part of it, and m s d² more only if some
+      segments are not visited), the RAF neurons' linear map m d³, norm(K) k d, and q d² for Q R.
       Bytes: K and V once, P and R of each visited segment written and read (4 m d²), in decoding one R per token.
 
-    A decoded token's share of what is made once per document (K^T V, the states, the norm) is counted with it.
+    A decoded token includes its share of the work per document (K^T V, the states, the norm).
     """
     q, k, d, s = target, length, HEAD_DIM, SEGMENT
     segments = -(-k // s)
@@ -116,7 +114,7 @@ def build_decoder(mode: str, horizon: int) -> Any:
 
 @torch.no_grad()
 def measure_decoding(pipe: Connection, mode: str, length: int, threads: int) -> None:
-    """Send the seconds of a layer's cross-attention for single tokens, and of what is made before the first."""
+    """Send the seconds of a layer's cross-attention for single tokens, and of the preparation."""
     from hf_hybrid.models.srformer.segments import Reading
 
     with what_went_wrong(pipe):
@@ -186,7 +184,7 @@ def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> 
 
 
 def measure_step(pipe: Connection, mode: str, length: int, threads: int) -> None:
-    """Send the seconds and the peak memory in MiB of a whole model's training step."""
+    """Send the seconds and the peak memory in MiB of a complete model's training step."""
     from transformers import BartConfig, BartForConditionalGeneration
 
     from hf_hybrid import SRformerBartConfig, SRformerBartForConditionalGeneration
@@ -241,7 +239,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
-    """Turn what a cell's processes sent into its columns: medians, and the largest peak."""
+    """Turn the messages of a cell's processes into its columns: medians, and the largest peak."""
     mode, length = cell
     bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
     row = {"mode": mode, "length": str(length), "outcome": bad[0] if bad else "ok"}
@@ -292,7 +290,7 @@ def report(rows: list[Row]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is measured, and how, to a command line."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell")
     parser.add_argument("--threads", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Causal language models beside named peers of the same width and depth, on the CPU: training step, decoding, cache.
+"""Compare causal language models with peers of the same width and depth on the CPU: training step, decoding, cache.
 
 Run it from the repository root::
 
@@ -6,15 +6,14 @@ Run it from the repository root::
     python -m benchmarks.bench_language_models --out benchmarks/results/language_models_cpu.csv     # the kept record
     python -m benchmarks.bench_language_models --report benchmarks/results/language_models_cpu.csv  # its tables
 
-Four layers of width 256, but twelve of width 1024 where "base" is in a name (BST's preset). The peers are
-transformers' own: Llama with full attention (SDPA) and Mamba-2. CHELA's long kernels have 4,096 taps. Each measurement
-of a cell (a model at one length) is a process of its own, and the models take turns at each length, round after round,
-as in `benchmarks.bench_models`, where it is written how peak memory is measured and how much the processes are given.
-A cell yields:
+Models have four layers of width 256, or twelve of width 1024 if their name contains "base" (BST's preset). The peers
+are transformers' Llama with full attention (SDPA) and Mamba-2. CHELA's long kernels have 4,096 taps. Each measurement
+of a cell (a model at one length) runs in its own process, and the models alternate at each length;
+`benchmarks.bench_models` describes how peak memory is measured and limited. A cell yields:
 
-- training: forward and backward of one sequence, fp32. The first step at a length is reported beside the later ones,
-  which is where a frozen state space model's kernel is made and kept.
-- decoding: after a prompt of that length, the time per token over 256 more, and the bytes that the cache holds.
+- training: forward and backward of one sequence, fp32. The first step at a length is reported apart from the later
+  ones, since a frozen state space model makes and caches its kernel there.
+- decoding: the time per token over 256 tokens after a prompt of that length, and the bytes of the cache.
 """
 
 import argparse
@@ -211,7 +210,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
-    """Turn what a cell's processes sent into its columns: medians, and the largest peak."""
+    """Turn the messages of a cell's processes into its columns: medians, and the largest peak."""
     row = {"model": cell[0], "length": str(cell[1])}
     bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
     for name in ("parameters", *MEASURES):
@@ -271,7 +270,7 @@ def report(rows: list[Row]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is measured, and how, to a command line."""
+    """Add this benchmark's arguments."""
     small = tuple(name for name in MODELS if "base" not in name)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=small, metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")

@@ -1,4 +1,4 @@
-"""Time local attention, forward and backward, beside named peers in the same run.
+"""Time local attention, forward and backward, against named peers in the same run.
 
 Run it from the repository root::
 
@@ -9,17 +9,16 @@ Run it from the repository root::
 Peers of a window:
 
 * ``sdpa-dense``: torch's scaled_dot_product_attention with the bias expanded to ``(1, H, T, T)``; up to --dense-limit.
-* ``longt5``: transformers' LongT5LocalAttention, projections removed, without the mask that would cut its three blocks
-  down to the window: it does the same work either way, and building the mask would only slow it.
+* ``longt5``: transformers' LongT5LocalAttention without projections, and without the mask that restricts its three
+  blocks to the window, which would only slow it.
 
 Peer of chunks:
 
 * ``sdpa-chunks``: scaled_dot_product_attention over chunks as a batch, with the bias expanded to ``(1, H, C, C)``.
 
-Everything that depends on the bias is inside the timing, because a training step has to pay for it. The columns:
-median and least milliseconds; ``ratio``, the median over the op's; GFLOP/s, where every row is credited with the
-operations of the pairs inside the neighbourhood (two products forward, four backward, no recomputation); and the
-fraction that is of the rate at which large float32 matrices were multiplied in the same run.
+The timing includes everything that depends on the bias, as in a training step. The columns: median and least
+milliseconds; ``ratio``, the median over the op's; GFLOP/s, counting only pairs inside the neighbourhood (two products
+forward, four backward, no recomputation); and its share of the rate of large float32 matrix products in the same run.
 """
 
 import argparse
@@ -46,7 +45,7 @@ Step = Callable[[], None]
 
 
 class _Part(nn.Module):
-    """Stands for a projection: hands over one of the three parts of the last dimension."""
+    """Replaces a projection: returns one of the three parts of the last dimension."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -63,12 +62,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="sequence lengths T, in tokens")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes of the inputs")
     parser.add_argument("--radius", type=int, default=128, help="keys on each side of a query")
-    parser.add_argument("--chunk-size", type=int, help="attend to chunks of this many tokens, not to a window")
+    parser.add_argument("--chunk-size", type=int, help="attend to chunks of this many tokens instead of a window")
     parser.add_argument("--dropout", type=float, default=0.1, help="probability of dropping an attention weight")
     parser.add_argument("--batch", type=int, default=1, help="rows B")
     parser.add_argument("--heads", type=int, default=4, help="heads H")
     parser.add_argument("--head-dim", type=int, default=64, help="key and value dim K")
-    parser.add_argument("--rounds", type=int, default=7, help="timings per cell, at least 5; the peers take turns")
+    parser.add_argument("--rounds", type=int, default=7, help="timings per cell, at least 5; the peers alternate")
     parser.add_argument("--dense-limit", type=int, default=4096, help="longest T for sdpa-dense")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads")
     parser.add_argument("--out", type=Path, help="also write the CSV to this file")
@@ -138,7 +137,7 @@ def steps(arguments: argparse.Namespace, length: int, dtype: torch.dtype) -> dic
 
 
 def visible_pairs(length: int, radius: int, chunk_size: int | None) -> int:
-    """Count the pairs of a query and a key it sees."""
+    """Count the pairs of a query and a visible key."""
     if chunk_size is not None:
         full, rest = divmod(length, chunk_size)
         return full * chunk_size**2 + rest**2

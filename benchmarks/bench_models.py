@@ -1,22 +1,22 @@
-"""Training step of the models beside named peers of the same size, on the CPU: speed, memory, distance to the floor.
+"""Compare a training step of the models with peers of the same size on the CPU: speed, memory, distance to the floor.
 
 Run it from the repository root::
 
     python -m benchmarks.bench_models                                  # everything, under 45 minutes on two cores
     python -m benchmarks.bench_models --models spade led --lengths 1024 --rounds 1
-    python -m benchmarks.bench_models --out benchmarks/results/models_cpu.csv      # the record that is kept
+    python -m benchmarks.bench_models --out benchmarks/results/models_cpu.csv      # the kept record
     python -m benchmarks.bench_models --report benchmarks/results/models_cpu.csv   # its tables, as Markdown
 
-A cell is one model at one source length and precision. Each measurement of a cell is a process of its own: it builds
-the model with random weights, takes one training step to warm up (forward and backward, no optimizer) and then times
-further ones. The models take turns at each length, round after round, so that a disturbance hits all alike. A cell
-that runs out of time, or of the 8 GiB that it is given, is a row that says so, and is not tried again in later rounds.
+A cell is one model at one source length and precision. Each measurement runs in its own process: it builds the model
+with random weights, takes one training step to warm up (forward and backward, no optimizer) and times further ones.
+The models alternate at each length, round after round, so that disturbances affect all of them. A cell that exceeds
+its time or 8 GiB becomes a row that says so, and is not repeated.
 
-Peak memory is the process's peak resident set (VmHWM) less what was resident after the model was built and had taken
-one step on a few tokens: activations, gradients and temporaries, without weights, libraries and their start-up.
+Peak memory is the process's peak resident set (VmHWM) minus the resident set after building the model and one step on
+a few tokens: activations, gradients and temporaries, without weights and libraries.
 
-The floor is what the machine's matrix multiplication alone would take: the step's counted floating-point operations
-(see `count_flops`) over the fastest rate at which large matrices were multiplied in the same run and precision.
+The floor is the time of matrix multiplication alone: the step's floating-point operations (see `count_flops`) over the
+fastest rate of large matrix products in the same run and precision.
 """
 
 import argparse
@@ -126,12 +126,12 @@ def _window_pairs(length: int, radius: int) -> int:
 
 
 def count_flops(name: str, length: int) -> float:
-    """Count the floating-point operations a training step of one model needs.
+    """Count the floating-point operations of a model's training step.
 
-    Every matrix product counts 2 m k n forward and twice that backward (one product for each factor's gradient).
-    Attention counts the (query, key) pairs its pattern lets through, not what an implementation computes and throws
-    away; norms, activations, softmax and dropout are left out, so the floor is a little too low for every model.
-    With S source and T target tokens, width D, feed-forward width F, vocabulary V:
+    A matrix product counts 2 m k n forward and twice that backward (one product per factor's gradient). Attention
+    counts the visible (query, key) pairs, not those that an implementation computes and discards. Norms, activations,
+    softmax and dropout are not counted, so the floor is slightly too low for every model. With S source and T target
+    tokens, width D, feed-forward width F, vocabulary V:
 
     - encoder layer: projections 8 S D², feed-forward 4 S D F, attention 4 D per pair;
     - decoder layer: the same on T tokens with T (T+1) / 2 pairs, and cross-attention 4 T D² + 4 S D² + 4 D S T;
@@ -140,13 +140,13 @@ def count_flops(name: str, length: int) -> float:
     Pairs of an encoder layer, in each model's default configuration:
 
     - T5: S². LongT5 local: at most 127 apart. LED: at most 256 apart.
-    - LongT5 transient-global: at most 127 apart, and S/16 block summaries for each token, whose keys and values cost
-      4 D² each.
-    - Pegasus-X: its block of 512 and 32 global tokens for each token; the global tokens see everything and pass
-      through all projections and the feed-forward network. The last layer's blocks count like the others.
+    - LongT5 transient-global: at most 127 apart, and S/16 block summaries per token, whose keys and values cost 4 D²
+      each.
+    - Pegasus-X: a block of 512 and 32 global tokens per token; the global tokens see everything and pass through all
+      projections and the feed-forward network. The last layer's blocks count like the others.
     - SPADE: at most `local_radius` apart (128). Each global layer adds the merge of its two branches, 4 S D², and
-      the state space model as four real FFTs of 2 S points per channel (two forward, two backward; its kernel is
-      frozen, so that its spectrum is a constant), at 2.5 n log2 n each, and two products of spectra.
+      the state space model as four real FFTs of 2 S points per channel (two forward, two backward; the frozen
+      kernel's spectrum is constant), at 2.5 n log2 n each, and two products of spectra.
 
     Returns:
         Operations of one step; batch size 1.
@@ -203,7 +203,7 @@ def memory(field: str) -> float:
 
 
 def forget_peak() -> float:
-    """Give free memory back to the system, start the process's peak anew, and return what is resident, in MiB."""
+    """Return free memory to the system, reset the process's peak, and return the resident set in MiB."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -246,14 +246,14 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
 
 
 def limit_memory(threads: int) -> None:
-    """Give this process so many threads and `MEMORY_LIMIT` bytes."""
+    """Limit this process to `threads` threads and `MEMORY_LIMIT` bytes."""
     torch.set_num_threads(threads)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
 
 
 @contextmanager
 def what_went_wrong(pipe: Connection) -> Iterator[None]:
-    """Close what a measurement sends with its outcome: "ok", "over time", "out of memory" or "failed: ..."."""
+    """Send a measurement's outcome last: "ok", "over time", "out of memory" or "failed: ..."."""
     outcome = "ok"
     try:
         yield
@@ -273,10 +273,10 @@ def _measure_matmul_into(pipe: Connection, precision: str, threads: int) -> None
 
 
 def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s: float) -> list[tuple[str, Any]]:
-    """Run `target(pipe, *arguments)` in a fresh process that has torch and transformers loaded but has run nothing.
+    """Run `target(pipe, *arguments)` in a fresh process with torch and transformers loaded.
 
     Returns:
-        What it sent, closed by its outcome: "over time" if it was ended at the limit, its exit if it died unheard.
+        The process's messages, ending in its outcome: "over time" if it was killed, its exit status if it crashed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -306,7 +306,7 @@ def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s:
 
 
 def _summary(outcomes: list[str]) -> str:
-    """Return "ok", the outcome all rounds share, or how many of them ended otherwise."""
+    """Return "ok", the common outcome of all rounds, or the number that failed."""
     bad = [outcome for outcome in outcomes if outcome != "ok"]
     if not bad or len(bad) == len(outcomes):
         return outcomes[0]
@@ -347,11 +347,11 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str, rate: float) -> Row:
-    """Turn the measurements of a cell into its columns; what was not measured stays empty."""
+    """Turn the measurements of a cell into its columns; missing ones stay empty."""
     name, precision, length = cell
     row = {"model": name, "precision": precision, "length": str(length), "repeats": str(len(seconds))}
     row |= {"outcome": outcome, "matmul_gflop_per_s": f"{rate / 1e9:.1f}"}
-    with suppress(Exception):  # an architecture that cannot be built has no floor either, and its outcome says why
+    with suppress(Exception):  # an architecture that cannot be built has no floor; its outcome says why
         flops = count_flops(name, length)
         row |= {"flops": f"{flops:.4g}", "floor_tokens_per_s": f"{length * rate / flops:.0f}"}
         if seconds:
@@ -436,13 +436,13 @@ def _against_peers(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is measured, and how, to a command line."""
+    """Add this benchmark's arguments."""
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, metavar="NAME", help=", ".join(MODELS)
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS", help="source lengths")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, a process each")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, each in its own process")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process of a cell")
 

@@ -1,4 +1,4 @@
-"""What a state space model with its starting values, as it is while frozen, lets a linear map recall.
+"""Measure what a linear map can recall from a frozen state space model with its initial values.
 
 Run it from the repository root::
 
@@ -6,11 +6,11 @@ Run it from the repository root::
     python -m benchmarks.bench_state_memory --report benchmarks/results/state_memory.csv  # its tables
 
 A sequence of random tokens of 16 kinds, each a fixed random vector, passes through the layer and a layer norm, as in a
-global layer of SPADE. Ridge regression on the outputs of three quarters of the sequences is asked, on the others,
+global layer of SPADE. Ridge regression, fitted on three quarters of the sequences, predicts on the others
 
-- `sums`: how often each kind stood among the tokens at some distances (share of the variance explained, R²; 0 is
-  what a constant reaches, and less than 0 the noise of a fit to nothing);
-- `token`: which kind stood at one distance (share that is right; chance is 1/16).
+- `sums`: how often each kind occurs among the tokens at some distances (share of the variance explained, R²; 0 for a
+  constant, negative for a fit to noise);
+- `token`: which kind is at one distance (share of correct answers; chance is 1/16).
 """
 
 import argparse
@@ -74,10 +74,10 @@ def ridge(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def recall(layer: nn.Module, kinds: torch.Tensor, vectors: torch.Tensor) -> list[tuple[str, str, float]]:
-    """Ask everything of one layer: what is asked, at which distance, and the score."""
+    """Return the scores of one layer: the question, the distance, and the score."""
     outputs = F.layer_norm(layer(F.layer_norm(vectors[kinds], (WIDTH,))), (WIDTH,))
     one_hot = F.one_hot(kinds, KINDS).double()
-    before = F.pad(one_hot.cumsum(1), (0, 0, 1, 0))  # how often each stood before a place
+    before = F.pad(one_hot.cumsum(1), (0, 0, 1, 0))  # counts of each kind before a position
     places = torch.arange(FIRST, LENGTH, 4)
     scores = []
     for near, far in SPANS:
@@ -92,7 +92,7 @@ def recall(layer: nn.Module, kinds: torch.Tensor, vectors: torch.Tensor) -> list
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure every start with every seed."""
+    """Measure every initialisation with every seed."""
     common = {name: value for name, value in stamp().items() if name in COLUMNS}
     rows = []
     for seed in arguments.seeds:
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def report(rows: list[Row]) -> str:
-    """Return a table for what is asked, the mean over the seeds."""
+    """Return a table for each question, with means over the seeds."""
     first = rows[0]
     seeds = ", ".join(dict.fromkeys(row["seed"] for row in rows))
     parts = [
@@ -133,7 +133,7 @@ def report(rows: list[Row]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is measured to a command line."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
 
 

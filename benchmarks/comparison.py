@@ -1,7 +1,7 @@
-"""What `compare_on_data` measured: rows, the best learning rate of each model, tables, and one model beside another.
+"""Results of `compare_on_data`: rows, each model's best learning rate, tables, and comparisons of two models.
 
-A row is one trained model. The first of a file's scores is the one by which a learning rate is chosen, with the seed
-that the model's first row has; the other seeds are trained at the best of the rates.
+A row is one trained model. The first score of a file chooses the learning rate, with the seed of the model's first
+row; the other seeds train at the best rate.
 """
 
 import csv
@@ -27,7 +27,7 @@ CURVE_COLUMNS = ("model", "seed", "learning_rate", "recipe", "step", "train_loss
 _HIGHER_IS_BETTER = re.compile(r"accuracy|rouge|f1|matthews|pearson|spearman|combined_score")
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|bits_per_byte|mse")
 _CHANCE = 0.05
-"""Two models are told apart if models that are alike would differ as much less often than this."""
+"""Significance level: two models differ if equal models would differ as much with a lower probability than this."""
 TITLES = {
     "eval_loss": "validation loss",
     "eval_rouge1": "ROUGE-1",
@@ -38,11 +38,11 @@ TITLES = {
 _DIGITS = {"loss": 4, "bits": 4, "accuracy": 3, "matthews": 3, "f1": 3}
 
 
-# ---- files that are written a row at a time ----
+# ---- files ----
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
-    """Read a file that may have been cut off while a line was written to it: such a line is left out.
+    """Read a file without its last line if that is incomplete.
 
     Raises:
         ValueError: The file has other columns.
@@ -56,7 +56,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Add rows in one piece, in place of a line that was cut off. What stood there before is not touched."""
+    """Append rows in one write, replacing an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = io.StringIO()
     writer = csv.DictWriter(lines, columns, lineterminator="\n")
@@ -74,31 +74,31 @@ def append_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, Any
 
 
 def is_better(score: str) -> Callable[[float, float], bool]:
-    """How two values of a score are compared.
+    """Return the comparison of two values of a score.
 
     Raises:
-        ValueError: It is not known whether more of it is better.
+        ValueError: It is unknown whether higher or lower is better.
     """
     if _HIGHER_IS_BETTER.search(score):
         return lambda value, other: value > other
     if _LOWER_IS_BETTER.search(score):
         return lambda value, other: value < other
-    raise ValueError(f"score {score!r} must be one of which is known whether more of it is better")
+    raise ValueError(f"score {score!r} must be one that is known to be better when higher or lower")
 
 
 def score_names(rows: Sequence[Row]) -> list[str]:
-    """The scores of a file, the one that chooses the learning rate first."""
+    """Return the scores of a file, first the one that chooses the learning rate."""
     return [name for name in rows[0] if name not in COLUMNS]
 
 
 def searched(rows: Sequence[Row], model: str) -> list[Row]:
-    """The rows of a model's learning rates, by rate: those with the seed of its first row."""
+    """Return a model's rows with the seed of its first row, sorted by learning rate."""
     own = [row for row in rows if row["model"] == model]
     return sorted((row for row in own if row["seed"] == own[0]["seed"]), key=lambda row: float(row["learning_rate"]))
 
 
 def best_rate(rows: Sequence[Row], model: str, score: str) -> str | None:
-    """The learning rate of the best of the searched rows; None where none of them has a finite score."""
+    """Return the learning rate of the best searched row; None if no score is finite."""
     better, best = is_better(score), None
     for row in searched(rows, model):
         value = _number(row[score])
@@ -108,10 +108,10 @@ def best_rate(rows: Sequence[Row], model: str, score: str) -> str | None:
 
 
 def runs_at_best_rate(rows: Sequence[Row], model: str) -> list[Row]:
-    """A model's rows at its best learning rate, one for each seed, as far as they came to their end.
+    """Return a model's finished rows at its best learning rate, one per seed.
 
     Raises:
-        ValueError: They were not all made in the same way.
+        ValueError: The rows were not made in the same way.
     """
     rate = best_rate(rows, model, score_names(rows)[0])
     own = [row for row in rows if row["model"] == model and row["outcome"] == "ok"]
@@ -129,7 +129,7 @@ def _number(text: str) -> float:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Return a file's tables as Markdown: each model at its best learning rate, and the rates that were searched."""
+    """Return a file's tables as Markdown: each model at its best learning rate, and the searched rates."""
     scores = score_names(rows)
     trained = [row for row in rows if row["seed"]]
     models = list(dict.fromkeys(row["model"] for row in trained))
@@ -195,17 +195,17 @@ def _searched_rates(rows: Sequence[Row], models: Sequence[str], score: str) -> l
 
 
 def title(score: str) -> str:
-    """What a score is called in tables."""
+    """Return a score's name in tables."""
     return TITLES.get(score, score.removeprefix("eval_").replace("_", " "))
 
 
 def shown(value: str, score: str) -> str:
-    """One value of a score."""
+    """Format a value of a score."""
     return f"{_number(value):.{_digits(score)}f}" if value else ""
 
 
 def mean_and_error(values: Sequence[float], score: str) -> str:
-    """The mean of some runs, and its standard error where there are several."""
+    """Format the mean of runs, with its standard error if there are several."""
     mean, error = mean_and_standard_error(values)
     digits = _digits(score)
     return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if len(values) > 1 else "")
@@ -216,23 +216,23 @@ def _digits(score: str) -> int:
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error; the error of a single value is not known."""
+    """Return mean and standard error; NaN for the error of a single value."""
     mean, count = statistics.fmean(values), len(values)
-    # not `statistics.stdev`, which knows no NaN
+    # `statistics.stdev` does not handle NaN
     error = math.sqrt(sum((x - mean) ** 2 for x in values) / (count - 1) / count) if count > 1 else math.nan
     return mean, error
 
 
-# ---- one model beside another ----
+# ---- comparisons ----
 
 
 class Lead(NamedTuple):
-    """How far one model is ahead of another by a score: negative if it is behind.
+    """The lead of one model over another by a score; negative if it is worse.
 
     Attributes:
-        by: The difference of the means over the seeds.
-        error: Its standard error; NaN where a model has one seed.
-        chance: How often models that are alike differ as much, by Welch's t-test; NaN where that is not known.
+        by: Difference of the means over the seeds.
+        error: Its standard error; NaN if a model has one seed.
+        chance: Probability that equal models differ as much, by Welch's t-test; NaN if unknown.
     """
 
     by: float
@@ -241,10 +241,10 @@ class Lead(NamedTuple):
 
 
 def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | None:
-    """Return the lead of one model over another, each at its best rate; None where a seed of one has no score.
+    """Return the lead of one model over another, each at its best rate; None if a seed lacks a score.
 
     Raises:
-        ValueError: There is no such model or score.
+        ValueError: The model or score does not exist.
     """
     known = {"model": {row["model"] for row in rows}, "score": set(score_names(rows))}
     for kind, name in (("model", first), ("model", second), ("score", score)):
@@ -260,16 +260,16 @@ def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | Non
     (mean, error), (other, other_error) = map(mean_and_standard_error, values)
     by, error = abs(mean - other), math.hypot(error, other_error)
     chance = math.nan
-    if error > 0:  # seeds that all give the same number say nothing of what others would give
+    if error > 0:  # equal numbers for all seeds say nothing about other seeds
         chance = float(ttest_ind(*values, equal_var=False).pvalue)
     return Lead(by if is_better(score)(mean, other) else -by, error, chance)
 
 
 def compare(rows: Sequence[Row], first: str, second: str, score: str) -> str:
-    """Say which of two models is ahead, by how much, and whether that is more than their seeds differ.
+    """Say which of two models is better, by how much, and whether that exceeds the differences of their seeds.
 
     Raises:
-        ValueError: There is no such model or score.
+        ValueError: The model or score does not exist.
     """
     if (found := lead(rows, first, second, score)) is None:
         return f"{first} and {second} cannot be compared: one of them diverged"
@@ -290,10 +290,10 @@ def _shown_mean(rows: Sequence[Row], model: str, score: str) -> str:
 
 
 def verdict(rows: Sequence[Row], first: str, second: str, score: str) -> str:
-    """Judge the claim that the first of two models is ahead: shown, contradicted, or neither.
+    """Judge the claim that the first of two models is better: shown, contradicted, or neither.
 
     Raises:
-        ValueError: There is no such model or score.
+        ValueError: The model or score does not exist.
     """
     found = lead(rows, first, second, score)
     if found is None or not found.chance <= _CHANCE:

@@ -1,15 +1,14 @@
-"""Make a data set whose summaries need single tokens of the document, wherever they stand: ``facts``.
+"""Make the dataset ``facts``, whose summaries need single tokens from anywhere in the document.
 
 ``python -m benchmarks.facts path/to/data/facts`` writes ``train.jsonl`` and ``validation.jsonl``. A document lists a
-fact for each key in random order, one word each, such as ``k07v3``. Its summary asks for keys, drawn at random one by
-one, and answers: ``k21 v5 k07 v3 ...``. Only the decoder sees what is asked, so the encoder cannot bring a fact to the
-part of the document where it will be needed, and it may be needed anywhere: a model that reads only a part of the
-document at each place (segmented attention) can but guess what lies elsewhere. ``run_summarization.py --tokenizer_type
-words`` makes every fact, key and value a token.
+fact for each key in random order, one word each, such as ``k07v3``. Its summary asks for random keys and answers:
+``k21 v5 k07 v3 ...``. Only the decoder sees the questions, so the encoder cannot move a fact to the part of the
+document where it will be needed: a model that reads only one part at a time (segmented attention) must guess facts of
+the others. ``run_summarization.py --tokenizer_type words`` makes every fact, key and value a token.
 
-Nobody can know which key is asked next, so the loss has a floor, that of a model which answers everything and guesses
-the keys, and a ceiling, that of one which guesses the answers too; `bounds` has both. The end of a summary, which is
-always at the same place, is one token more.
+The next key is unpredictable, so the loss has a floor, that of a model that answers everything and guesses the keys,
+and a ceiling, that of one that guesses the answers too; see `bounds`. The end of a summary, always at the same place,
+is one more token.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from pathlib import Path
 
 
 def rows(count: int, keys: int, values: int, asked: int, seed: str) -> Iterator[dict[str, str]]:
-    """Yield rows of the data set."""
+    """Yield rows of the dataset."""
     rng, width = random.Random(seed), len(str(keys - 1))
     for _ in range(count):
         facts = [rng.randrange(values) for _ in range(keys)]
@@ -35,17 +34,17 @@ def rows(count: int, keys: int, values: int, asked: int, seed: str) -> Iterator[
 
 
 def bounds(keys: int = 32, values: int = 8, asked: int = 32) -> tuple[float, float]:
-    """The loss, in nats per token, of a model that answers everything and of one that guesses."""
+    """Return the loss, in nats per token, of a model that answers everything and of one that guesses."""
     tokens = 2 * asked + 1
     return asked * math.log(keys) / tokens, asked * math.log(keys * values) / tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set."""
+    """Write the dataset."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--keys", type=int, default=32, help="facts of a document (%(default)s)")
-    parser.add_argument("--values", type=int, default=8, help="what each may be (%(default)s)")
+    parser.add_argument("--values", type=int, default=8, help="different values of a fact (%(default)s)")
     parser.add_argument("--asked", type=int, default=32, help="keys that a summary asks for (%(default)s)")
     parser.add_argument("--train", type=int, default=30000, help="rows to train on (%(default)s)")
     parser.add_argument("--validation", type=int, default=500, help="rows to score (%(default)s)")

@@ -1,17 +1,17 @@
-"""Draw what `compare_on_data` measured: ``docs/figures/learning.svg`` and ``docs/figures/defaults.svg``.
+"""Draw the results of `compare_on_data`: ``docs/figures/learning.svg`` and ``docs/figures/defaults.svg``.
 
-Run it from the repository root, after a measurement was made anew::
+Run it from the repository root after a new measurement::
 
     python -m benchmarks.figures
 
 - ``defaults``: from ``benchmarks/results/defaults*.csv``, whose models are called "ARCHITECTURE, KIND: CELL". A panel
-  for each architecture and kind; a bar for each cell reaches from the panel's first cell, what the others are changes
-  of, to the first of the cell's scores.
-- ``learning``: a panel for each file but those in ``benchmarks/results/curves``, with the validation loss over the
+  for each architecture and kind; a bar for each cell extends from the panel's first cell, the baseline, to the cell's
+  first score.
+- ``learning``: a panel for each file except those in ``benchmarks/results/curves``, with the validation loss over the
   steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
 
-A drawing holds a hash of what it shows, by which a test sees whether it is that of the files. The same files give the
-same drawing, byte for byte, with the same matplotlib.
+A drawing contains a hash of its data, by which a test checks that it is current. With the same matplotlib, the same
+files give the same bytes.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from hf_hybrid.training.report.curves import STYLE
 
 RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
-# Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white swallows
+# Okabe and Ito's colours for the colour-blind, without yellow, which is hard to see on white
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _LINES = ("-", "--", ":")
 _MOVED, _BASE = "#0072b2", "#7f7f7f"
@@ -52,7 +52,7 @@ _STYLE = STYLE | {"font.size": 10, "svg.hashsalt": "figures"}
 
 @dataclass(frozen=True)
 class Curves:
-    """A panel: for each model the steps, and at each of them mean, least and greatest loss of its seeds."""
+    """A panel: for each model the steps, with the mean, least and greatest loss of its seeds."""
 
     title: str
     models: Mapping[str, Sequence[tuple[int, float, float, float]]]
@@ -67,11 +67,11 @@ class Bars:
     cells: Mapping[str, tuple[float, float]]
 
 
-# ---- what is drawn ----
+# ---- data ----
 
 
 def learning(results: Path = RESULTS) -> list[Curves]:
-    """The validation losses over the steps, by experiment."""
+    """Return the validation losses over the steps, by experiment."""
     panels = []
     for path in sorted((results / "curves").glob("*.csv")):
         if path.stem.startswith("defaults"):
@@ -97,10 +97,10 @@ def _run(row: Row) -> tuple[str, ...]:
 
 
 def defaults(results: Path = RESULTS) -> list[Bars]:
-    """The first score of each architecture and kind, by what was changed.
+    """Return the first score of each architecture and kind, by cell.
 
     Raises:
-        ValueError: A model's name is of another form.
+        ValueError: A model's name has another form.
     """
     panels: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for path in sorted(results.glob("defaults*.csv")):
@@ -122,7 +122,7 @@ SHOWN = {"learning": learning, "defaults": defaults}
 
 
 def digest(panels: Sequence[Curves | Bars]) -> str:
-    """A hash of what is drawn."""
+    """Return a hash of the data."""
     return hashlib.sha256(repr([astuple(panel) for panel in panels]).encode()).hexdigest()[:16]
 
 
@@ -130,7 +130,7 @@ def digest(panels: Sequence[Curves | Bars]) -> str:
 
 
 def draw(panels: Sequence[Curves] | Sequence[Bars]) -> str:
-    """Draw panels, two in a row, as an SVG on a white ground."""
+    """Draw panels, two in a row, as an SVG on white."""
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     height = max(map(_height, panels))
@@ -162,7 +162,7 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
         axes.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
         axes.plot(steps, means, color=color, linestyle=line, linewidth=1.5, label=f"{model}: {means[-1]:.3f}")
         ends += [means[-1], means[min(1, len(means) - 1)]]
-    if ends:  # what all begin with would press together what tells them apart
+    if ends:  # the first steps, equal for all, would compress the differences
         margin = 0.05 * (max(ends) - min(ends) or 1.0)
         axes.set_ylim(min(ends) - margin, max(ends) + margin)
     axes.set_xlabel("step")
@@ -192,7 +192,7 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
 
 
 def main() -> int:
-    """Write the drawings for which there is something to show."""
+    """Write the drawings that have data."""
     for name, panels in ((name, shown()) for name, shown in SHOWN.items()):
         if panels:
             FIGURES.mkdir(parents=True, exist_ok=True)

@@ -5,18 +5,18 @@ Run it from the repository root::
     python -m benchmarks.gpu                                       # or make gpu; results in $OUT, else runs/gpu
     python -m benchmarks.gpu --report benchmarks/results/gpu       # the page of kept results
     python -m benchmarks.gpu --device cpu --small                  # rehearse it within a minute
-    TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --small --parts checks     # Triton's kernels too
+    TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --small --parts checks     # also Triton's kernels
 
-The kernels need torch and Triton; transformers is asked for models only, peers are taken where they are installed,
-matplotlib draws where it is. Each part is a process of its own with a share of the time, so that one that fails or
-breaks the device leaves the others alone; what it had measured is kept, and the page says what failed:
+The kernels need torch and Triton; models need transformers; peers and matplotlib are used if installed. Each part is a
+process with a share of the time, so that a failure or a broken device does not affect the others; the page keeps what
+was measured and says what failed:
 
-- ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; a process for each
-  op, several at once, since most of the time goes into compiling;
-- ``kernels``: forward, and forward with backward, against peers in the same run: median of at least 20 turns behind a
-  cleared cache, peak memory, and the distance to the floor, which is the larger of the bytes that must move and the
-  multiplications, at the ceilings measured here by a copy and by large products;
-- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, beside transformers' own.
+- ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; one process per op,
+  several in parallel, since compiling takes most of the time;
+- ``kernels``: forward, and forward with backward, against peers in the same run: median of at least 20 turns with a
+  cleared cache, peak memory, and the distance to the floor, the larger of the time for the bytes that must move and
+  for the multiplications, at the ceilings measured by a copy and by large products;
+- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against transformers' models.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from benchmarks.gpu_kernels import DTYPES, Clock, check, measure_ceilings
 from benchmarks.record import Row, markdown_table, read_csv, stamp, version_of, write_csv
 
 SECONDS = {"checks": 150, "kernels": 180, "models": 190}
-"""Share of the nine minutes that each part may take, its start included."""
+"""Each part's share of the nine minutes, including its start."""
 
 FAILURES = ("wrong", "not the same", "raised")
 
@@ -74,7 +74,7 @@ def _checks(device: torch.device, small: bool, ops: Sequence[str] | None) -> Ite
     for case in _wanted(checked_cases(small), ops):
         everything_wide = set(case.make(torch.device("cpu"))) <= set(case.wide)
         for dtype in ("fp32",) if everything_wide else DTYPES:
-            print("checks", case.op, case.shape, dtype, "...", flush=True)  # should the device hang on it
+            print("checks", case.op, case.shape, dtype, "...", flush=True)  # names the case if the device hangs
             yield from check(case, dtype, device, backends)
 
 
@@ -106,7 +106,7 @@ PARTS: dict[str, Callable[[torch.device, bool, Sequence[str] | None], Iterator[R
 
 
 def run_part(part: str, arguments: argparse.Namespace) -> int:
-    """Run one part in this process, rewriting its CSV after every row; stop before its time is over."""
+    """Run one part in this process, rewriting its CSV after every row, within its time."""
     started, rows = time.monotonic(), []
     device = torch.device(arguments.device)
     common = _stamp(device)
@@ -121,7 +121,7 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
 
 
 def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments: argparse.Namespace) -> str:
-    """Run one part, for some ops, in a process of its own; return how it ended, in words."""
+    """Run one part, for some ops, in its own process; return its outcome in words."""
     csv.unlink(missing_ok=True)
     seconds = deadline - time.monotonic()
     flags = ["--device", arguments.device, "--seconds", f"{seconds - 15:.0f}", "--csv", str(csv), "--ops", *ops]
@@ -136,7 +136,7 @@ def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every part in processes of its own and write the page; return how many parts failed."""
+    """Run every part in its own processes and write the page; return the number of failed parts."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     known = list(dict.fromkeys(case.op for case in cases(arguments.small)))
     ops = [op for op in known if arguments.ops is None or op in arguments.ops]
@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(folder: Path, said: dict[str, str] | None = None) -> str:
-    """Return the page of a folder of results as Markdown, beginning with what went wrong."""
+    """Return the page of a folder of results as Markdown, failures first."""
     rows = {part: read_csv(folder / f"{part}.csv") for part in PARTS if (folder / f"{part}.csv").exists()}
     lines = ["# Kernels and models on a GPU", ""]
     if rows:
@@ -218,8 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
-    parser.add_argument("--ops", nargs="+", metavar="OP", help="check and time these kernels alone")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="measure nothing, print the page")
+    parser.add_argument("--ops", nargs="+", metavar="OP", help="check and time only these kernels")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print the page")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)

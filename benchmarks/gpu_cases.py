@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` checks and times of each kernel: inputs, the op, named peers, and what the work must cost.
+"""The cases of `benchmarks.gpu` for each kernel: inputs, the op, named peers, and the least cost of the work.
 
 B batch · T length · S cached keys · H heads · D width · K key dim · J taps · P states · N state size · C filters
 """
@@ -32,13 +32,13 @@ class Case(NamedTuple):
         op: The operation.
         shape: The shape, in words.
         make: Draws its inputs on a device, in float32.
-        run: The op on a named backend; where it is raced, of one result.
-        peers: What else computes the same, by name; made when asked for, since a peer may be missing.
+        run: The op on a named backend; returns one result if it is timed.
+        peers: Other implementations by name, built on demand, since a peer may be missing.
         floor: Numbers read and written once, in a forward and in a backward, and operations of a forward.
-        wide: Inputs that stay float32 whatever the dtype.
-        decodes: Whether it is one decoded token, without a backward, and raced in CUDA graphs too.
-        backward: Operations of a backward for each of a forward.
-        arithmetic: The dtype of its operations, where tensor cores do not have its inputs'.
+        wide: Inputs that stay float32 in every dtype.
+        decodes: Whether it is one decoded token, without a backward and also timed in CUDA graphs.
+        backward: Operations of a backward per operation of a forward.
+        arithmetic: The dtype of its operations, if tensor cores do not support that of its inputs.
     """
 
     op: str
@@ -165,7 +165,7 @@ def _local_attention(batch: int, length: int, heads: int, width: int, radius: in
 
     def sdpa() -> Function:
         if length > 4096:
-            raise ValueError(f"a mask of {length} x {length} numbers per head is not tried")
+            raise ValueError(f"a mask of {length} x {length} numbers per head is too large")
 
         def run(x: Tensors) -> Tensor:
             q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
@@ -192,7 +192,7 @@ def _local_attention(batch: int, length: int, heads: int, width: int, radius: in
 
 
 def _local_attention_dropout(batch: int, length: int, heads: int, width: int, radius: int, rate: float) -> Case:
-    """Dropout, which every backend draws for itself: "torch" is dense attention under the mask of the device's own."""
+    """Dropout, which each backend draws differently: "torch" is dense attention with the device's mask."""
     plain = _local_attention(batch, length, heads, width, radius)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, backend: str) -> Tensor:
@@ -208,7 +208,7 @@ def _local_attention_dropout(batch: int, length: int, heads: int, width: int, ra
         own = torch.eye(length, device=q.device)[None, :, None].repeat(batch, 1, heads, 1)
         kept = attend(zeros, zeros, own, None, "auto").transpose(1, 2) > 0
         offset = torch.arange(length, device=q.device) - torch.arange(length, device=q.device)[:, None]
-        # a product, since the gradient of a lookup adds up in no fixed order
+        # a product, because the gradient of a lookup has no fixed order of summation
         column = F.one_hot((offset + radius).clamp(0, 2 * radius), 2 * radius + 1).to(wide)
         bias = (column @ x["bias"].to(wide).mT).permute(2, 0, 1)
         scores = torch.einsum("bthk,bshk->bhts", q, k) * width**-0.5 + bias
@@ -219,7 +219,7 @@ def _local_attention_dropout(batch: int, length: int, heads: int, width: int, ra
 
 
 def _long_conv(batch: int, length: int, width: int, groups: int | None = None) -> Case:
-    """A convolution with a skip connection, and with gates and activation around it where channels share taps."""
+    """A convolution with a skip connection, and with gates and activation if channels share taps."""
     rows = width if groups is None else groups
 
     def make(device: torch.device) -> Tensors:
@@ -298,7 +298,7 @@ def _segment_recurrence(batch: int, heads: int, segments: int, size: int, width:
 
 
 def _segment_step(rows: int, heads: int, slots: int, size: int, width: int) -> Case:
-    """Of as many rows as documents, each of which reads a segment of its own."""
+    """A step of as many rows as documents, each reading its own segment."""
 
     def make(device: torch.device) -> Tensors:
         return {
@@ -504,11 +504,11 @@ def _local_attention_step(
 
 
 _BOUNDS = (0, 5, 5, 700, 1013)
-"""Of four sequences packed into one row, one of which is empty."""
+"""Bounds of four packed sequences, one of them empty."""
 
 
 def _packed_cases() -> list[Case]:
-    """Packed sequences, states, unequal widths and kernels that are not causal: other code than that of whole rows."""
+    """Packed sequences, states, unequal widths and kernels that are not causal, which use other code."""
     length, count, heads = _BOUNDS[-1], len(_BOUNDS) - 1, 3
 
     def bounds(x: Tensors) -> Tensor:
@@ -579,7 +579,7 @@ def _packed_cases() -> list[Case]:
 
 
 def cases(small: bool) -> list[Case]:
-    """Every case; small ones run on a CPU within seconds."""
+    """Return every case; small ones run on a CPU within seconds."""
     if small:
         return [
             _short_conv(2, 40, 16, 3),
@@ -611,7 +611,7 @@ def cases(small: bool) -> list[Case]:
 
 
 def checked_cases(small: bool) -> list[Case]:
-    """Shapes that together take every configuration and meet no tile's border."""
+    """Return shapes that together use every configuration and are no multiples of a tile."""
     if small:
         return cases(True)
     found = _packed_cases()

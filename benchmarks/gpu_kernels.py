@@ -1,4 +1,4 @@
-"""How `benchmarks.gpu` checks and times a case of `benchmarks.gpu_cases`."""
+"""Check and time the cases of `benchmarks.gpu_cases`."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # correctness
 
 
-# relative error that a dtype's rounding excuses, however exact torch's own path is
+# relative error allowed for a dtype's rounding, even if torch is more exact
 _EXCUSED = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
@@ -30,7 +30,7 @@ def _inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> 
 
 
 def _results(function: Callable[[Tensors], Any], inputs: Tensors, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every output, and the gradients where there are any, of the sum that the weights give; they are drawn if new."""
+    """Return all outputs and the gradients of their weighted sum; draws missing weights."""
     outputs = function(inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     found = {f"output {n}" if n else "output": output for n, output in enumerate(outputs)}
@@ -54,8 +54,8 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 def check(case: Case, dtype: str, device: torch.device, backends: tuple[str, ...]) -> Iterator[Row]:
     """Compare an op's output and gradients with its torch path in float64, and two runs with each other.
 
-    An error may be three times that of the torch path in the same dtype, or what the dtype excuses. What a device
-    raises, it may raise late: all of a backend's work is waited for before the next begins.
+    An error may be three times that of the torch path in the same dtype, or the dtype's allowance. Devices may raise
+    late, so each backend's work is synchronised before the next begins.
 
     Yields:
         A row for each backend that takes the case, or one that says why it does not.
@@ -99,11 +99,11 @@ def check(case: Case, dtype: str, device: torch.device, backends: tuple[str, ...
 
 
 _LEAD = 2_000_000
-"""Clock cycles for which a GPU waits, about a millisecond, while the host launches what is timed."""
+"""Clock cycles, about a millisecond, that a GPU waits while the host launches the timed work."""
 
 
 class Clock:
-    """Times contenders in turn, behind a cleared cache, in milliseconds; on a CPU by the wall."""
+    """Times contenders in turn, with a cleared cache, in milliseconds; wall time on a CPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -117,7 +117,7 @@ class Clock:
             function()
             return 1e3 * (time.perf_counter() - start)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_LEAD)  # or the host's own work would be timed where a kernel is shorter
+        torch.cuda._sleep(_LEAD)  # otherwise short kernels would be timed by the host's work
         begin.record()
         function()
         end.record()
@@ -125,7 +125,7 @@ class Clock:
         return float(begin.elapsed_time(end))
 
     def interleaved(self, functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-        """Median over rounds in which every contender has its turn, after three that do not count."""
+        """Return medians over rounds in which every contender has its turn, after three warm-up rounds."""
         times: dict[str, list[float]] = {name: [] for name in functions}
         for number in range(rounds + 3):
             for name, function in functions.items():
@@ -135,7 +135,7 @@ class Clock:
         return {name: statistics.median(spent) for name, spent in times.items()}
 
     def peak(self, function: Callable[[], object]) -> float | None:
-        """MiB that a call takes beyond what was held before."""
+        """Return the MiB that a call allocates at its peak."""
         if self.device.type != "cuda":
             return None
         torch.cuda.synchronize()
@@ -147,7 +147,7 @@ class Clock:
 
 
 def measure_ceilings(clock: Clock, small: bool) -> Row:
-    """Bytes per second of a copy, read and write counted, and operations per second of products in each dtype."""
+    """Return bytes per second of a copy (read and write) and operations per second of products in each dtype."""
     size = 64 if small else 8192
     source = torch.randn(1 << (10 if small else 28), device=clock.device)
     target = torch.empty_like(source)
@@ -161,9 +161,9 @@ def measure_ceilings(clock: Clock, small: bool) -> Row:
 
 
 def floor_ms(case: Case, dtype: str, both: bool, ceilings: Row) -> float:
-    """What bytes or operations cost at the ceilings, the larger, in a forward or with its backward."""
+    """Return the larger of the times for bytes and for operations, in a forward or with its backward."""
     forward, backward, operations = case.floor
-    # results are as wide as what the caller gives most of
+    # results have the dtype of most inputs
     width = 4 if dtype == "fp32" or case.op in ("s4_kernel", "ssm_step") or "b" in case.wide else 2
     moved = width * (forward + (backward if both else 0)) / float(ceilings["copy_gbs"]) / 1e6
     operations *= 1 + (case.backward if both else 0)
@@ -171,13 +171,13 @@ def floor_ms(case: Case, dtype: str, both: bool, ceilings: Row) -> float:
 
 
 def in_graph(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Capture a call in a CUDA graph and return what replays it."""
+    """Capture a call in a CUDA graph and return a function that replays it."""
     if device.type != "cuda":
-        raise ValueError("CUDA graphs want a GPU")
+        raise ValueError("CUDA graphs need a GPU")
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(3):  # what is compiled or allocated once is so before the capture
+        for _ in range(3):  # compile and allocate before the capture
             function()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -187,10 +187,10 @@ def in_graph(function: Callable[[], object], device: torch.device) -> Callable[[
 
 
 def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> Iterator[Row]:
-    """Time an op's backends and its peers, forward alone and with the backward, in turns; steps also in CUDA graphs.
+    """Time an op's backends and peers in turns, forward and with the backward; steps also in CUDA graphs.
 
     Yields:
-        A row for each contender and direction, also for those that cannot run.
+        A row for each contender and direction, even if it cannot run.
     """
     inputs = _inputs(case, clock.device, DTYPES[dtype], seed=2)
     contenders: dict[str, Function] = {
@@ -211,7 +211,9 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
     both: dict[str, Callable[[], object]] = {}
     for name, function in contenders.items():
         try:
-            weight = torch.randn_like(function(inputs).detach())  # of its own dtype, so that none casts it
+            weight = torch.randn_like(
+                function(inputs).detach()
+            )  # in the result's dtype, so that no contender casts it
             calls = partial(function, inputs), partial(there_and_back, function, weight)
             for call in calls[: 1 if case.decodes else 2]:
                 clock.once(call)

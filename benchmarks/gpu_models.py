@@ -1,7 +1,7 @@
-"""What `benchmarks.gpu` times of whole models: training step, prompt and decoding, beside transformers' own.
+"""Time training steps, prompts and decoding of complete models against transformers' for `benchmarks.gpu`.
 
-Language models and encoder-decoders of one width and depth, random weights, bfloat16 autocast; every batch holds the
-same number of tokens as long as a sequence fits in.
+Language models and encoder-decoders of one width and depth, random weights, bfloat16 autocast; batches hold the same
+number of tokens, at least one sequence.
 """
 
 import gc
@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_kernels import Clock
 from benchmarks.record import Row
 
-LENGTHS = (4096, 65536, 16384, 1024)  # what matters most first, should time run out
+LENGTHS = (4096, 65536, 16384, 1024)  # the most important first, in case time runs out
 LONGEST = max(LENGTHS)
 TARGET = 256  # tokens of an encoder-decoder's target
 DECODED = 32  # tokens
@@ -86,7 +86,7 @@ def race(length: int, names: tuple[str, ...], clock: Clock, small: bool, rounds:
     """Time models at one length, one after the other.
 
     Yields:
-        A row for each model; one that fails says how.
+        A row for each model, with its error if it fails.
     """
     for name in names:
         row = {"model": name, "length": str(length)}
@@ -97,7 +97,7 @@ def race(length: int, names: tuple[str, ...], clock: Clock, small: bool, rounds:
             memory = isinstance(error, torch.OutOfMemoryError)
             yield row | {"outcome": f"{'' if memory else 'raised: '}{type(error).__name__}: {said}"[:160]}
         if clock.device.type == "cuda":
-            gc.collect()  # cycles hold models, and they their memory
+            gc.collect()  # reference cycles keep models alive
             torch.cuda.empty_cache()
 
 
@@ -130,7 +130,7 @@ def _measure(name: str, length: int, clock: Clock, small: bool, rounds: int) -> 
 
 @torch.no_grad()
 def _decoding(model: Any, name: str, ids: torch.Tensor, clock: Clock, rounds: int) -> Row:
-    """Milliseconds of a prompt, and per token of those decoded greedily after it."""
+    """Return the milliseconds of a prompt and per greedily decoded token."""
     fixed = {"do_sample": False, "pad_token_id": 0}
     if name in LANGUAGE_MODELS:
         fixed |= {"eos_token_id": None}

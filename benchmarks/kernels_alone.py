@@ -1,6 +1,6 @@
-"""Lets `hf_hybrid.kernels` be imported where transformers is missing; to be imported before it.
+"""Import this module first to use `hf_hybrid.kernels` without transformers.
 
-Importing the package registers its models, which needs transformers; the kernels need torch alone.
+Importing the package registers its models, which needs transformers; the kernels need only torch.
 """
 
 import importlib.util

@@ -1,11 +1,10 @@
 """Write the tables of ``README.md`` and ``docs/training/new_models.md`` from the code and ``benchmarks/results``.
 
-Run it from the repository root, after an architecture, a learning rate or a measurement has changed::
+Run it from the repository root after changing an architecture, a learning rate or a measurement::
 
     python -m benchmarks.readme_tables
 
-A table stands between ``<!-- NAME -->`` and ``<!-- end -->``; what is between them is replaced. NAME is one of
-`TABLES`.
+It replaces the text between ``<!-- NAME -->`` and ``<!-- end -->``, where NAME is one of `TABLES`.
 """
 
 import json
@@ -40,7 +39,7 @@ TASKS = {
     "AutoModelForTextEncoding": "an encoder alone",
     "AutoModel": "hidden states",
 }
-# feature -> what each family has of it, in the order of `FAMILIES`; tests look whether it is so
+# feature -> its support by each family, in the order of `FAMILIES`; verified by tests
 FEATURES = {
     "reads in both directions": ("its encoder", "yes", "", "its encoder"),
     "`generate` from a cache of constant size": ("language model", "yes", "yes", ""),
@@ -67,13 +66,13 @@ def main() -> int:
 
 
 def renewed(page: str) -> str:
-    """Return the page with every table made anew."""
+    """Return the page with updated tables."""
     pattern = re.compile(rf"(?P<begin><!-- (?P<name>{'|'.join(TABLES)}) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
     return pattern.sub(lambda match: f"{match['begin']}{TABLES[match['name']]()}\n{match['end']}", page)
 
 
 def architectures() -> str:
-    """Return which model is there for which task, and what it can do."""
+    """Return the models by task and feature."""
     rows = [["", *FAMILIES]]
     for auto_class, task in TASKS.items():
         has = (any(auto_class in ARCHITECTURES[name][1] for name in names) for names in FAMILIES.values())
@@ -82,7 +81,7 @@ def architectures() -> str:
 
 
 def learning_rates() -> str:
-    """Return the rate that is recorded for new models of each size."""
+    """Return the recorded learning rate for new models of each size."""
     rows = [["model type", "size", "`hidden_size`", "learning rate", "source"]]
     for model_type, rates in RATES.items():
         for rate in rates:
@@ -101,7 +100,7 @@ def demo() -> str:
 
 
 def measured() -> str:
-    """Return the measurements at 16,384 tokens, beside the peers that were measured with them."""
+    """Return the measurements at 16,384 tokens, with their peers."""
     pairs = [row for row in _rows("models_cpu.csv") if row["precision"] == "fp32"]
     language, bst, cross = (
         _rows(name) for name in ("language_models_cpu.csv", "bst_cpu.csv", "cross_attention_cpu.csv")

@@ -1,4 +1,4 @@
-"""A record of measurements: a CSV with versions, its tables as Markdown, and the command line that makes both."""
+"""A record of measurements: a CSV file with versions, Markdown tables, and the command line for both."""
 
 import argparse
 import csv
@@ -19,7 +19,7 @@ Row = dict[str, str]
 
 
 def stamp() -> Row:
-    """Return what every row of a record says of when, where and with which versions it was made."""
+    """Return date, machine and versions for every row of a record."""
     from hf_hybrid.version import __version__
 
     return {
@@ -40,7 +40,7 @@ def version_of(package: str) -> str:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Write a record; what a row lacks stays empty."""
+    """Write a record; missing values stay empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -88,20 +88,20 @@ def command_line(
     """Measure and write a record, or read an earlier one; print its tables.
 
     Args:
-        description: Of the benchmark.
-        default_out: Where the record goes unless ``--out`` says otherwise.
+        description: Description of the benchmark.
+        default_out: Default of ``--out``.
         add_arguments: Adds the benchmark's own arguments.
         run: Measures, writes ``out`` and returns its rows.
         report: Makes the tables.
         argv: The command line; the process's own when None.
 
     Returns:
-        The exit status: 1 where a row's ``outcome`` is a failure.
+        The exit status: 1 if a row's ``outcome`` is a failure.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--out", type=Path, default=default_out, metavar="CSV")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="measure nothing, print the tables of this file")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="only print the tables of this file")
     arguments = parser.parse_args(argv)
     rows = read_csv(arguments.report) if arguments.report else run(arguments)
     print(report(rows))

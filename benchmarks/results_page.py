@@ -1,14 +1,14 @@
-"""Write what was measured into the pages of ``docs`` from the files in ``benchmarks/results``.
+"""Write the results in ``benchmarks/results`` into the pages of ``docs``.
 
-Run it from the repository root, after a measurement was made anew::
+Run it from the repository root after a new measurement::
 
     python -m benchmarks.results_page
 
-A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``. A statement about two models stands within a line
-between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->``; with ``verdict`` in place of
-``compare``, whether the first is ahead. Inside a table of the page both take ``;`` in place of ``|``. What is between
-them is replaced; models of an experiment that has not come to them are "not measured yet". A ``.csv`` file is one of
-the modules in `REPORTS`, a ``.json`` file a copy of a demo's ``demo_results.json``.
+It replaces the text between ``<!-- table: FILE -->`` and ``<!-- end -->`` by a table, and within a line the text
+between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->`` by a comparison of two models;
+``verdict`` instead of ``compare`` says whether the first is better. Inside a table of the page, write ``;`` for
+``|``. Planned models without results are "not measured yet". A ``.csv`` file belongs to a module in `REPORTS`, a
+``.json`` file is a copy of a demo's ``demo_results.json``.
 """
 
 import json
@@ -56,7 +56,7 @@ def tables(path: Path) -> str:
 
 
 def statement(kind: str, asked: str) -> str:
-    """Return what is said of two models, for the word before the colon and what stands after it."""
+    """Return a statement about two models from the word before the colon and the text after it."""
     file, *names = re.split(r"\s*[|;]\s*", asked)
     say = {"compare": comparison.compare, "verdict": comparison.verdict}[kind]
     rows = read_csv(RESULTS / file) if (RESULTS / file).exists() else []
@@ -67,20 +67,20 @@ def statement(kind: str, asked: str) -> str:
 
 
 def _planned(file: str) -> set[str]:
-    """The models of the experiment that a file of results belongs to."""
+    """Return the models of the experiment of a results file."""
     path = (EXPERIMENTS / file).with_suffix(".json")
     return {*json.loads(path.read_text(encoding="utf-8"))["models"]} if path.exists() else set()
 
 
 def _demo_table(results: dict[str, Any]) -> str:
     if results["training_seconds"] is None:
-        raise ValueError("training_seconds must be known; this demo was interrupted: run it anew")
+        raise ValueError("training_seconds must be known; this demo was interrupted: run it again")
     minutes = results["training_seconds"] / 60
     return f"{scores_and_checks(results)}\n\nTraining took {minutes:.1f} minutes, its validation included."
 
 
 def renewed(page: str) -> str:
-    """Return a page with every table and every statement made anew."""
+    """Return a page with updated tables and statements."""
     page = _TABLE.sub(lambda match: f"{match['begin']}{tables(RESULTS / match['file'])}\n{match['end']}", page)
     return _STATEMENT.sub(lambda match: match["begin"] + statement(match["kind"], match["asked"]) + match["end"], page)
 

@@ -1,7 +1,7 @@
 """Count the parameters of an experiment's models, without memory for them.
 
-``python -m benchmarks.sizes benchmarks/experiments/novels.json`` prints them; they are exact where the tokenizer
-reaches the size that it may have.
+``python -m benchmarks.sizes benchmarks/experiments/novels.json`` prints them. They are exact if the tokenizer reaches
+its maximum size.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.compare_on_data import Experiment
+from benchmarks.experiment import Experiment
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.flags.model import ModelArguments
@@ -28,7 +28,7 @@ _ROLE = {"is_decoder": True, "is_encoder_decoder": False}
 
 
 def sizes(spec: Mapping[str, Any]) -> dict[str, int]:
-    """The number of parameters of each model of an experiment."""
+    """Return the number of parameters of each model of an experiment."""
     experiment = Experiment("", spec, {}, Path())
     auto_class = getattr(transformers, AUTO_CLASSES[spec["script"]])
     role = _ROLE if spec["script"] == "clm" else None

@@ -1,10 +1,9 @@
-"""One run of `compare_on_data`, in a process of its own with one thread: ``python -m benchmarks.train_one FOLDER``.
+"""One run of `compare_on_data`, a process with one thread: ``python -m benchmarks.train_one FOLDER``.
 
-``run.json`` in the folder says what to do: the ``script``, its ``flags``, ``evaluations`` of the trained model with
-other flags, ``initial``, edits of the starting values, and ``save_every``, seconds between checkpoints. These lie in
-``model`` beside it, and ``result.json`` is written when all is done. The process that started this one holds its
-standard input: when that ends, the run saves a checkpoint and ends too. A run that was cut off, by whatever, goes on
-from its last checkpoint.
+``run.json`` in the folder describes the run: the ``script``, its ``flags``, ``evaluations`` of the trained model with
+other flags, ``initial``, edits of the initial values, and ``save_every``, seconds between checkpoints. Checkpoints are
+saved in ``model``, and ``result.json`` at the end. When its standard input ends, the run saves a checkpoint and stops.
+An interrupted run continues from its last checkpoint.
 """
 
 import importlib
@@ -33,24 +32,24 @@ from hf_hybrid.training.trainer.non_finite import NonFiniteLoss
 TRAINERS = {"clm": "CausalTrainer", "glue": "ScriptTrainer", "summarization": "SummarizationTrainer"}
 RUN, RESULT, MODEL = "run.json", "result.json", "model"
 _POINTS, _LOGS = 10, 20
-"""A curve has so many points of the validation loss and so many of the training loss, unless flags say otherwise."""
+"""Default number of points of the validation and of the training loss in a curve."""
 _EVALUATION = 0.3
-"""So many validation examples are scored at each point for every training example since the last one: forward alone is
-a third of a step, so it comes to a tenth of the training."""
+"""Validation examples per point for each training example since the last point. A forward takes a third of a step, so
+this costs a tenth of the training."""
 _SECONDS = "cpu_seconds"
 _ALWAYS = {"do_eval": True, "use_cpu": True, "disable_tqdm": True, "report": False}
 
 
 def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train and evaluate a model, or go on with it.
+    """Train and evaluate a model, or continue one.
 
     Args:
-        run: What stands in ``run.json``.
-        folder: Where the model is saved.
+        run: The content of ``run.json``.
+        folder: The folder of the model.
 
     Returns:
-        ``outcome`` ("ok", or "diverged" where the loss became infinite), ``values`` (metrics, parameters, steps and
-        CPU minutes of the training steps) and ``curve`` (step, train_loss and eval_loss of each point).
+        ``outcome`` ("ok", or "diverged" if the loss became infinite), ``values`` (metrics, parameters, steps and CPU
+        minutes of the training steps) and ``curve`` (step, train_loss and eval_loss of each point).
     """
     script, flags = run["script"], run["flags"]
     module = importlib.import_module(f"hf_hybrid.training.{script}")
@@ -98,19 +97,19 @@ def _training(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation(flags: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """The flags of one more evaluation of the trained model."""
+    """Return the flags of another evaluation of the trained model."""
     new = {"model_type", "init_from", "config_overrides", "tokenizer_type", "tokenizer_vocab_size", "train_file"}
     return {
         **{flag: value for flag, value in flags.items() if flag not in new},
         **_ALWAYS,
         "model_name_or_path": folder,
         "output_dir": folder / f"evaluation-{slug(name)}",
-        "overwrite_output_dir": True,  # of this very run, cut off
+        "overwrite_output_dir": True,  # an interrupted evaluation of this run
     }
 
 
 def slug(name: str) -> str:
-    """A name as a part of a file's."""
+    """Turn a name into part of a file name."""
     return re.sub(r"[^\w.]+", "-", name)
 
 
@@ -118,21 +117,21 @@ def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     points: dict[int, dict[str, float]] = {}
     for entry in history:
         for key, name in (("loss", "train_loss"), ("eval_loss", "eval_loss")):
-            if key in entry:  # the evaluation of all examples comes after that of some, at the last step
+            if key in entry:  # at the last step the evaluation of all examples follows that of some
                 points.setdefault(entry["step"], {}).setdefault(name, entry[key])
     return [{"step": step, **points[step]} for step in sorted(points)]
 
 
 def _last_count(history: Sequence[dict[str, Any]]) -> float:
-    """Processor time at the last checkpoint; unknown where it was not counted."""
+    """Return the processor time at the last checkpoint; NaN if it was not counted."""
     return next((entry[_SECONDS] for entry in reversed(history) if _SECONDS in entry), math.nan)
 
 
-# ---- what the scripts' trainers do besides ----
+# ---- observing the trainer ----
 
 
 def _observed(trainer_class: type, trainers: list[Any], save_every: float) -> type:
-    """A trainer that evaluates on few examples while it trains, saves by the clock and counts its processor time."""
+    """Return a trainer class that evaluates on few examples, saves by the clock and counts its processor time."""
 
     class Observed(trainer_class):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -149,14 +148,14 @@ def _observed(trainer_class: type, trainers: list[Any], save_every: float) -> ty
             count = min(len(examples), max(settings.eval_batch_size, int(_EVALUATION * trained_on)))
             few = Subset(examples, [place * len(examples) // count for place in range(count)])
             if getattr(settings, "predict_with_generate", False):
-                self.compute_metrics = None  # then nothing is generated
+                self.compute_metrics = None  # so that nothing is generated
             try:
                 return super().evaluate(few, *args, **kwargs)
             finally:
                 self.compute_metrics = compute_metrics
 
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            # in the log, which a resumed run takes up again
+            # in the log, which a resumed run continues
             entry = {_SECONDS: self._clock.seconds, "step": self.state.global_step}
             self.state.log_history.append(entry)
             super()._save_checkpoint(*args, **kwargs)
@@ -165,10 +164,10 @@ def _observed(trainer_class: type, trainers: list[Any], save_every: float) -> ty
 
 
 class _Clock(TrainerCallback):
-    """Processor time of the steps alone, and when to save.
+    """Counts the processor time of the steps, and saves by the clock.
 
     Attributes:
-        seconds: Of all steps that the model has had, those before the checkpoint that a run goes on from included.
+        seconds: Processor time of all steps so far, including those before a resumed checkpoint.
     """
 
     def __init__(self, save_every: float) -> None:
@@ -180,7 +179,7 @@ class _Clock(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take up the count."""
+        """Resume the count."""
         self.seconds = _last_count(state.log_history) if state.log_history else 0.0
         self._saved_at = time.perf_counter()
 
@@ -193,32 +192,32 @@ class _Clock(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Stop the clock; save when it is time."""
+        """Stop the clock; save if it is time."""
         self.seconds += time.process_time() - self._began
         control.should_save |= time.perf_counter() - self._saved_at > self._save_every
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note when."""
+        """Remember the time."""
         self._saved_at = time.perf_counter()
 
 
-# ---- starting values ----
+# ---- initial values ----
 
 
 def edit_initial_values(model: torch.nn.Module, edits: dict[str, dict[str, float]], seed: int) -> None:
     """Change the parameters of a new model.
 
-    What is drawn anew comes from a generator of its own, so that everything else is as it would be without.
+    Random edits use their own generator, so that they change nothing else.
 
     Args:
         model: The model; changed in place.
-        edits: By a regular expression that a parameter's name holds: ``{"std": x}`` draws it anew, ``{"value": x}``
-            fills it and ``{"scale": x}`` multiplies it. Later ones see what earlier ones did.
-        seed: Of what is drawn.
+        edits: By a regular expression found in a parameter's name: ``{"std": x}`` draws it again, ``{"value": x}``
+            fills it and ``{"scale": x}`` multiplies it, in order.
+        seed: Seed of the edits.
 
     Raises:
-        ValueError: No parameter has such a name, or there is no such edit.
+        ValueError: No parameter has such a name, or the edit is unknown.
     """
     generator = torch.Generator().manual_seed(seed)
     for pattern, edit in edits.items():
@@ -249,11 +248,11 @@ def _edited(load_model: Callable[..., Any], edits: dict[str, dict[str, float]], 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do the run of a folder."""
+    """Do the run in a folder."""
     (folder,) = map(Path, sys.argv[1:] if argv is None else argv)
     threading.Thread(target=_end_with_starter, daemon=True).start()
     torch.set_num_threads(1)
-    with FileLock(folder / "lock"):  # one that lost its starter may still be saving
+    with FileLock(folder / "lock"):  # a run that lost its parent may still be saving
         result = train(json.loads((folder / RUN).read_text(encoding="utf-8")), folder / MODEL)
         with replacing(folder / RESULT) as path:
             path.write_text(json.dumps(result), encoding="utf-8")
@@ -261,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with_starter() -> None:
-    while os.read(sys.stdin.fileno(), 1):  # not by Python's buffer, which cannot be left at the end
+    while os.read(sys.stdin.fileno(), 1):  # not through Python's buffer, which blocks at exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

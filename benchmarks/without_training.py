@@ -1,4 +1,4 @@
-"""Rows of `compare_on_data` that need no training: what plain summaries and the most frequent label score."""
+"""Rows of `compare_on_data` that need no training: scores of plain summaries and of the most frequent label."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def _most_frequent_label(files: Mapping[str, Path], limit: int | None) -> dict[s
     return {"most frequent label": {"eval_accuracy": statistics.fmean(label == most for label in found)}}
 
 
-# script -> a score that they have, and what makes them
+# script -> a score of its rows, and the function that makes them
 BASELINES: dict[str, tuple[str, Callable[[Mapping[str, Path], int | None], dict[str, dict[str, float]]]]] = {
     "summarization": ("eval_rouge1", _summaries_without_training),
     "glue": ("eval_accuracy", _most_frequent_label),

@@ -1,6 +1,6 @@
 """Long-sequence hybrids of state spaces, long convolutions, recurrence and local attention for Transformers.
 
-Importing the package registers every architecture with transformers' Auto classes, and with PEFT once that is loaded.
+Importing the package registers every architecture with transformers' Auto classes, and with PEFT once PEFT is loaded.
 """
 
 from .models.auto import ARCHITECTURES, register

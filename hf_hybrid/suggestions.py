@@ -1,4 +1,4 @@
-"""One helper for every error message about an unknown name."""
+"""Suggest a close name in error messages."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,15 +7,15 @@ __all__ = ["did_you_mean"]
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Return a sentence that names the option closest to a misspelt name.
+    """Return a sentence that suggests the option closest to a misspelt name.
 
     Args:
         name: What the user wrote.
-        options: The names that would have been accepted.
+        options: The accepted names.
 
     Returns:
-        A sentence with a leading space, such as ``" Did you mean 'spade'?"``, ready to append to a message; the empty
-        string when nothing is close. Upper and lower case, ``-`` and ``_`` count as equal.
+        A sentence with a leading space, such as ``" Did you mean 'spade'?"``, to append to a message; the empty
+        string when nothing is close. Case does not matter, and ``-`` equals ``_``.
     """
 
     def fold(text: str) -> str:

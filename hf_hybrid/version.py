@@ -1,3 +1,3 @@
-"""The one place that names the version."""
+"""The package's version."""
 
 __version__ = "0.2.0"

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import compare_on_data, facts, figures, results_page, train_one
-from benchmarks.compare_on_data import Queue, read_experiment
+from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
+from benchmarks.experiment import read_experiment
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
 
@@ -148,7 +149,7 @@ def test_a_score_of_which_more_is_better_chooses_the_other_way(bench):
     bench.work()
     assert ("searched, S4", 1, 1e-05) in bench.done()
     assert list(bench.rows()[0])[len(COLUMNS) :] == ["eval_accuracy", "eval_loss"]
-    with pytest.raises(ValueError, match="'eval_runtime' must be one of which"):
+    with pytest.raises(ValueError, match="'eval_runtime' must be one that is known"):
         best_rate(bench.rows(), "fixed", "eval_runtime")
 
 
@@ -188,7 +189,7 @@ def test_validation_documents_are_cut_to_excerpts(bench):
     assert flags["validation_file"] == str(next(bench.root.glob("runs/*.jsonl")))
     assert flags["train_file"].endswith("texts/train.jsonl")
     bench.change(SPEC | {"excerpt": 3})
-    assert "were made by another recipe" in bench.work().failures["small"]
+    assert "have another recipe" in bench.work().failures["small"]
     bench.table.unlink()
     bench.change(SPEC | {"excerpt": 8})
     assert "excerpt must be at most the 7 characters of the shortest" in str(bench.work(seeds=(0,)).failures)
@@ -287,10 +288,10 @@ def test_rows_of_another_recipe_are_refused(bench):
 
 def test_rows_of_another_version_are_not_gone_on_with(bench, monkeypatch):
     bench.work()
-    monkeypatch.setattr(compare_on_data, "__version__", "99.0")
+    monkeypatch.setattr("benchmarks.experiment.__version__", "99.0")
     assert bench.work().failures == {}  # nothing is left to do
     failures = bench.work(seeds=(0, 1, 2, 3)).failures
-    assert "made by version" in failures["small"]
+    assert "come from version" in failures["small"]
     assert bench.begun == []
 
 
@@ -309,7 +310,7 @@ def test_a_report_mixes_nothing(bench):
         ({"data": "none"}, "--data must name a folder with none in it"),
         ({"start": {"a": {}, "b": {}}}, "start must be one model"),
         ({"flags": {}}, "'searched, S4' must have max_steps"),
-        ({"select": "eval_gen_len"}, "'eval_gen_len' must be one of which"),
+        ({"select": "eval_gen_len"}, "'eval_gen_len' must be one that is known"),
     ],
 )
 def test_an_experiment_that_cannot_be_done_is_refused(bench, change, message):

@@ -103,7 +103,7 @@ def test_steps_are_raced_in_graphs_too():
             1,
         )
     )
-    refused = "ValueError: CUDA graphs want a GPU"
+    refused = "ValueError: CUDA graphs need a GPU"
     assert {row["contender"]: row["outcome"] for row in rows if row["contender"] != "hf_hybrid, triton"} == {
         "hf_hybrid, torch": "ok",
         "SDPA, cut to the window": "ok",

@@ -1,5 +1,4 @@
-"""Text in, model inputs out: offline corpora, dataset files and columns, preprocessing, tokenizer training.
+"""Turn text into model inputs: offline corpora, dataset files and columns, preprocessing, tokenizer training.
 
-Nothing here knows a model or a Trainer. Importing the package is light: ``datasets`` and ``tokenizers`` load when a
-function that needs them is called.
+The package uses no model and no Trainer. It imports ``datasets`` and ``tokenizers`` only when a function needs them.
 """

@@ -1,4 +1,4 @@
-"""Folders that are built once, whole or not at all, however many processes ask for them at the same time."""
+"""Cache folders that several processes can request at once; each is built once, completely or not at all."""
 
 import os
 import shutil
@@ -14,11 +14,10 @@ __all__ = ["cache_root", "cached_folder", "save_quietly"]
 
 
 def cache_root(cache_dir: str | None = None) -> Path:
-    """Return the folder under which this package keeps what it builds.
+    """Return this package's folder inside a cache.
 
     Args:
-        cache_dir: The user's choice; the cache of `datasets` (which follows ``HF_HOME`` and ``HF_DATASETS_CACHE``)
-            when None.
+        cache_dir: The cache; when None, that of `datasets`, which follows ``HF_HOME`` and ``HF_DATASETS_CACHE``.
     """
     if cache_dir is None:
         from datasets import config
@@ -28,20 +27,20 @@ def cache_root(cache_dir: str | None = None) -> Path:
 
 
 def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Build a folder unless it is there.
+    """Build a folder unless it exists.
 
-    One process builds while the others wait. The build happens beside the folder and is renamed into place at its end,
-    so a folder that exists is complete, and a build that fails leaves nothing behind.
+    One process builds while the others wait. The folder is built under a temporary name and renamed at the end, so an
+    existing folder is complete and a failed build leaves nothing.
 
     Args:
-        folder: Where the result belongs; its name holds everything that the result depends on.
-        build: Writes the result into the empty folder that it is given.
+        folder: The folder; its name must depend on everything that the result depends on.
+        build: Writes the result into the empty folder it receives.
 
     Returns:
         ``folder``.
 
     Raises:
-        ValueError: The place cannot be written to.
+        ValueError: The parent folder is not writable.
     """
     from filelock import FileLock
 
@@ -53,8 +52,7 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
         lock.acquire()
     except OSError as error:
         raise ValueError(
-            f"cache_dir must be a folder that can be written to; got {str(folder.parent)!r} "
-            f"({error.strerror or error})"
+            f"cache_dir must be a writable folder; got {str(folder.parent)!r} ({error.strerror or error})"
         ) from error
     try:
         if not folder.is_dir():
@@ -71,7 +69,7 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def save_quietly(dataset: "DatasetDict", folder: Path) -> None:
-    """Write a dataset without the progress bars of `datasets`, one for each split."""
+    """Write a dataset without a progress bar for each split."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_disabled = are_progress_bars_disabled()
@@ -84,7 +82,7 @@ def save_quietly(dataset: "DatasetDict", folder: Path) -> None:
 
 
 def _umask() -> int:
-    """Return the process's file mode mask (`tempfile` makes folders that only their owner can read)."""
+    """Return the process's file mode mask, since `tempfile` makes private folders."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""What a sentence classifier learns from: GLUE's tasks, the columns of sentences and labels, and the labels' ids."""
+"""Data of a sentence classifier: GLUE's tasks, the columns of sentences and labels, and label ids."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 Label = str | int | float | None
-"""A label as the data have it; None where there is none."""
+"""A label as it stands in the data; None where it is missing."""
 
-_NAMED_ROWS = 5  # as many rows are named in a message
+_NAMED_ROWS = 5  # rows listed in a message
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class GlueTask:
     """One task of GLUE (Wang et al. 2019).
 
     Attributes:
-        columns: Columns of the sentences in the Hub's data set.
-        labels: Names of the labels by their ids there; none where the label is a number to predict.
-        tsv_columns: Columns of the sentences in the files that GLUE is distributed in, where they are others.
-        tsv_header: Columns of these files where they have no header line.
+        columns: Sentence columns of the Hub's dataset.
+        labels: Label names by id; empty for regression.
+        tsv_columns: Sentence columns of GLUE's own TSV files, where they differ.
+        tsv_header: Columns of these files, where they lack a header line.
     """
 
     columns: tuple[str, ...]
@@ -61,7 +61,7 @@ GLUE_TASKS: dict[str, GlueTask] = {
     "stsb": GlueTask(_SENTENCES, ()),
     "wnli": GlueTask(_SENTENCES, ("not_entailment", "entailment")),
 }
-"""The nine tasks by the Hub's names for them."""
+"""The nine tasks by their names on the Hub."""
 
 _PAIRS = (*dict.fromkeys(task.columns for task in GLUE_TASKS.values() if len(task.columns) == 2),)
 _LABEL_NAMES = (
@@ -80,20 +80,20 @@ _LABEL_NAMES = (
 def sentence_columns(
     dataset: "DatasetDict", *, task: str | None, label: str | None, named: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the columns that hold the sentence, or the two sentences.
+    """Return the column of the sentence, or the two columns of a pair.
 
-    Columns that are named are taken. Otherwise those of the task, under the Hub's names or those of GLUE's own files;
-    without a task, a pair of columns that some task of GLUE has, or else all columns of text that are neither
-    the label nor an identifier, if these are one or two.
+    The user's choice comes first, then the task's columns, named as on the Hub or in GLUE's own files. Without a
+    task: a pair of columns of some GLUE task, or else the text columns apart from label and identifiers, if there are
+    one or two.
 
     Args:
         dataset: The splits.
-        task: A key of `GLUE_TASKS`, if the data are of one.
-        label: The column of labels.
+        task: A key of `GLUE_TASKS`, or None.
+        label: The label column.
         named: The user's choice.
 
     Raises:
-        ValueError: A column is not in every split, there are more than two, or it is not clear which they are.
+        ValueError: A split lacks a column, there are more than two, or the choice is not clear.
     """
     everywhere = [name for name in _first(dataset) if all(name in rows.column_names for rows in dataset.values())]
     there = f"; the columns of every split are: {', '.join(everywhere)}"
@@ -134,15 +134,15 @@ def _first(dataset: "DatasetDict") -> list[str]:
 
 
 def label_column(dataset: "DatasetDict", *, needed: Sequence[str], named: str | None = None) -> str | None:
-    """Return the name of the column of labels.
+    """Return the name of the label column.
 
     Args:
         dataset: The splits.
         needed: Splits that must have labels.
-        named: The user's choice; otherwise a column whose name says that it holds labels (``label``, ``score``, ...).
+        named: The user's choice; when None, a column with a usual name (``label``, ``score``, ...).
 
     Returns:
-        The name; None if there is no such column and none is needed.
+        The name; None if no split has or needs labels.
 
     Raises:
         ValueError: A split that needs the column lacks it.
@@ -164,15 +164,15 @@ def label_column(dataset: "DatasetDict", *, needed: Sequence[str], named: str | 
 
 
 def read_labels(split: "Dataset", column: str, *, name: str) -> list[Label]:
-    """Return the labels of a split: names, integers or other numbers, and None where there is none.
+    """Return the labels of a split: names, integers or other numbers, and None where one is missing.
 
     Args:
         split: Rows.
-        column: The column of labels.
+        column: The label column.
         name: The split's name, for messages.
 
     Raises:
-        ValueError: The column holds something else.
+        ValueError: The column holds other values.
     """
     from datasets import ClassLabel
 
@@ -199,17 +199,17 @@ def read_labels(split: "Dataset", column: str, *, name: str) -> list[Label]:
 
 
 def is_unlabelled(labels: Sequence[Label]) -> bool:
-    """Whether no row has a label: all are missing, or -1, as in the test splits of the Hub's data sets."""
+    """Return whether every label is missing or -1, as in the Hub's test splits."""
     return all(label is None or label == -1 for label in labels)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of a data set.
+    """The labels of a dataset.
 
     Attributes:
-        names: Their names by id; none where the label is a number to predict.
-        ids: Id of each label as the data have it.
+        names: Their names by id; empty for regression.
+        ids: Id of each label as it stands in the data.
     """
 
     names: tuple[str, ...]
@@ -217,18 +217,18 @@ class Labels:
 
     @property
     def are_numbers(self) -> bool:
-        """Whether the label is a number to predict (regression) and not one of some names."""
+        """Whether the labels are numbers to predict (regression)."""
         return not self.names
 
     def encode(self, labels: Sequence[Label], *, name: str) -> list[int] | list[float]:
-        """Return the ids of labels, or the numbers that they are.
+        """Return the ids of labels, or the numbers themselves for regression.
 
         Args:
-            labels: What `read_labels` returned.
+            labels: Labels from `read_labels`.
             name: The split's name, for messages.
 
         Raises:
-            ValueError: A row has no label, or one that is not known.
+            ValueError: A label is missing or unknown.
         """
         rows = "(the first row is 1)"
         if missing := [row for row, label in enumerate(labels, start=1) if label is None]:
@@ -247,7 +247,7 @@ class Labels:
         if unknown := [row for row, key in enumerate(keys, start=1) if key not in self.ids]:
             known = _few([str(label) for label in self.ids], 20)
             raise ValueError(
-                f"the labels of split {name!r} must be among those that the model learns ({known}); "
+                f"the labels of split {name!r} must be labels that the model learns ({known}); "
                 f"{labels[unknown[0] - 1]!r} is not, in row {_few(unknown)} {rows}"
             )
         return [self.ids[key] for key in keys]  # type: ignore[index]
@@ -260,19 +260,19 @@ def _few(values: Sequence[object], count: int = _NAMED_ROWS) -> str:
 def find_labels(
     labels: Iterable[Label], *, name: str, names: Sequence[str] | None = None, task: str | None = None
 ) -> Labels:
-    """Find out which labels there are.
+    """Find the set of labels.
 
-    Fractions are numbers to predict, and so is everything in STS-B. Integers and text are classes: those of the task
-    or of the data set's own list of names in their order there, otherwise in sorted order.
+    Fractions, and all labels of STS-B, are numbers to predict. Integers and text are classes, in the order of the
+    dataset's list of names or of the task, otherwise sorted.
 
     Args:
-        labels: What `read_labels` returned for the split that decides, usually the training split.
+        labels: Labels from `read_labels`, usually of the training split.
         name: The split's name, for messages.
-        names: The data set's own list of names, if it has one.
-        task: A key of `GLUE_TASKS`, if the data are of one.
+        names: The dataset's list of names, if it has one.
+        task: A key of `GLUE_TASKS`, or None.
 
     Raises:
-        ValueError: There is no label, text and numbers are mixed, or a label is not one of the task's.
+        ValueError: There is no label, text and numbers are mixed, or the task does not have a label.
     """
     found = {label.casefold() if isinstance(label, str) else label: label for label in labels if label is not None}
     if not found:

@@ -1,4 +1,4 @@
-"""Which columns of a dataset hold what a task reads, and whether every row has its text."""
+"""Choose the columns that a task reads, and check that every row holds text."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ __all__ = ["IDENTIFIER", "check_texts", "is_text", "summarization_columns", "tex
 
 logger = logging.getLogger(__name__)
 
-# Text and summary columns of well-known datasets, by the last part of their names.
+# Text and summary columns of known datasets, by the last part of their names.
 _KNOWN_DATASETS: dict[str, tuple[str, str]] = {
     "aeslc": ("email_body", "subject_line"),
     "arxiv-summarization": ("article", "abstract"),
@@ -40,7 +40,7 @@ _KNOWN_DATASETS: dict[str, tuple[str, str]] = {
     "xsum": ("document", "summary"),
 }
 
-# Names that say what they hold, the most telling first.
+# Usual column names, the most specific first.
 _TEXT_NAMES = (
     "document",
     "article",
@@ -54,7 +54,7 @@ _TEXT_NAMES = (
     "content",
 )
 _SUMMARY_NAMES = ("summary", "summaries", "highlights", "abstract", "tldr", "target", "output", "headline", "title")
-_NAMED_ROWS = 5  # as many rows without text are named in a message
+_NAMED_ROWS = 5  # rows listed in a message
 IDENTIFIER = re.compile(
     r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE
 )  # never text to summarize
@@ -69,19 +69,19 @@ def summarization_columns(
 ) -> tuple[str, str]:
     """Return the names of the text column and the summary column.
 
-    A column that is named is taken. Otherwise: the columns of a well-known dataset, then columns whose names say what
-    they hold (``document`` and ``summary``, ``article`` and ``highlights``, ...), then the first two in every split
-    that are not identifiers. Names are looked for in the first split; the splits may differ in the other columns.
+    The user's choice comes first, then the columns of a known dataset, then usual names (``document`` and
+    ``summary``, ``article`` and ``highlights``, ...) in the first split, then the first two columns of every split
+    that are not identifiers. The splits may differ in their other columns.
 
     Args:
         dataset: The splits.
-        dataset_name: Where they come from: a Hub name decides for well-known datasets.
+        dataset_name: Name of the dataset; selects the columns of known ones.
         text_column: The user's choice.
         summary_column: The user's choice.
 
     Raises:
-        ValueError: A named or recognised column does not exist in a split, both names are the same, or there are fewer
-            than two columns to choose from.
+        ValueError: A split lacks a chosen column, both names are equal, or there are fewer than two columns to choose
+            from.
     """
     columns = list(next(iter(dataset.values())).column_names)
     anywhere = list(dict.fromkeys(column for rows in dataset.values() for column in rows.column_names))
@@ -114,7 +114,7 @@ def summarization_columns(
                 )
     left_out = [column for column in anywhere if column not in everywhere]
     if left_out:
-        logger.info("columns that are not in every split are left out: %s", ", ".join(left_out))
+        logger.info("ignoring columns that some splits lack: %s", ", ".join(left_out))
     return text, summary
 
 
@@ -124,21 +124,21 @@ def _telling(columns: list[str], names: tuple[str, ...], *, taken: str | None) -
 
 
 def _first_left(columns: list[str], *, taken: str | None) -> str | None:
-    """Return the first column that is left and can hold text."""
+    """Return the first other column that is no identifier."""
     return next((column for column in columns if column != taken and not IDENTIFIER.fullmatch(column)), None)
 
 
 def text_column(columns: Mapping[str, Mapping[str, bool]], named: str | None = None) -> str:
-    """Return the name of the column of texts for a language model.
+    """Return the text column for a language model.
 
-    The column that is named, or ``text``, or else the only column of text that is no identifier.
+    This is the user's choice, or ``text``, or the only text column that is no identifier.
 
     Args:
         columns: The columns of each split, and whether they hold text.
         named: The user's choice.
 
     Raises:
-        ValueError: A split does not have the column, or it is not clear which it is.
+        ValueError: A split lacks the column, or the choice is not clear.
     """
     first = next(iter(columns.values()))
     everywhere = [name for name in first if all(name in split for split in columns.values())]
@@ -151,30 +151,30 @@ def text_column(columns: Mapping[str, Mapping[str, bool]], named: str | None = N
 
 
 def is_text(feature: Any) -> bool:
-    """Whether the values of a column are strings."""
+    """Return whether the values of a column are strings."""
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
 def check_texts(
     split: "Dataset", columns: Sequence[str], *, name: str, drop_empty: bool = False, may_be_blank: bool = False
 ) -> "Dataset":
-    """Check that every row of a split has text in some columns, such as a document and a summary.
+    """Check that every row of a split has text in the given columns.
 
-    Rows are never dropped unasked: predictions would no longer be in step with the rows of the user's file.
+    Rows are dropped only on request, because predictions follow the rows of the user's file.
 
     Args:
         split: Rows of one split.
-        columns: Columns of text.
+        columns: Text columns.
         name: The split's name, for messages.
-        may_be_blank: Take blank text for text, such as the blank lines of a file.
-        drop_empty: Drop rows in which a text is missing or blank, and log how many and which.
+        may_be_blank: Accept blank text, such as the blank lines of a file.
+        drop_empty: Drop rows with missing or blank text, and log how many and which.
 
     Returns:
         ``split`` itself if nothing was dropped.
 
     Raises:
-        ValueError: A value is neither a string nor missing, a row lacks a text and ``drop_empty`` is not
-            set, or no row is left. The message tells the rows, counted from 1.
+        ValueError: A value is neither a string nor missing, a row lacks text and ``drop_empty`` is not set, or no row
+            is left. The message names the rows, counted from 1.
     """
     from tqdm.auto import tqdm
 
@@ -197,7 +197,7 @@ def check_texts(
     if empty and not drop_empty:
         raise ValueError(
             f"split {name!r} must hold text in every row; {len(empty)} of {number} rows do not: {named}. "
-            "drop_empty_rows leaves such rows out, and the predictions for them"
+            "drop_empty_rows drops such rows and their predictions"
         )
     if len(empty) == number:
         raise ValueError(

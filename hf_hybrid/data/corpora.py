@@ -1,8 +1,8 @@
-"""Corpora built on the user's machine from the documentation of installed Python packages.
+"""Build corpora from the documentation of installed Python packages, without a network.
 
-Nothing is downloaded, imported or executed: the sources of the standard library and of this package's dependencies are
-parsed, and their docstrings become pairs of document and summary, sentence pairs to classify, and running text. The
-same installed packages always give the same corpora.
+The sources of the standard library and of this package's dependencies are parsed, not imported or run. Their
+docstrings become pairs of document and summary, sentence pairs to classify, and running text. The same installed
+packages always give the same corpora.
 """
 
 import hashlib
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED: dict[str, str] = {
     "docstrings": "one class or function: its signature and docstring without the first sentence -> that sentence",
-    "modules": "one module: the documentation of everything in it -> the first paragraph of the module's own",
+    "modules": "one module: all of its documentation -> the first paragraph of the module docstring",
     "docpairs": "a document of embedded:docstrings, with its own summary or another document's -> match or mismatch",
-    "text": "one module: the documentation of everything in it, as running text",
+    "text": "one module: all of its documentation, as running text",
 }
-"""The corpora's names (without ``embedded:``), with what their rows are."""
+"""The corpora's names (without ``embedded:``) and a description of their rows."""
 
 SPLITS = {"train": 0.9, "validation": 0.05, "test": 0.05}  # shares of the modules
 DOCPAIR_LABELS = ("mismatch", "match")
-_FORMAT = 2  # part of the cache key: raise it whenever the same sources would give other rows
+_FORMAT = 2  # part of the cache key: raise it when the same sources give other rows
 _Rows = list[dict[str, Any]]
 
 
@@ -53,25 +53,24 @@ def embedded_corpus(
 ) -> "DatasetDict":
     """Build a corpus, or read it from the cache.
 
-    Every module belongs to one split as a whole, and a document that repeats an earlier one (more than about half of
-    its runs of four words), or its summary, is left out of all of them. The first build reads some hundred megabytes
-    of source, takes about a minute and makes all corpora; later calls, and processes that wait for the first,
-    map its result.
+    Each module belongs to one split. A document or summary that repeats an earlier one (in more than about half of
+    its runs of four words) is dropped. The first build reads some hundred megabytes of source and makes all corpora
+    in about a minute; later calls, and processes that wait for the first, map the result.
 
-    In ``docpairs`` every document and every summary of ``docstrings`` stands in one match and in one mismatch, so
-    neither of them alone says anything about the label; the other summary of a mismatch comes from another module of
-    the same split and is about as long as the document's own, so lengths say nothing either.
+    In ``docpairs`` every document and summary of ``docstrings`` occurs in one match and one mismatch, so neither
+    alone predicts the label. The wrong summary comes from another module of the same split and has about the length
+    of the right one.
 
     Args:
         name: A key of `EMBEDDED`.
-        cache_dir: Where the corpus is kept; the cache of `datasets` when None.
-        packages: Import names of packages or paths of folders to read instead of the default list
-            (`hf_hybrid.data.sources.DEFAULT_PACKAGES`, as far as installed).
+        cache_dir: Where to keep the corpus; the cache of `datasets` when None.
+        packages: Import names of packages, or folders, to read instead of the installed
+            `hf_hybrid.data.sources.DEFAULT_PACKAGES`.
 
     Returns:
         Splits train, validation and test with the columns ``document`` and ``summary`` (``docstrings``, ``modules``),
         ``sentence1``, ``sentence2`` and ``label`` (``docpairs``), or ``text``, and ``source`` (the module, such as
-        ``torch.nn.functional``). `corpus_report` tells what it was built from.
+        ``torch.nn.functional``). `corpus_report` returns the sources.
 
     Raises:
         ValueError: The name is unknown, a package is not installed, or the packages hold too few documents.
@@ -98,23 +97,22 @@ def embedded_corpus(
 
 
 def corpus_report(corpus: "DatasetDict") -> dict[str, Any]:
-    """Return what an embedded corpus was built from.
+    """Return the sources of an embedded corpus.
 
     Returns:
         ``fingerprint`` (equal for equal sources), ``packages`` (name -> version), ``rows`` (split -> count),
-        ``files`` (count read), ``unreadable_files`` (count skipped) and ``near_copies`` (documents left out).
+        ``files`` (number read), ``unreadable_files`` (number skipped) and ``near_copies`` (documents dropped).
     """
     return json.loads(corpus["train"].info.description)
 
 
 def _fingerprint(packages: Sequence[Package]) -> str:
-    """Return a digest of everything that the rows depend on."""
     state = [_FORMAT, *((package.name, package.label, package.version) for package in packages)]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
 def _build(packages: Sequence[Package], fingerprint: str, folder: Path) -> None:
-    """Read the packages and write every corpus, for parsing is what takes the time."""
+    """Read the packages and write all corpora at once: parsing takes most of the time."""
     pairs, texts, files, unreadable = _read(packages)
     kept = {name: _without_copies(found) for name, found in pairs.items()}
     pages, copied_texts = _pages(texts)
@@ -159,7 +157,7 @@ def _features(row: Mapping[str, Any]) -> "Features":
 
 
 def _read(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], list[tuple[str, str]], int, int]:
-    """Return the pairs of each corpus, (module, text) of each docstring, and the numbers of files read and skipped."""
+    """Return the pairs of each corpus, (module, text) of each docstring, and the counts of files read and skipped."""
     from tqdm.auto import tqdm
 
     files = [file for package in packages for file in source_files(package)]
@@ -183,7 +181,7 @@ def _read(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], list[tupl
 
 
 def _without_copies(pairs: Sequence[Pair]) -> list[Pair]:
-    """Leave out every pair whose document or summary repeats an earlier one."""
+    """Drop pairs whose document or summary repeats an earlier one."""
     from tqdm.auto import tqdm
 
     copies = NearCopyFilter()
@@ -196,7 +194,7 @@ def _without_copies(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _pages(texts: Sequence[tuple[str, str]]) -> tuple[_Rows, int]:
-    """Join the texts of each module, without those that repeat an earlier one; also return how many these are."""
+    """Join the texts of each module without repeated ones; return the rows and the number dropped."""
     from tqdm.auto import tqdm
 
     copies = NearCopyFilter()
@@ -209,7 +207,7 @@ def _pages(texts: Sequence[tuple[str, str]]) -> tuple[_Rows, int]:
 
 
 def _matches_and_mismatches(rows: _Rows) -> _Rows:
-    """Put each document of a split beside its own summary, and beside the one of another that is about as long."""
+    """Pair each document of a split with its own summary and with another of about the same length."""
     if len(rows) < 2:
         return []
     order = sorted(rows, key=lambda row: (len(row["summary"]), hashlib.sha256(row["summary"].encode()).digest()))
@@ -217,7 +215,7 @@ def _matches_and_mismatches(rows: _Rows) -> _Rows:
     for here, row in enumerate(order):
         if others[here]["source"] != row["source"]:
             continue
-        for there in (*range(here + 1, len(order)), *range(here - 1, -1, -1)):  # the closest that both can trade with
+        for there in (*range(here + 1, len(order)), *range(here - 1, -1, -1)):  # the closest valid exchange
             if row["source"] != others[there]["source"] and order[there]["source"] != others[here]["source"]:
                 others[here], others[there] = others[there], others[here]
                 break
@@ -241,7 +239,7 @@ def _in_splits(rows: _Rows) -> dict[str, _Rows]:
 
 
 def _split_of(module: str) -> str:
-    """Return the split that a module belongs to: a fixed function of its name."""
+    """Return a module's split, a fixed function of its name."""
     point = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8]) / 2**64
     for split, share in SPLITS.items():
         if point < share:

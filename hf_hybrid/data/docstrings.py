@@ -1,8 +1,7 @@
-"""Documentation read from Python source: which docstrings a file holds, and how they become document and summary.
+"""Read docstrings from Python source and turn them into documents and summaries.
 
-A document is what a reader of a documentation page sees: a title line such as
-``torch.nn.functional.softmax(input, dim=None)``, and under it the docstring without its first sentence. That first
-sentence is the summary.
+A document is a title line such as ``torch.nn.functional.softmax(input, dim=None)`` and below it the docstring without
+its first sentence. That sentence is the summary.
 """
 
 import ast
@@ -52,7 +51,7 @@ _COMMON_WORDS = frozenset(
     )
 )
 
-_CODE_HEADINGS = {"", "example", "examples", "usage"}  # nothing is left under them without the doctests
+_CODE_HEADINGS = {"", "example", "examples", "usage"}  # empty once the doctests are removed
 
 SUMMARY_WORDS = range(4, 41)
 DOCUMENT_WORDS = range(25, 601)
@@ -63,7 +62,7 @@ _MAX_SIGNATURE_CHARACTERS = 200
 
 
 class DocumentationError(ValueError):
-    """A file is not Python that this interpreter can read."""
+    """A file is not valid Python for this interpreter."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class Docstring:
 
     Attributes:
         title: Dotted name and signature; the bare name for a module.
-        text: The docstring, without the indentation that the source gives it.
-        is_module: Whether it is the file's own docstring.
+        text: The docstring without the source's indentation.
+        is_module: Whether it is the module docstring.
     """
 
     title: str
@@ -83,7 +82,7 @@ class Docstring:
 
 @dataclass(frozen=True)
 class Pair:
-    """A document, its summary, and the module that both come from."""
+    """A document, its summary, and their module."""
 
     document: str
     summary: str
@@ -91,7 +90,7 @@ class Pair:
 
 
 def read_docstrings(source: bytes, module: str) -> list[Docstring]:
-    """List the docstrings of a file in source order: the module's own, then every class, method and function.
+    """List a file's docstrings in source order: the module's, then those of classes, methods and functions.
 
     The source is parsed, not run.
 
@@ -146,7 +145,7 @@ def _signature(definition: _Definition) -> str:
         if own and own[0].arg in ("self", "cls"):
             del own[0]
             break
-    # Removing `self` keeps defaults aligned unless `self` itself had one, which ast.unparse would refuse.
+    # ast.unparse refuses more defaults than arguments, which a default of `self` itself would leave.
     defaults = len(arguments.posonlyargs) + len(arguments.args)
     arguments.defaults = arguments.defaults[max(0, len(arguments.defaults) - defaults) :]
     text = ast.unparse(arguments)
@@ -156,11 +155,11 @@ def _signature(definition: _Definition) -> str:
 
 
 def docstring_pair(docstring: Docstring, module: str) -> Pair | None:
-    """Make a pair of a class's or function's docstring; None if it makes no good one."""
+    """Make a pair from the docstring of a class or function; None if it is unsuitable."""
     paragraphs = _paragraphs(docstring.text)
     if docstring.is_module or not paragraphs:
         return None
-    if len(paragraphs) > 1 and re.match(r"[\w.]+\(.*\)", paragraphs[0]):  # a signature of the C kind
+    if len(paragraphs) > 1 and re.match(r"[\w.]+\(.*\)", paragraphs[0]):  # a signature as C extensions write it
         del paragraphs[0]
     summary = next(iter(split_sentences(_joined(paragraphs[0]))), "")
     body = "\n\n".join(filter(None, [paragraphs[0][len(summary) :].strip(), *paragraphs[1:]]))
@@ -173,7 +172,7 @@ def docstring_pair(docstring: Docstring, module: str) -> Pair | None:
 
 
 def module_pair(docstrings: list[Docstring], module: str) -> Pair | None:
-    """Make a pair of all documentation of a module; None if it makes no good one."""
+    """Make a pair from all documentation of a module; None if it is unsuitable."""
     if not docstrings or not docstrings[0].is_module:
         return None
     paragraphs = _paragraphs(docstrings[0].text)
@@ -193,18 +192,18 @@ def module_pair(docstrings: list[Docstring], module: str) -> Pair | None:
 
 
 def docstring_text(docstring: Docstring) -> str | None:
-    """Return a docstring as running text under its title; None if it is too short or no prose."""
+    """Return a docstring as running text below its title; None if it is too short or not prose."""
     body = "\n\n".join(_paragraphs(docstring.text))
     return f"{docstring.title}\n\n{body}" if len(body.split()) >= MIN_TEXT_WORDS and _is_prose(body) else None
 
 
 def words_of(text: str) -> str:
-    """Return the letters of a text as lower-case words: what two copies share whatever their layout."""
+    """Return a text's lower-case words, which copies share whatever their layout."""
     return " ".join(_WORD.findall(text.lower()))
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Split a docstring at blank lines, without markup, indentation, doctests and headings' underlines."""
+    """Split a docstring at blank lines; drop markup, indentation, doctests and underlines."""
     text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("```"))
     text = _AUTOLINK.sub(r"\1", _LINK.sub(r"\1", _ROLE.sub(r"\1", text))).replace("``", "`").replace("`~", "`")
     paragraphs: list[list[str]] = [[]]
@@ -225,7 +224,7 @@ def _joined(paragraph: str) -> str:
 
 
 def _is_summary(summary: str, allowed: range) -> bool:
-    """Whether a text is prose of the right length that says something of its own."""
+    """Return whether a text is prose of the right length and not boilerplate."""
     return (
         len(summary.split()) in allowed
         and summary[0].isalpha()
@@ -238,17 +237,14 @@ def _is_summary(summary: str, allowed: range) -> bool:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text reads like English: mostly letters, and enough of the words that hold sentences together."""
+    """Return whether a text reads like English: mostly letters, with enough function words."""
     words = words_of(text).split()
     common = sum(word in _COMMON_WORDS for word in words)
     return len(words) >= 12 and common >= 0.1 * len(words) and len(_LETTERS.findall(text)) >= 0.55 * len(text)
 
 
 def _supports(document: str, summary: str) -> bool:
-    """Whether the document holds enough of the summary's content for a reader to write it.
-
-    At least half of the summary's content words must occur in it, up to their endings.
-    """
+    """Return whether the document contains half of the summary's content words, up to their endings."""
     stems = {word[:5] for word in words_of(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", document)).split()}
     content = {word[:5] for word in words_of(summary).split() if len(word) > 3 and word not in _COMMON_WORDS}
     return len(content & stems) >= 0.5 * len(content)

@@ -1,10 +1,10 @@
-"""Raw datasets from a name, a folder or files: one pure function, `load_raw_datasets`."""
+"""Load raw datasets by name, from a folder or from files: `load_raw_datasets`."""
 
 import hashlib
 import json
 import logging
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ __all__ = ["embedded_name", "load_raw_datasets"]
 logger = logging.getLogger(__name__)
 
 _EMBEDDED_PREFIX = "embedded:"
-_FORMAT = 2  # part of the cache key: raise it whenever the same files would give other rows
+_FORMAT = 3  # part of the cache key: raise it when the same files give other rows
 
 
 def load_raw_datasets(
@@ -41,41 +41,31 @@ def load_raw_datasets(
     """Load the splits that a script trains and evaluates on.
 
     Args:
-        dataset_name: ``embedded:NAME`` (see `hf_hybrid.data.corpora.EMBEDDED`), a local dataset folder (of data files,
-            or written by ``save_to_disk``), or a dataset of the Hugging Face Hub.
-        dataset_config_name: Configuration of a Hub dataset or of a folder.
-        train_file: A ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, plain or with ``.gz``, ``.xz`` or ``.bz2``
-            behind it: CSV or TSV with a header, or one JSON object on each line, or one JSON array of objects.
+        dataset_name: ``embedded:NAME`` (see `hf_hybrid.data.corpora.EMBEDDED`), a local folder (of data files, or
+            written by ``save_to_disk``), or a dataset of the Hugging Face Hub.
+        dataset_config_name: Configuration of a Hub dataset or folder.
+        train_file: A ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, plain or compressed (``.gz``, ``.xz``,
+            ``.bz2``): CSV or TSV with a header, one JSON object per line, or one JSON array of objects.
         validation_file: The same.
         test_file: The same.
-        files: The same for any splits, by flag: ``{"validation_mismatched_file": path}``.
-        tsv_header: Names for the columns of TSV files that have no header, see `read_table`.
-        keep_linebreaks: For language models: accept ``.txt`` files too, a line a row, with or without its line break.
+        files: The same for other splits, by flag: ``{"validation_mismatched_file": path}``.
+        tsv_header: Column names for TSV files without a header, see `read_table`.
+        keep_linebreaks: For language models: also accept ``.txt`` files, one row per line, with or without its line
+            break.
         streaming: Read the data while they are used instead of storing them first.
-        cache_dir: Where built and downloaded datasets are kept; the Hugging Face cache when None.
+        cache_dir: Where to keep built and downloaded datasets; the Hugging Face cache when None.
         token: Token for the Hub.
 
     Returns:
-        The splits, as iterable data sets if streaming: ``train``, ``validation`` and ``test``, as far as they were
-        given, or as the dataset names them. Splits from files have the columns of their files, which need not all be
-        the same.
+        The splits given (``train``, ``validation``, ``test``) or those of the dataset; iterable if streaming. Splits
+        from files have the columns of their files, which may differ.
 
     Raises:
-        ValueError: Neither a name nor a file was given, or both were, or what was given cannot be used; the message
-            names the flag, the file and line, what was found and the rule.
+        ValueError: A name and a file are both given or both missing, or the data cannot be read; the message names
+            the flag, the file and line, the value and the rule.
     """
     flags = {"train_file": train_file, "validation_file": validation_file, "test_file": test_file, **(files or {})}
-    given = {flag: path for flag, path in flags.items() if path is not None}
-    if dataset_name is not None and given:
-        raise ValueError(
-            f"dataset_name and {', '.join(given)} must not be given together; got dataset_name={dataset_name!r} and "
-            + ", ".join(f"{flag}={path!r}" for flag, path in given.items())
-        )
-    if dataset_name is None and not given:
-        raise ValueError(
-            "a dataset must be named: dataset_name (a Hub dataset, a folder, or "
-            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or {', '.join(flags)}"
-        )
+    given = _given_files(dataset_name, flags)
     if dataset_name is None:
         return _load_files(
             given, cache_dir, {"tsv_header": tsv_header, "keep_linebreaks": keep_linebreaks}, streaming=streaming
@@ -92,6 +82,22 @@ def load_raw_datasets(
     return _load_named(dataset_name, dataset_config_name, cache_dir, token, streaming=streaming)
 
 
+def _given_files(dataset_name: str | None, flags: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the files that were given, after checking that there is a name or a file but not both."""
+    given = {flag: path for flag, path in flags.items() if path is not None}
+    if dataset_name is not None and given:
+        raise ValueError(
+            f"dataset_name and {', '.join(given)} must not be given together; got dataset_name={dataset_name!r} and "
+            + ", ".join(f"{flag}={path!r}" for flag, path in given.items())
+        )
+    if dataset_name is None and not given:
+        raise ValueError(
+            "a dataset must be named: dataset_name (a Hub dataset, a folder, or "
+            f"{' or '.join(_EMBEDDED_PREFIX + name for name in EMBEDDED)}), or {', '.join(flags)}"
+        )
+    return given
+
+
 def _streamed(dataset: "DatasetDict", streaming: bool) -> "DatasetDict | IterableDatasetDict":
     from datasets import IterableDatasetDict
 
@@ -101,14 +107,14 @@ def _streamed(dataset: "DatasetDict", streaming: bool) -> "DatasetDict | Iterabl
 
 
 def embedded_name(dataset_name: str, allowed: Iterable[str] = EMBEDDED) -> str | None:
-    """Return the corpus that ``embedded:NAME`` means; None for other data sets.
+    """Return the corpus that ``embedded:NAME`` names; None for other datasets.
 
     Args:
-        dataset_name: The name of a data set.
+        dataset_name: The name of a dataset.
         allowed: The corpora that fit the task.
 
     Raises:
-        ValueError: There is no such corpus among them.
+        ValueError: The name is not one of these corpora.
     """
     if not dataset_name.startswith(_EMBEDDED_PREFIX):
         return None
@@ -125,7 +131,7 @@ def embedded_name(dataset_name: str, allowed: Iterable[str] = EMBEDDED) -> str |
 def _load_files(
     files: dict[str, str], cache_dir: str | None, reading: dict[str, Any], *, streaming: bool
 ) -> "DatasetDict | IterableDatasetDict":
-    """Read data files into the cache, from where they are mapped; unchanged files are not read again."""
+    """Convert data files to Arrow in the cache and map them; unchanged files are not read again."""
     from datasets import IterableDataset, IterableDatasetDict, load_from_disk
 
     for flag, path in files.items():
@@ -134,7 +140,7 @@ def _load_files(
         return IterableDatasetDict(
             {
                 flag.removesuffix("_file"): IterableDataset.from_generator(
-                    _read_along, gen_kwargs={"flag": flag, "path": path, **reading}
+                    iterate_rows, gen_kwargs={"flag": flag, "path": path, **reading}
                 )
                 for flag, path in files.items()
             }
@@ -145,11 +151,6 @@ def _load_files(
     folder = cache_root(cache_dir) / "files" / hashlib.sha256(key.encode()).hexdigest()[:16]
     cached_folder(folder, lambda unfinished: _convert_files(files, unfinished, reading))
     return load_from_disk(str(folder))
-
-
-def _read_along(flag: str, path: str, **reading: Any) -> Iterator[dict[str, Any]]:
-    for _, row in iterate_rows(flag, path, **reading):
-        yield row
 
 
 def _convert_files(files: dict[str, str], folder: Path, reading: dict[str, Any]) -> None:
@@ -190,7 +191,7 @@ def _load_named(
 
 
 def _cannot_load(name: str, folder: Path, error: Exception) -> str:
-    """Say what was tried for a dataset name, and what else might have been meant."""
+    """Return a message about a dataset name, with a suggestion."""
     reason = textwrap.shorten(str(error.__cause__ or error), 300)
     if folder.is_dir():
         return f"dataset_name must be a folder that datasets can read; got {name!r} ({reason})"

@@ -1,4 +1,4 @@
-"""Leave out texts that say again what an earlier text said."""
+"""Recognise texts that repeat an earlier text."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -11,11 +11,10 @@ _COPY_SHARE = 0.5
 
 
 class NearCopyFilter:
-    """Remembers texts and recognises copies and near copies of them.
+    """Remembers texts and recognises copies and near copies.
 
-    A text is known by a sketch: the 24 smallest hashes of its runs of four words. The share of two sketches that is
-    equal estimates the share of runs that is equal; from one half on, a text counts as a copy. Exact copies, and texts
-    that share a key (`is_copy`), are found whatever their length. Cost: linear in the words read.
+    It compares sketches: the 24 smallest hashes of a text's runs of four words. Two texts whose sketches agree in at
+    least half of the hashes count as copies, as do equal texts and texts that share a key. Cost: linear in the words.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class NearCopyFilter:
 
 
 def _sketch(text: str) -> list[int]:
-    """Return the smallest hashes of the text's runs of words; the same on every machine and in every process."""
+    """Return the smallest hashes of the text's runs of words; equal on every machine."""
     words = text.split()
     runs = {" ".join(words[i : i + _SHINGLE_WORDS]) for i in range(max(1, len(words) - _SHINGLE_WORDS + 1))}
     hashes = (int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest()) for run in runs)

@@ -1,4 +1,4 @@
-"""Pure functions from text to model inputs, and the plain baselines that a model must beat."""
+"""Turn text into model inputs, and compute the simple baselines that a model must beat."""
 
 import random
 import re
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 IGNORED_LABEL = -100
-"""The label that the losses of PyTorch and transformers skip."""
+"""The label that PyTorch's and transformers' losses skip."""
 Tokens = Sequence[int] | np.ndarray[Any, Any]
 _CHARACTERS = 2**20
-"""Texts are tokenized so many characters at a time: a tokenizer holds some 200 bytes for each token of a call."""
+"""Characters per call of a tokenizer, which holds some 200 bytes for each token of a call."""
 
-# A sentence may end here: closing punctuation, perhaps a quote or bracket, then space and what can start a sentence.
+# A possible end of a sentence: closing punctuation, perhaps a quote or bracket, then space and the start of another.
 _BOUNDARY = re.compile(r"""(?:[.!?…]+["'”’)\]]*|[。！？]["”’）]*)(?:\s+(?=["'“‘(\[]*[^\Wa-z_])|(?<=[。！？])|$)""")
 _ABBREVIATIONS = frozenset(
     re.findall(
@@ -62,19 +62,19 @@ def tokenize_summarization(
 
     Args:
         batch: Columns of strings.
-        tokenizer: Any tokenizer; text beyond the maximum lengths is cut off.
+        tokenizer: Any tokenizer; it truncates to the maximum lengths.
         text_column: Column of the documents.
         summary_column: Column of the summaries.
         max_source_length: Longest document, in tokens.
         max_target_length: Longest summary, in tokens.
-        source_prefix: Put in front of every document, such as ``"summarize: "``.
-        pad_to_max_length: Pad to the maximum lengths here; otherwise a collator pads each batch.
-        ignore_pad_token_for_loss: Label padding with -100, which the loss skips. Only padding is: a tokenizer whose
-            padding token is its end token keeps the real end of each summary.
+        source_prefix: Text before every document, such as ``"summarize: "``.
+        pad_to_max_length: Pad to the maximum lengths; otherwise a collator pads each batch.
+        ignore_pad_token_for_loss: Label padding with -100, which the loss skips. The end token keeps its label even
+            if the tokenizer also pads with it.
 
     Returns:
-        What the tokenizer returns for the documents (``input_ids``, ``attention_mask``, ...), and ``labels``; a list
-        for each row.
+        The tokenizer's output for the documents (``input_ids``, ``attention_mask``, ...) and ``labels``; a list for
+        each row.
 
     Raises:
         ValueError: A maximum length is not a positive integer.
@@ -111,13 +111,13 @@ def tokenize_sentences(
 
     Args:
         batch: Columns of strings.
-        tokenizer: Any tokenizer; tokens beyond the maximum length are cut off, of the longer sentence first.
-        columns: Column of the sentence, or of the two.
-        max_length: Longest input, in tokens, of both sentences together.
-        pad_to_max_length: Pad to the maximum length here; otherwise a collator pads each batch.
+        tokenizer: Any tokenizer; it truncates to the maximum length, the longer sentence first.
+        columns: Column of the sentence, or of both.
+        max_length: Longest input in tokens, both sentences together.
+        pad_to_max_length: Pad to the maximum length; otherwise a collator pads each batch.
 
     Returns:
-        What the tokenizer returns (``input_ids``, ``attention_mask``, ...), a list for each row.
+        The tokenizer's output (``input_ids``, ``attention_mask``, ...), a list for each row.
     """
     sentences = [list(batch[column]) for column in columns]
     padding = "max_length" if pad_to_max_length else False
@@ -135,14 +135,13 @@ def tokenize_texts(
         batch: Columns of strings.
         tokenizer: Any tokenizer.
         column: Column of the texts.
-        are_lines: Whether the texts are lines that end with their line breaks; then the tokenizer adds no special
-            tokens, because a line is no text.
+        are_lines: Whether each text is one line with its line break; the tokenizer then adds no special tokens.
 
     Returns:
-        ``input_ids``, of any length, and ``num_bytes``, the length of the text in UTF-8; one for each row.
+        For each row ``input_ids``, of any length, and ``num_bytes``, the length of the text in UTF-8.
 
     Raises:
-        ValueError: A value is no text.
+        ValueError: A value is not text.
     """
     texts = list(batch[column])
     if (wrong := next((text for text in texts if not isinstance(text, str)), "")) != "":
@@ -155,7 +154,7 @@ def tokenize_texts(
 
 
 def _by_size(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Divide texts into runs of at most `_CHARACTERS`, or of one text: books come a thousand to a batch of rows."""
+    """Divide texts into runs of at most `_CHARACTERS`, or of one text: a batch may hold a thousand books."""
     some: list[str] = []
     size = 0
     for text in texts:
@@ -168,7 +167,7 @@ def _by_size(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def group_into_blocks(batch: Mapping[str, Sequence[Tokens]], *, block_size: int) -> dict[str, Any]:
-    """Join the tokens of a batch of texts and cut them into blocks; what is left at the end is dropped.
+    """Join the tokens of a batch of texts and cut them into blocks; drop the incomplete last one.
 
     Args:
         batch: ``input_ids`` of each text.
@@ -183,19 +182,19 @@ def group_into_blocks(batch: Mapping[str, Sequence[Tokens]], *, block_size: int)
 
 
 def sliding_windows(tokens: Tokens, length: int, context: int) -> list[dict[str, Any]]:
-    """Cut a text into overlapping windows in which each token but the first is scored exactly once.
+    """Cut a text into overlapping windows that score each token but the first exactly once.
 
-    A window begins ``length - context`` tokens after the one before it. Its first ``context`` tokens are only read
-    (SPADE, appendix C.3), in the first window only the very first, so every token is scored with at least ``context``
-    tokens before it, as far as there are so many.
+    Windows start ``length - context`` tokens apart. The first ``context`` tokens of a window are not scored (SPADE,
+    appendix C.3), in the first window only the first token. Every token thus has at least ``context`` tokens before
+    it, or all there are.
 
     Args:
-        tokens: The whole text.
+        tokens: The complete text.
         length: Tokens of a window; the last one may be shorter.
-        context: Tokens at the start of a window that are only read; fewer than ``length``.
+        context: Unscored tokens at the start of a window; fewer than ``length``.
 
     Returns:
-        ``input_ids`` and ``labels`` of each window: the same tokens, -100 where none is scored.
+        ``input_ids`` and ``labels`` of each window: the same tokens, with -100 for labels that are not scored.
     """
     ids = np.asarray(tokens, dtype=np.int64)
     windows = []
@@ -209,16 +208,16 @@ def sliding_windows(tokens: Tokens, length: int, context: int) -> list[dict[str,
 
 
 def split_sentences(text: str) -> list[str]:
-    r"""Split text into sentences by punctuation, without any data file.
+    r"""Split text into sentences by punctuation, without a data file.
 
-    ROUGE-Lsum wants one sentence a line: ``"\n".join(split_sentences(text))``. Line breaks end a sentence;
+    ROUGE-Lsum needs one sentence per line: ``"\n".join(split_sentences(text))``. Line breaks end a sentence;
     abbreviations, initials and numbers do not.
 
     Args:
         text: Any text.
 
     Returns:
-        The sentences, stripped, none of them empty; whitespace inside a line is kept.
+        The non-empty sentences, stripped; whitespace inside a line stays.
     """
     sentences = []
     for line in text.splitlines():
@@ -237,15 +236,15 @@ def split_sentences(text: str) -> list[str]:
 
 
 def plain_baselines(documents: Sequence[str], pool: Sequence[str], *, seed: int = 0) -> dict[str, list[str]]:
-    """Summarize documents in the two ways that need no model.
+    """Summarize documents in two ways that need no model.
 
     Args:
         documents: The documents.
-        pool: The training summaries; their median length in words is that of a lead.
-        seed: Of the random draw.
+        pool: The training summaries; their median length in words is the length of a lead.
+        seed: Seed of the random draw.
 
     Returns:
-        For each way, by the name that tables show, a summary for each document.
+        The name of each baseline, and its summary of each document.
     """
     length = round(statistics.median(len(summary.split()) for summary in pool))
     return {
@@ -255,11 +254,11 @@ def plain_baselines(documents: Sequence[str], pool: Sequence[str], *, seed: int 
 
 
 def lead_baseline(document: str, num_words: int) -> str:
-    """Return the first words of a document: the summary that needs no model.
+    """Return the first words of a document, a summary that needs no model.
 
     Args:
         document: Any text.
-        num_words: Words to keep, as separated by whitespace.
+        num_words: Words to keep, separated by whitespace.
 
     Raises:
         ValueError: ``num_words`` is not positive.
@@ -270,11 +269,11 @@ def lead_baseline(document: str, num_words: int) -> str:
 
 
 def random_summaries(pool: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draw summaries at random: what a model scores that has learnt the style and ignores the document.
+    """Draw summaries at random: the score of a model that knows the style and ignores the document.
 
     Args:
         pool: Summaries to draw from, usually those of the training split.
-        count: How many to draw; without repetition as long as the pool allows it.
+        count: Number to draw; without repetition if the pool is large enough.
         seed: The same seed draws the same summaries.
 
     Raises:
@@ -291,7 +290,7 @@ def random_summaries(pool: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def majority_label(labels: Tokens) -> int:
-    """Return the most frequent label, the lowest one of several: what a classifier says that reads nothing.
+    """Return the most frequent label, the lowest of several: the answer of a classifier that reads nothing.
 
     Args:
         labels: Ids of the training labels.
@@ -300,27 +299,27 @@ def majority_label(labels: Tokens) -> int:
 
 
 def guess_labels(labels: Tokens, count: int, seed: int) -> np.ndarray[Any, Any]:
-    """Draw labels as often as they are among those of the training split: a stratified guess.
+    """Draw labels with the frequencies of the training split: a stratified guess.
 
     Args:
         labels: Ids of the training labels.
-        count: How many to draw.
+        count: Number to draw.
         seed: The same seed draws the same labels.
     """
     return np.random.default_rng(seed).choice(np.asarray(labels), size=count)
 
 
 def unigram_losses(tokens: Tokens, vocab_size: int) -> np.ndarray[Any, Any]:
-    """Return what each token costs a model that knows how frequent tokens are, and nothing else.
+    """Return the loss of each token for a model that only knows token frequencies.
 
-    -log((count(token) + 1) / (number of tokens + size of the vocabulary)), so that none is impossible (Laplace).
+    -log((count(token) + 1) / (number of tokens + size of the vocabulary)): no token is impossible (Laplace).
 
     Args:
         tokens: The training text.
-        vocab_size: Number of different tokens.
+        vocab_size: Size of the vocabulary.
 
     Returns:
-        Nats for each token of the vocabulary; the most frequent one costs the least.
+        Nats for each token of the vocabulary.
     """
     counts = np.bincount(np.asarray(tokens), minlength=vocab_size) + 1.0
     return -np.log(counts / counts.sum())

@@ -1,4 +1,4 @@
-"""Where the Python source of installed packages lies: found and listed without importing or running any of it."""
+"""Find and list the Python source of installed packages without importing or running it."""
 
 import hashlib
 import importlib.metadata
@@ -40,17 +40,15 @@ DEFAULT_PACKAGES: dict[str, str] = {
     "torch": "torch",
     "transformers": "transformers",
 }
-"""The packages that the corpora are read from, as far as they are installed."""
+"""The packages that the corpora are built from, if installed."""
 
 _LEFT_OUT_FOLDERS = {
     "__pycache__", "_vendor", "_vendored", "benchmarks", "examples", "externals", "idlelib", "lib2to3",
     "site-packages", "test", "testing", "tests", "third_party", "vendor",
 }  # fmt: skip
 _LEFT_OUT_FILES = {"conftest", "setup"}
-_LEFT_OUT_MODULES = (
-    "transformers.models.",
-)  # a quarter of all source; most of its documentation copies the rest of it
-_MAX_FILE_BYTES = 1_000_000  # longer files are generated tables; reading them costs more than they hold
+_LEFT_OUT_MODULES = ("transformers.models.",)  # a quarter of all source, mostly copies of other documentation
+_MAX_FILE_BYTES = 1_000_000  # longer files are generated tables
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,9 @@ class Package:
     """A package, a module or a folder of sources.
 
     Attributes:
-        name: Dotted prefix of the modules' names; empty for the standard library.
-        label: Name shown to people.
-        root: Folder, or a single ``.py`` file.
+        name: Dotted prefix of the module names; empty for the standard library.
+        label: Name to display.
+        root: Folder or ``.py`` file.
         version: Changes whenever the sources change.
     """
 
@@ -83,7 +81,7 @@ def find_packages(names: Sequence[str] | None = None) -> list[Package]:
 
     Args:
         names: Import names of packages or modules (``numpy``, ``json``, ``numpy.linalg``), ``stdlib``, or paths of
-            folders or ``.py`` files. `DEFAULT_PACKAGES`, as far as installed, when None.
+            folders or ``.py`` files. The installed ones of `DEFAULT_PACKAGES` when None.
 
     Returns:
         The packages in the order given.
@@ -109,7 +107,7 @@ def find_packages(names: Sequence[str] | None = None) -> list[Package]:
 
 
 def _find_package(name: str) -> Package | None:
-    """Locate one package; None if there is nothing of that name."""
+    """Locate one package; None if it is missing."""
     if name == STANDARD_LIBRARY:
         return Package("", "Python", Path(sysconfig.get_paths()["stdlib"]), platform.python_version())
     path = Path(name)
@@ -141,7 +139,7 @@ def _version_of(top: str) -> str:
 
 
 def _state_of(root: Path) -> str:
-    """Return a digest that changes when a file below a path is added, removed or written."""
+    """Return a digest of the files below a path: their names, sizes and times of change."""
     digest = hashlib.sha256()
     for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
         state = file.stat()
@@ -150,7 +148,7 @@ def _state_of(root: Path) -> str:
 
 
 def source_files(package: Package) -> Iterator[SourceFile]:
-    """List a package's Python files in the order of their modules' names; tests and vendored copies are left out."""
+    """List a package's Python files by module name, without tests and vendored copies."""
     if package.root.is_file():
         yield SourceFile(package.name, package.root)
         return

@@ -1,4 +1,4 @@
-"""Tokenizers for when none is named: trained on texts, or of bytes."""
+"""Default tokenizers: trained on texts, or made of bytes."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ __all__ = ["MIN_VOCAB_SIZE", "SPECIAL_TOKENS", "TOKENIZER_TYPES", "byte_tokenize
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
-"""Their positions are their ids: padding 0 (also the decoder's first input), end 1, unknown 2."""
+"""Ids are positions: padding 0 (also the decoder's first input), end 1, unknown 2."""
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 TOKENIZER_TYPES = ("bpe", "words", "bytes")
-_FORMAT = 1  # part of the cache key: raise it whenever the same texts would give another tokenizer
+_FORMAT = 1  # part of the cache key: raise it when the same texts give another tokenizer
 
 
 def train_tokenizer(
@@ -35,26 +35,25 @@ def train_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     r"""Train a tokenizer with T5's special ids: padding 0, ``</s>`` 1, unknown 2.
 
-    ``</s>`` is appended to every encoded text. With ``bpe``, byte-level byte pair encoding, every text can be encoded,
-    and ``decode(encode(text), skip_special_tokens=True) == text`` exactly, line breaks and runs of spaces included;
-    text that looks like a special token is encoded as the characters that it is. With ``words``, what stands between
-    spaces is a token, the more frequent ones have the smaller ids, and the rarest are unknown. The same texts give the
-    same tokenizer.
+    Every encoded text ends in ``</s>``. ``bpe``, byte-level byte pair encoding, encodes any text, and
+    ``decode(encode(text), skip_special_tokens=True) == text`` exactly, including line breaks and runs of spaces; text
+    that looks like a special token is encoded as characters. ``words`` splits at spaces; frequent words have small
+    ids, and the rarest are unknown. The same texts give the same tokenizer.
 
     Args:
         texts: Training texts, read once.
-        vocab_size: Largest number of entries, the three special tokens and, for ``bpe``, the 256 bytes included. Few
-            texts may not fill it; ``len(tokenizer)`` is the size reached.
+        vocab_size: Largest number of entries, including the three special tokens and, for ``bpe``, the 256 bytes. Few
+            texts may not fill it; ``len(tokenizer)`` is the actual size.
         tokenizer_type: ``"bpe"`` or ``"words"``.
-        cache_dir: Where a trained tokenizer is kept if there is a ``fingerprint``; the cache of `datasets` when None.
-        fingerprint: Names the texts. With the same fingerprint, type and size the kept tokenizer is returned, and
-            ``texts`` is not read; without one, nothing is kept.
+        cache_dir: Where to keep the tokenizer if there is a ``fingerprint``; the cache of `datasets` when None.
+        fingerprint: Names the texts. The same fingerprint, type and size return the cached tokenizer without reading
+            ``texts``; None caches nothing.
 
     Returns:
-        A tokenizer that ``save_pretrained`` and ``AutoTokenizer.from_pretrained`` write to and read from a folder.
+        A tokenizer for ``save_pretrained`` and ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: ``vocab_size`` is too small, the type is not one that is trained, or there is no text.
+        ValueError: ``vocab_size`` is too small, the type is unknown, or there is no text.
     """
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
@@ -62,7 +61,7 @@ def train_tokenizer(
             f"({len(SPECIAL_TOKENS)} special tokens and 256 bytes); got {vocab_size!r}"
         )
     if tokenizer_type not in ("bpe", "words"):
-        raise ValueError(f"tokenizer_type must be bpe or words to be trained; got {tokenizer_type!r}")
+        raise ValueError(f"tokenizer_type must be bpe or words for training; got {tokenizer_type!r}")
     if fingerprint is None:
         return _train(texts, vocab_size, tokenizer_type)
     from transformers import PreTrainedTokenizerFast
@@ -78,7 +77,7 @@ def train_tokenizer(
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return a tokenizer for which every byte of UTF-8 is a token; special tokens as in `train_tokenizer`."""
+    """Return a tokenizer with one token per UTF-8 byte and the special tokens of `train_tokenizer`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     entries = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -95,9 +94,7 @@ def _train(texts: Iterable[str], vocab_size: int, tokenizer_type: str) -> "PreTr
     if not read.characters:
         raise ValueError("texts must hold at least one text that is not empty; got none")
     if tokenizer.get_vocab_size() < vocab_size:
-        logger.warning(
-            "vocab_size=%d was not reached: the texts give %d entries", vocab_size, tokenizer.get_vocab_size()
-        )
+        logger.warning("the texts give only %d of vocab_size=%d entries", tokenizer.get_vocab_size(), vocab_size)
     return _completed(tokenizer)
 
 
@@ -107,7 +104,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Digits one by one: numbers that were never seen are spelt, not split at random places.
+            # Digits one by one, so that unseen numbers are not split at random places.
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
@@ -138,7 +135,7 @@ def _train_words(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def _completed(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
-    """Append the end to every text, and name the special tokens."""
+    """Append the end token to every text and register the special tokens."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 

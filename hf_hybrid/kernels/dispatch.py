@@ -1,11 +1,11 @@
-"""Which implementation of an op runs, decided in this one place.
+"""Choose which implementation of an op runs.
 
-The rule: ``"auto"`` runs Triton if every tensor lies on one CUDA device (or Triton's interpreter is on) and the op's
-``why_not_triton`` finds no objection, and torch otherwise; ``"torch"`` always runs; ``"triton"`` runs or raises with
-the objection, never something else in silence.
+``"auto"`` runs Triton if every tensor is on one CUDA device (or Triton's interpreter is on) and the op's
+``why_not_triton`` finds no objection, and torch otherwise. ``"torch"`` always runs. ``"triton"`` runs or raises with
+the objection.
 
-An op asks inside of its custom op, where no tracer looks, because the choice reads the environment and logs; it
-imports its Triton kernels, and with them triton, only when the answer is ``"triton"``.
+An op chooses inside its custom op, which tracers skip, because the choice reads the environment and logs. It imports
+its Triton kernels, and triton, only when the answer is ``"triton"``.
 """
 
 import importlib
@@ -25,13 +25,13 @@ BACKENDS = ("auto", "torch", "triton")
 BACKEND_VARIABLE = "HF_HYBRID_BACKEND"
 
 NAMESPACE = re.sub(r"\W", lambda c: f"_{ord(c[0]):x}_", __package__.removesuffix(".kernels"), flags=re.ASCII)
-"""Of the custom ops: hf_hybrid here, and in every copy of this code that a model brings along, another."""
+"""Namespace of the custom ops: hf_hybrid, or another one in a copy of this code that a checkpoint brings."""
 
 HAS_KERNELS = importlib.util.find_spec(f"{__package__}.triton_kernels") is not None
-"""Whether the Triton kernels are there; a copy of this code that a model brings along has none."""
+"""Whether the Triton kernels exist; a copy of this code that a checkpoint brings has none."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton interprets its kernels, which is settled when it is imported."""
+"""Whether Triton interprets its kernels; it reads the variable when imported."""
 
 logger = logging.getLogger(__name__)
 _forced: str | None = None
@@ -39,21 +39,28 @@ _told: set[tuple[str, str]] = set()
 
 
 def check_devices(x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Check that the tensors of a call, by the names of its arguments, are on the device of its first one.
+    """Check that all tensors of a call are on the device of the first; keywords name the arguments.
 
     Raises:
-        ValueError: One of them is elsewhere.
+        ValueError: A tensor is on another device.
     """
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device}, like the first argument; got {tensor.device}")
 
 
+def check_dtypes(query: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors have query's dtype; keywords name the arguments."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+
+
 def check_integer(name: str, value: int | None) -> None:
-    """Check that a number of tokens is an integer, before an op says so in its own words.
+    """Check that a number of tokens is an integer or None.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is not.
     """
     if value is not None and not isinstance(value, (int, torch.SymInt)):
         raise ValueError(f"{name} must be an integer; got {value!r}")
@@ -67,16 +74,16 @@ def _check_name(name: str, source: str) -> str:
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run every op inside the ``with`` block on one backend, whatever its own ``backend`` argument says.
+    """Run every op inside the ``with`` block on one backend, whatever its ``backend`` argument.
 
-    In all threads of the process, since a backward may run in another one. A backward behind the block keeps to the
-    choice of its forward, but not if it was compiled: the choice is not part of what is compiled.
+    This holds in all threads of the process, since a backward may run in another one. A backward after the block
+    keeps the choice of its forward, unless it was compiled: compiled code does not contain the choice.
 
     Args:
         backend: ``"auto"``, ``"torch"`` or ``"triton"``.
 
     Raises:
-        ValueError: The name is none of these.
+        ValueError: The name is unknown.
     """
     global _forced
     before, _forced = _forced, _check_name(backend, "backend")
@@ -87,18 +94,18 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def wished_backend(backend: str) -> str:
-    """Return a call's wish, or that of a surrounding `use_backend`, for a backward that runs behind it.
+    """Return the backend of a surrounding `use_backend`, or else the call's own, for a backward that runs later.
 
-    While compiling, the call's own: what is wished meanwhile must not stay forever.
+    While compiling, return the call's own, so that compiled code does not freeze `use_backend`.
     """
     own = _check_name(backend, "backend")
     return own if torch.compiler.is_compiling() else _forced or own
 
 
 def forces_triton(backend: str) -> bool:
-    """Say whether a call asks for Triton by name, where a form in plain torch would otherwise be taken.
+    """Return whether a call requires Triton, so that it must not take a shortcut in plain torch.
 
-    For forms that are traced: what they cannot see while traced is `use_backend` and the environment.
+    While compiling, only the call's own argument counts, not `use_backend` or the environment.
     """
     if torch.compiler.is_compiling():
         return backend == "triton"
@@ -107,15 +114,15 @@ def forces_triton(backend: str) -> bool:
 
 
 def may_run_triton(backend: str, x: torch.Tensor) -> bool:
-    """Whether a call should go through its op at all, where plain torch does without one and is as fast."""
+    """Return whether a call should use its custom op, where plain torch would be as fast without it."""
     return x.is_cuda or INTERPRETED or forces_triton(backend)
 
 
 def needs_gradient(op: str, backend: str, *tensors: torch.Tensor | None) -> bool:
-    """Whether plain torch must run, because a gradient is needed that the op's kernel does not have.
+    """Return whether plain torch must run because the call needs a gradient that the kernel lacks.
 
     Raises:
-        ValueError: Triton is asked for by name.
+        ValueError: The call requires Triton.
     """
     given = [x for x in tensors if x is not None]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
@@ -124,7 +131,7 @@ def needs_gradient(op: str, backend: str, *tensors: torch.Tensor | None) -> bool
     if forces_triton(backend):
         raise ValueError(f"{op} cannot run on triton: {reason}")
     if not torch.compiler.is_compiling():
-        choose_backend(op, backend, given, lambda: reason)  # which says so once
+        choose_backend(op, backend, given, lambda: reason)  # logs the reason once
     return True
 
 
@@ -132,7 +139,7 @@ def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
     if not HAS_KERNELS:
         return "this copy of the code has no Triton kernels"
     interpreted = INTERPRETED or records_launches()
-    # asked before triton is looked for, which takes longer than a small op on a CPU
+    # first, since looking for triton takes longer than a small op on a CPU
     if not interpreted and not all(tensor.is_cuda for tensor in tensors):
         return "not every tensor is on a CUDA device"
     if importlib.util.find_spec("triton") is None:
@@ -156,13 +163,13 @@ def choose_backend(
 
     Args:
         op: Name of the op, for messages.
-        backend: The call's own wish; a surrounding `use_backend`, then the environment variable
-            ``HF_HYBRID_BACKEND``, stand above ``"auto"``.
-        tensors: All of the call's tensors; None stands for one that is not given.
-        why_not_triton: The op's objection to running on Triton, or None.
+        backend: The call's argument. A surrounding `use_backend` overrides it, and the environment variable
+            ``HF_HYBRID_BACKEND`` replaces ``"auto"``.
+        tensors: All of the call's tensors; None for omitted ones.
+        why_not_triton: Returns the op's objection to Triton, or None.
 
     Raises:
-        ValueError: An unknown name, or ``"triton"`` where it cannot run; the message gives the reason.
+        ValueError: The name is unknown, or Triton is required and cannot run; the message gives the reason.
     """
     wish = wished_backend(backend)
     if wish == "auto":
@@ -177,7 +184,7 @@ def choose_backend(
     reason = objection or "every tensor is on a CUDA device"
     if (op, reason) not in _told:
         _told.add((op, reason))
-        # on a CPU torch is what everybody expects; on a GPU it may be worth knowing
+        # on a CPU everybody expects torch
         level = logging.INFO if objection is not None and no_device is None else logging.DEBUG
         logger.log(level, "%s runs on %s (%s)", op, chosen, reason)
     return chosen
@@ -190,14 +197,14 @@ def triton_if_chosen(
     tensors: Iterable[torch.Tensor | None],
     why_not: Callable[[ModuleType], str | None],
 ) -> ModuleType | None:
-    """Return the Triton kernels of an op where they run, and None where torch does.
+    """Return the module of an op's Triton kernels if they run, and None if torch does.
 
     Args:
         op: See `choose_backend`.
-        package: The package that has the kernels, ``__package__`` of the op's own module.
+        package: ``__package__`` of the op's module.
         backend: See `choose_backend`.
         tensors: See `choose_backend`.
-        why_not: From the kernels' module to the op's objection to running on Triton, or None.
+        why_not: Maps the kernels' module to the op's objection to Triton, or None.
 
     Raises:
         ValueError: See `choose_backend`.

@@ -1,11 +1,10 @@
-"""How Triton kernels are launched: from tables of what is shipped, and through one door.
+"""Launch Triton kernels in fixed configurations, or record the launches.
 
-A kernel is shipped in a few configurations, named in its op's table with the shapes and dtypes for which each is
-taken. The choice depends on those and on the kind of device, never on a timing nor on a length, so that a result does
-not change from run to run and no sequence length compiles anything anew. Because every launch passes here, the same
-launches can be recorded instead of run, which is how they are compiled ahead of time for a GPU that is not there.
+Each op has a table of configurations and the shapes and dtypes that select them. The choice depends on these and on
+the kind of device, never on timings or lengths, so results do not change between runs and a new sequence length
+compiles nothing. Recorded launches are used to compile ahead of time for a GPU that is not present.
 
-This module needs no triton.
+This module does not import triton.
 """
 
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ import torch
 
 
 class Configuration(NamedTuple):
-    """One form in which a kernel is shipped.
+    """One configuration of a kernel.
 
     Attributes:
         name: Unique within the op.
-        chosen: For which shapes, dtypes and devices it is taken, in words.
+        chosen: The shapes, dtypes and devices that select it, in words.
         tiles: Compile-time sizes of its tiles.
         num_warps: Warps of 32 threads per program.
         num_stages: Loads in flight per loop.
@@ -35,7 +34,7 @@ class Configuration(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What was to be launched: the kernel, its configuration and all its arguments by name."""
+    """A recorded launch: the kernel, its configuration and all arguments by name."""
 
     kernel: Any
     configuration: Configuration
@@ -49,10 +48,10 @@ _recorded: ContextVar[tuple[list[Launch], int] | None] = ContextVar("hf_hybrid_r
 
 @contextmanager
 def record_launches(capability: int) -> Iterator[list[Launch]]:
-    """Keep the launches inside the ``with`` block, on tensors of any device, instead of running them.
+    """Record the launches inside the ``with`` block instead of running them; tensors may be on any device.
 
     Args:
-        capability: Compute capability times 10 of the device that they are meant for.
+        capability: Compute capability of the target device, times 10.
     """
     launches: list[Launch] = []
     token = _recorded.set((launches, capability))
@@ -63,12 +62,12 @@ def record_launches(capability: int) -> Iterator[list[Launch]]:
 
 
 def records_launches() -> bool:
-    """Whether launches are recorded, in which case their tensors may lie anywhere."""
+    """Return whether launches are recorded."""
     return _recorded.get() is not None
 
 
 def launch(kernel: Any, programs: int, configuration: Configuration, **arguments: Any) -> None:
-    """Run so many programs of a kernel in one configuration, whose tiles are added to the arguments."""
+    """Run programs of a kernel in a configuration, whose tiles become arguments."""
     arguments |= configuration.tiles
     recorded = _recorded.get()
     if recorded is not None:
@@ -80,7 +79,7 @@ def launch(kernel: Any, programs: int, configuration: Configuration, **arguments
 
 
 def capability_of(tensor: torch.Tensor) -> int:
-    """Compute capability, times 10, of the device that a tensor's launches run on or are recorded for."""
+    """Return the compute capability, times 10, of the device that runs a tensor's launches or is recorded for."""
     recorded = _recorded.get()
     if recorded is not None:
         return recorded[1]
@@ -91,13 +90,13 @@ def capability_of(tensor: torch.Tensor) -> int:
 
 
 def like_hopper(capability: int) -> bool:
-    """Whether a device has products of whole warp groups and the shared memory that goes with them.
+    """Return whether a device has warp-group products and the shared memory for them.
 
-    The GPUs for desks that came later, from sm_120 on, do not: configurations "before sm_90" are theirs too.
+    Consumer GPUs from sm_120 on do not and use the configurations "before sm_90".
     """
     return 90 <= capability < 120
 
 
 def blocks(length: int, size: int) -> int:
-    """How many blocks of a size cover a length."""
+    """Return the number of blocks of a size that cover a length."""
     return (length + size - 1) // size

@@ -1,8 +1,7 @@
-"""Sequences of different lengths, one after the other in one row of tokens: no padding is computed.
+"""Sequences of different lengths packed into one row of tokens, without padding.
 
-`cu_seqlens`, as everybody calls it, holds where each sequence begins, and where the last one ends: sequence n has
-tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1, and may be empty. An op on packed sequences gives what it gives
-for each alone.
+`cu_seqlens` holds the start of each sequence and the end of the last: sequence n has tokens cu_seqlens[n] to
+cu_seqlens[n + 1] - 1, and may be empty. An op on packed sequences gives the results of each sequence alone.
 
 B batch · T length of the row · N sequences
 """
@@ -18,9 +17,9 @@ from .launching import blocks
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, x: Tensor, name: str) -> int:
-    """Return how many sequences a batch `(B, T, ...)` holds: N where packed, B otherwise.
+    """Return the number of sequences in a batch `(B, T, ...)`: N if packed, B otherwise.
 
-    The values are checked where reading them is free of charge, on a CPU, by `bounds`.
+    `bounds` checks the values, where the host reads them anyway.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -33,15 +32,15 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, x: Tensor, name: str) -> int:
             f"of {cu_seqlens.dtype}"
         )
     if x.shape[0] != 1:
-        raise ValueError(f"{name} must have a batch of 1 where cu_seqlens is given; got {x.shape[0]}")
+        raise ValueError(f"{name} must have a batch of 1 with cu_seqlens; got {x.shape[0]}")
     return cu_seqlens.shape[0] - 1
 
 
 def bounds(cu_seqlens: Tensor, length: int) -> list[slice]:
-    """Tokens of each sequence, read by the host.
+    """Return the tokens of each sequence; the host reads the bounds.
 
     Raises:
-        ValueError: The bounds do not run from 0 to T, or fall.
+        ValueError: The bounds do not rise from 0 to T.
     """
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in itertools.pairwise(ends)):
@@ -56,18 +55,18 @@ def run_each(
     *states: Tensor | None,
     states_out: int,
 ) -> tuple[Tensor, ...]:
-    """Run a function on each sequence alone and put the results together.
+    """Run a function on each sequence alone and concatenate the results.
 
     Args:
-        function: Takes `tensors` with one sequence, `(1, T_n, ...)`, then `states` with one row. It returns results of
-            the same two kinds, the `states_out` of states last.
+        function: Takes `tensors` of one sequence, `(1, T_n, ...)`, then `states` of one row, and returns results of
+            the same two kinds, states last. It must accept empty sequences.
         cu_seqlens: `(N + 1,)`.
         tensors: `(1, T, ...)` each.
         *states: `(N, ...)` each; None is passed on.
-        states_out: How many of the results are states.
+        states_out: Number of states among the results.
 
     Returns:
-        The results for the whole row, of empty sequences too: the function must take those.
+        The results for the complete row.
     """
     results = []
     for n, at in enumerate(bounds(cu_seqlens, tensors[0].shape[1])):
@@ -79,18 +78,18 @@ def run_each(
 
 
 def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cut every sequence into spans of `size` tokens, the last one shorter, without the host reading a bound.
+    """Cut every sequence into spans of `size` tokens, the last one shorter, on the device.
 
     Args:
-        cu_seqlens: `(N + 1,)`. Bounds that do not rise from 0 to T end in an assertion of the device; drawn into
-            [0, T] meanwhile, so that a kernel never leaves its tensors.
+        cu_seqlens: `(N + 1,)`. Bounds that do not rise from 0 to T fail a device assertion; they are clamped to
+            [0, T], so that a kernel never leaves its tensors.
         length: T.
         size: Tokens per span.
 
     Returns:
-        `(S, 3)` of int32, sequence, first token and the one behind the last token of each span, with
-        S = floor(T / size) + N, which is enough for any bounds: spans that are not needed have no tokens and the
-        sequence N. And `(2, N + 1)` of int32: the bounds, and where each sequence's spans begin.
+        `(S, 3)` of int32: sequence, first token and end (exclusive) of each span, with S = floor(T / size) + N, enough
+        for any bounds; unused spans are empty and have the sequence N. And `(2, N + 1)` of int32: the bounds, and the
+        first span of each sequence.
     """
     ends = cu_seqlens.long().clamp(0, length).cummax(0).values
     rises = (ends == cu_seqlens).all() & (ends[0] == 0) & (ends[-1] == length)
@@ -107,7 +106,7 @@ def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def span_arguments(cu_seqlens: Tensor | None, batch: int, length: int, size: int) -> tuple[int, dict[str, Any]]:
-    """Cut packed sequences by `spans`, or the rows of a batch `(B, T, ...)`, for a kernel's `tokens_of_span`.
+    """Cut packed sequences, or the rows of a batch `(B, T, ...)`, into spans for a kernel's `tokens_of_span`.
 
     Args:
         cu_seqlens: `(N + 1,)`; None for a batch.
@@ -116,7 +115,7 @@ def span_arguments(cu_seqlens: Tensor | None, batch: int, length: int, size: int
         size: Tokens per span.
 
     Returns:
-        How many spans there are, and the kernel's arguments that say where they lie.
+        The number of spans, and the kernel's arguments that describe them.
     """
     if cu_seqlens is None:
         each = blocks(length, size)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of several ops share."""
+"""Functions that the Triton kernels of several ops share."""
 
 import torch
 import triton
@@ -6,21 +6,21 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-3e38)
-"""A softmax's largest score so far where there was none: finite, so that differences are numbers, and below all that a
-bias may hide a key with."""
+"""The initial largest score of a softmax: finite, so that differences are numbers, and below any score that a bias can
+produce."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
-"""Numbers of a head that kernels hold in registers at most."""
+"""Largest head width that kernels hold in registers."""
 
 
 def why_not_dtype(name: str, dtype: torch.dtype) -> str | None:
-    """The objection of an op on tensors of a dtype to running here, or None; `name` is the tensor it asks."""
+    """Return an op's objection to a tensor's dtype, or None; `name` is the tensor."""
     return None if dtype in DTYPES else f"{name} must be float32, bfloat16 or float16; got {dtype}"
 
 
 def why_not_heads(name: str, dtype: torch.dtype, width: int, value_width: int) -> str | None:
-    """The objection of an op on heads of keys and values to running here, or None; `name` is the tensor it asks."""
+    """Return an op's objection to the dtype or the head widths, or None; `name` is the tensor."""
     objection = why_not_dtype(name, dtype)
     if objection is None and max(width, value_width) > WIDEST:
         objection = f"K and V must be at most {WIDEST}; got {width} and {value_width}"
@@ -28,7 +28,7 @@ def why_not_heads(name: str, dtype: torch.dtype, width: int, value_width: int) -
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, where bfloat16 has no arithmetic."""
+    """Return whether kernels run in Triton's interpreter, which has no bfloat16 arithmetic."""
     return not isinstance(tokens_of_span, triton.runtime.JITFunction)
 
 

@@ -1,1 +1,1 @@
-"""Layers named in the literature or used by two architectures; they take plain numbers, no config."""
+"""Layers from the literature or shared by architectures; they take plain numbers, no config."""

@@ -1,4 +1,4 @@
-"""Adaptive input embedding and adaptive softmax: the rarer a cluster of tokens, the narrower their vectors.
+"""Adaptive input embedding and adaptive softmax: rarer clusters of tokens have narrower vectors.
 
 Token ids must be sorted by frequency, most frequent first.
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..kernels.precision import compute_dtype
 
 IGNORED = -100
-"""Label of positions that have no part in a loss."""
+"""Label of positions that the loss skips."""
 
 
 class Cluster(NamedTuple):
@@ -33,16 +33,16 @@ def make_clusters(vocab_size: int, hidden_size: int, cutoffs: Sequence[int], fac
     Args:
         vocab_size: V.
         hidden_size: D, width of the first cluster.
-        cutoffs: First token ids of the clusters behind the first.
-        factor: By how much each cluster is narrower.
+        cutoffs: First token ids of the second and later clusters.
+        factor: Ratio of the widths of successive clusters.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
     """
     bounds = [0, *cutoffs, vocab_size]
     if len(bounds) == 2 or any(start >= end for start, end in itertools.pairwise(bounds)):
         raise ValueError(
-            f"cutoffs must be ascending positive numbers below vocab_size {vocab_size}, one at least; "
+            f"cutoffs must be one or more ascending positive numbers below vocab_size {vocab_size}; "
             f"got {tuple(cutoffs)}"
         )
     if factor < 1:
@@ -59,7 +59,7 @@ def make_clusters(vocab_size: int, hidden_size: int, cutoffs: Sequence[int], fac
 
 
 def _members(clusters: Sequence[Cluster], index: int, ids: torch.Tensor) -> torch.Tensor:
-    """Which ids belong to a cluster; ids outside the vocabulary to its nearest end, where looking them up fails."""
+    """Return which ids belong to a cluster; ids outside the vocabulary go to an end cluster, whose lookup fails."""
     start, end, _ = clusters[index]
     if index == 0:
         return ids < end
@@ -67,10 +67,7 @@ def _members(clusters: Sequence[Cluster], index: int, ids: torch.Tensor) -> torc
 
 
 class _Tables(nn.Module):
-    """Tables and projections by cluster, each a parameter of this very module.
-
-    Of a module that has tensors in lists alone, transformers would think it has none, and never initialise it.
-    """
+    """Tables and projections by cluster, each a direct parameter: transformers does not initialise those in lists."""
 
     table_0: nn.Parameter
 
@@ -79,7 +76,7 @@ class _Tables(nn.Module):
         self.clusters = clusters
 
     def _declare(self, *, projected_from: int) -> None:
-        """Make a table for every cluster, and a projection for each from one on."""
+        """Make a table for every cluster, and projections from cluster `projected_from` on."""
         for index, (start, end, width) in enumerate(self.clusters):
             self.register_parameter(f"table_{index}", nn.Parameter(torch.empty(end - start, width)))
             if index >= projected_from:
@@ -87,7 +84,7 @@ class _Tables(nn.Module):
                 self.register_parameter(f"projection_{index}", nn.Parameter(projection))
 
     def of_cluster(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cluster's table `(V_i, D_i)` and projection `(D, D_i)`."""
+        """Return a cluster's table `(V_i, D_i)` and projection `(D, D_i)`."""
         return getattr(self, f"table_{index}"), getattr(self, f"projection_{index}")
 
     @torch.no_grad()
@@ -108,18 +105,18 @@ class _Tables(nn.Module):
 class AdaptiveEmbedding(_Tables):
     """Token embedding with narrow vectors for rare tokens (Baevski and Auli 2019, section 3).
 
-    x = P_i e  for a token of cluster i, with e `(D_i,)` its row of the cluster's table and P_i `(D, D_i)`, without
-    bias, for every cluster, the head's too.
+    x = P_i e  for a token of cluster i, where e `(D_i,)` is its row of the cluster's table and P_i `(D, D_i)` a
+    projection without bias. The head has one too.
 
     Args:
         vocab_size: V.
         hidden_size: D, a multiple of ``factor ** len(cutoffs)``.
-        cutoffs: First token ids of the clusters behind the first.
-        factor: By how much each cluster is narrower than the one before.
-        scale: What every vector is multiplied by.
+        cutoffs: First token ids of the second and later clusters.
+        factor: Ratio of the widths of successive clusters.
+        scale: Factor on every vector.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
     """
 
     def __init__(
@@ -131,17 +128,17 @@ class AdaptiveEmbedding(_Tables):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """The clusters."""
+        """Return the clusters to show in the module's repr."""
         return ", ".join(f"{start} to {end - 1}: {width}" for start, end, width in self.clusters)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Look up tokens: ids of any shape to `(..., D)`.
+        """Look up ids of any shape; returns `(..., D)`.
 
-        Every token is looked up in every cluster, where it is no member as the cluster's first: some wasted products,
+        It looks up every token in every cluster, as the first token where it is no member. This wastes some products,
         but no shape depends on data.
 
         Raises:
-            IndexError: An id lies outside the vocabulary (on a CPU; a GPU reports it in its own way).
+            IndexError: An id is outside the vocabulary (on a CPU; a GPU raises its own error).
         """
         parts = []
         for index in range(len(self.clusters)):
@@ -160,13 +157,13 @@ class AdaptiveSoftmax(_Tables):
     With the clusters' own W `(C, D)`, and the embedding's tables E and projections P, a head q = softmax([E_0 h; W h])
     gives p(token of the head) = q[token],  p(token of cluster i) = q[V_0 + i - 1] softmax(E_i P_i^T h)[token].
 
-    The embedding is not stored but handed to every call, so that each tensor has one owner and one name in the state
-    dict. Without tying, tables and projections of the same shapes belong to this module.
+    Every call receives the embedding, so that each tensor has one owner and one name in the state dict. An untied
+    softmax has its own tables and projections of the same shapes.
 
     Args:
-        embedding: The embedding whose clusters this softmax has.
-        tied: Whether tables and projections are the embedding's.
-        dropout: Probability of dropping a number of h, and of its projection P_i^T h.
+        embedding: The embedding that defines the clusters.
+        tied: Whether to use the embedding's tables and projections.
+        dropout: Probability of dropping an element of h, and of its projection P_i^T h.
 
     Note:
         The head's scores are E_0 h without P_0, tied or not, as in the public code.
@@ -182,21 +179,21 @@ class AdaptiveSoftmax(_Tables):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """Whether the tables are the embedding's."""
+        """Return the arguments to show in the module's repr."""
         return f"tied={self.tied}"
 
     def forward(self, hidden_states: torch.Tensor, embedding: AdaptiveEmbedding | None = None) -> torch.Tensor:
-        """Compute the log-probabilities of the whole vocabulary; they can serve as logits.
+        """Compute the log-probabilities of the complete vocabulary; they can serve as logits.
 
         Args:
             hidden_states: h, `(..., D)`.
-            embedding: The embedding, if tied to it.
+            embedding: The embedding, if tied.
 
         Returns:
             `(..., V)`, float32 (float64).
 
         Raises:
-            ValueError: The embedding is missing, or another.
+            ValueError: The embedding is missing or has other clusters.
         """
         weights = self._weights(embedding)
         hidden_states = self.dropout(hidden_states)
@@ -211,19 +208,19 @@ class AdaptiveSoftmax(_Tables):
     def loss(
         self, hidden_states: torch.Tensor, labels: torch.Tensor, embedding: AdaptiveEmbedding | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the labels' negative log-probabilities, each computed within its own cluster only.
+        """Sum the labels' negative log-probabilities, each computed within its cluster only.
 
         Args:
             hidden_states: h, `(..., D)`.
-            labels: Token ids, `(...)`; -100 where there is nothing to predict.
-            embedding: The embedding, if tied to it.
+            labels: Token ids, `(...)`; -100 = skip.
+            embedding: The embedding, if tied.
 
         Returns:
-            The sum in nats, float32 (float64), and the number of labels that are not -100, int64.
+            The sum in nats, float32 (float64), and the number of labels other than -100, int64.
 
         Raises:
-            ValueError: A shape does not fit; or the embedding is missing, or another.
-            IndexError: A label lies outside the vocabulary (on a CPU; a GPU reports it in its own way).
+            ValueError: A shape does not fit, or the embedding is missing or has other clusters.
+            IndexError: A label is outside the vocabulary (on a CPU; a GPU raises its own error).
         """
         if labels.shape != hidden_states.shape[:-1]:
             raise ValueError(f"labels must be {tuple(hidden_states.shape[:-1])}; got {tuple(labels.shape)}")
@@ -233,7 +230,7 @@ class AdaptiveSoftmax(_Tables):
         words, head_labels, losses = self.clusters[0].end, labels, []
         for index in range(1, len(self.clusters)):
             inside = _members(self.clusters, index, labels)
-            # no cluster is skipped for being empty: its tensors get gradients, of zeros, in every process
+            # empty clusters too: every process must produce gradients for the same tensors
             tail = self._tail(hidden_states[inside], *weights.of_cluster(index))
             losses.append(_cross_entropy(tail, labels[inside] - self.clusters[index].start))
             head_labels = torch.where(inside, words + index - 1, head_labels)
@@ -245,16 +242,16 @@ class AdaptiveSoftmax(_Tables):
             return self
         if embedding is None or embedding.clusters != self.clusters:
             got = None if embedding is None else embedding.clusters
-            raise ValueError(f"embedding must be the one tied to, with clusters {self.clusters}; got {got}")
+            raise ValueError(f"embedding must be the tied one, with clusters {self.clusters}; got {got}")
         return embedding
 
     def _head(self, hidden_states: torch.Tensor, weights: _Tables) -> torch.Tensor:
-        """Scores of the head's tokens and of the clusters, `(..., V_0 + C)`."""
+        """Return scores of the head's tokens and of the clusters, `(..., V_0 + C)`."""
         scores = F.linear(hidden_states, weights.table_0), F.linear(hidden_states, self.class_weight)
         return torch.cat(scores, dim=-1)
 
     def _tail(self, hidden_states: torch.Tensor, table: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-        """Scores of a cluster's tokens, `(..., V_i)`."""
+        """Return scores of a cluster's tokens, `(..., V_i)`."""
         return F.linear(self.dropout(hidden_states @ projection), table)
 
 

@@ -5,12 +5,12 @@ from torch import nn
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embedding whose rows are multiplied by a constant when they are looked up, as Mega's and BART's.
+    """Embedding that multiplies the rows it looks up by a constant, as in Mega and BART.
 
     Args:
-        num_embeddings: Tokens V.
+        num_embeddings: Vocabulary size V.
         embedding_dim: Width D.
-        scale: The constant; 1 leaves an ordinary embedding.
+        scale: The constant; 1 gives an ordinary embedding.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, scale: float = 1.0):
@@ -23,5 +23,5 @@ class ScaledEmbedding(nn.Embedding):
         return embedded if self.scale == 1 else embedded * self.scale
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return f"{super().extra_repr()}, scale={self.scale:.6g}"

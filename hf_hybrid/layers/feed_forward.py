@@ -5,13 +5,13 @@ from torch import nn
 
 
 class FeedForward(nn.Module):
-    """Two-layer network applied at every position: ``down(act(up(x)))``, gated ``down(act(gate(x)) * up(x))``.
+    """Two-layer network for every position: ``down(act(up(x)))``, or gated ``down(act(gate(x)) * up(x))``.
 
     Args:
         hidden_size: D, width of input and output.
-        intermediate_size: Width in between.
+        intermediate_size: Width of the hidden layer.
         activation: The non-linearity.
-        gated: Whether a second projection multiplies the activated one (T5 v1.1).
+        gated: Whether to add the gate (T5 v1.1).
         bias: Whether the projections have biases.
         dropout: Probability of dropping an intermediate activation.
     """

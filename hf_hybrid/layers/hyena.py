@@ -1,4 +1,4 @@
-"""Hyena: long convolutions, with filters drawn by a small network, between element-wise products of projections.
+"""Hyena: element-wise products of projections and long convolutions whose filters a small network generates.
 
 B batch · T length · H hidden size · L largest length · O order · Z directions, 2 if bidirectional · K short taps ·
 E positional features · F width of the network
@@ -18,33 +18,33 @@ class Hyena(ImplicitFilter):
     """Hyena operator of any order (Poli et al. 2023).
 
     x_0, ..., x_(O-1), v = split(short_conv(W_in u + b_in));  for n = O-1, ..., 1:  v = h_n * (x_n v) + D_n (x_n v);
-    y = W_out (x_0 v) + b_out,  per channel but for the projections, in O(T log T).
+    y = W_out (x_0 v) + b_out,  per channel except for the projections, in O(T log T).
 
-    The filters h_n are those of `ImplicitFilter`, with D_n for its D.
+    `ImplicitFilter` defines the filters h_n; D_n is its D.
 
     Bidirectional: a second output of the same network is a filter of the future, from lag 1 on, as in `S4`. The short
-    convolution reads the past alone in either case.
+    convolution always reads only the past.
 
     Args:
         hidden_size: Channels H.
-        order: O, the number of gates; O - 1 long convolutions lie between them.
-        max_length: L, taps of a filter in tokens. The filters are functions of t / L: another L, other filters.
+        order: O, the number of gates, with O - 1 long convolutions between them.
+        max_length: L, taps of a filter in tokens. The filters are functions of t / L, so they change with L.
         filter_size: F.
         embedding_size: E, odd.
         sine_frequency: Initial value of w.
         short_kernel_size: Taps K of the depthwise convolution on the projections.
         dropout: Probability of dropping an input of a long convolution.
         bidirectional: Whether a second filter reads the future.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer, as in S4's own.
-        freeze: ``"all"`` or ``"none"`` of the filters and D; the projections and the short convolution are ordinary
-            modules, always trained and cast with the model.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection after the layer, as in S4's own.
+        freeze: Freeze ``"all"`` or ``"none"`` of the filters and D. The projections and the short convolution are
+            ordinary modules, always trained and cast with the model.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        A decoded token costs O(L H): a dot product with the taps. Under torch.compile the taps are computed anew in
-        every call, O(L H F).
+        A decoded token costs O(L H): a dot product with the taps. Under torch.compile each call recomputes the taps,
+        O(L H F).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Hyena(ImplicitFilter):
         self.reset_parameters()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
-        """`(B, (K-1) (O+1) + (O-1) (L-1), H)`: the last inputs of the short convolution, then of each long one."""
+        """Return `(B, (K-1) (O+1) + (O-1) (L-1), H)`: last inputs of the short convolution, then of each long one."""
         rows = (self.short_kernel_size - 1) * (self.order + 1) + (self.order - 1) * (self.max_length - 1)
         return batch, rows, self.hidden_size
 
@@ -94,8 +94,8 @@ class Hyena(ImplicitFilter):
     def reset_parameters(self) -> None:
         """Initialise every tensor in place, except those marked ``_is_hf_initialized`` (loaded from a checkpoint).
 
-        Unlike other projections, those in front of the products too, in torch's way: with the small weights that
-        transformers gives linear layers and convolutions alike, products of three would be next to nothing.
+        The projections before the products get torch's initialisation: with the small weights of transformers,
+        products of three factors would be almost zero.
         """
         super().reset_parameters()
         for module in (self.in_proj, self.short_conv):
@@ -105,7 +105,7 @@ class Hyena(ImplicitFilter):
                     nn.init.uniform_(tensor, -bound, bound)
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return (
             f"{self.hidden_size}, order={self.order}, max_length={self.max_length}, "
             f"bidirectional={self.bidirectional}, freeze={self.freeze!r}"
@@ -115,7 +115,7 @@ class Hyena(ImplicitFilter):
         self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         short_past, long_pasts = self._split_state(state)
-        # a bias gives padding a value, twice; where there is no token, there must be none
+        # both biases give padding a value, which must stay zero
         projected = _zero_masked(self.in_proj(u.to(self.in_proj.weight.dtype)), kept)
         inputs = _join(short_past, projected)
         last_inputs = [_last(inputs, self.short_kernel_size - 1).unflatten(-1, (-1, self.hidden_size)).flatten(1, 2)]
@@ -124,7 +124,7 @@ class Hyena(ImplicitFilter):
         *gates, v = convolved.chunk(self.order + 1, dim=-1)
 
         taps = self._taps(u.shape[1] if state is None else self.max_length)
-        # a product that nothing else reads is made inside of the convolution and never stored
+        # the convolution computes a product that nothing else reads, without storing it
         stored = return_state or v.shape[1] == 1 or (self.training and self.dropout.p > 0)
         for index, past in enumerate(long_pasts):
             gate, filters = gates[-1 - index], (taps[:, index], self.D[index], v.shape[1])
@@ -142,7 +142,7 @@ class Hyena(ImplicitFilter):
         return y, torch.cat([x.to(wide) for x in last_inputs], dim=1)
 
     def _split_state(self, state: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """The last inputs of the short convolution, `(B, K-1, (O+1) H)`, and of each long one, `(B, L-1, H)`."""
+        """Return last inputs of the short convolution, `(B, K-1, (O+1) H)`, and of each long one, `(B, L-1, H)`."""
         if state is None:
             return None, [None] * (self.order - 1)
         short, long = self.short_kernel_size - 1, self.max_length - 1
@@ -157,7 +157,7 @@ class Hyena(ImplicitFilter):
         length: int,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Outputs of one long convolution, by taps `(Z, ·, H)`, at the last `length` of its inputs `(B, ·, H)`."""
+        """Return a long convolution's outputs at the last `length` of its inputs `(B, ·, H)`; taps are `(Z, ·, H)`."""
         if length == 1:  # as many inputs as taps
             return (inputs * taps[0].flip(0)).sum(1, keepdim=True) + skip * inputs[:, -1:]
         reverse_kernel = taps[1].mT if self.bidirectional else None
@@ -174,6 +174,6 @@ def _join(past: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def _last(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` of `(B, T, D)`, zeros before the first."""
+    """Return the last `count` tokens of `(B, T, D)`, padded with zeros before the first."""
     x = x[:, max(0, x.shape[1] - count) :]
     return F.pad(x, (0, 0, count - x.shape[1], 0))

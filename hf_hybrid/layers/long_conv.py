@@ -1,4 +1,4 @@
-"""Long convolutions with learned taps, alone and behind short ones, and the moving average that they replace.
+"""Long convolutions with learned taps, alone or after short ones, and the moving average that they replace.
 
 B batch · T length · H hidden size · L taps · G groups · Z directions, 2 if bidirectional · J short taps · N state size
 """
@@ -32,26 +32,26 @@ class LongConv(StateSpaceLayer):
 
     y[t] = sum_{0<=j<L} k[j] u[t-j] + D u[t],  and bidirectional  + sum_{0<=j<L} k'[j] u[t+1+j],  per channel.
 
-    Shorter inputs use the first taps; longer ones have a memory of L tokens, so that equal stretches of input have
-    equal outputs at any length. A decoded token costs O(log(L)^2) per channel, see `kernels.long_conv.online_conv`.
+    Shorter inputs use the first taps; longer ones reach back L tokens, so outputs do not depend on the input's
+    length. A decoded token costs O(log(L)^2) per channel, see `kernels.long_conv.online_conv`.
 
     Args:
         hidden_size: Channels H.
         kernel_size: L, in tokens.
-        groups: G, a divisor of H; channel c has the taps of group ``c % G``. H when None: each its own.
+        groups: G, a divisor of H; channel c has the taps of group ``c % G``. None: H, each channel its own.
         bidirectional: Whether a second kernel reads the future.
-        init: ``"double_exp"``, normal numbers of 0.02 that decay over L, in the first group to 1/e and ever faster
-            from group to group; or ``"random"``, normal numbers of 0.002.
-        lam: Taps are moved towards zero by this much, and those nearer than that are zero ("squash").
+        init: ``"double_exp"``: normal with deviation 0.02, decaying over L to 1/e in the first group and faster in
+            each later one; or ``"random"``: normal with deviation 0.002.
+        lam: Threshold of the soft shrinkage on the taps ("squash").
         kernel_dropout: Probability of dropping a tap in training.
-        smoothing: Width of the moving average, odd, that is taken over the taps; 1 leaves them as they are.
-        use_D: Whether there is a skip connection D, 1 at first.
+        smoothing: Odd width of a moving average over the taps; 1 turns it off.
+        use_D: Whether to add a skip connection D, initially 1.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        With `lam` or `smoothing`, the taps that result are kept between calls while no gradient is recorded.
+        With `lam` or `smoothing`, the resulting taps are cached between calls while no gradient is recorded.
     """
 
     TRAINED: ClassVar = {"none": ("long_kernel", "D")}
@@ -97,7 +97,7 @@ class LongConv(StateSpaceLayer):
         }
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """D one; taps as described at `init`."""
+        """Initialise D to one, and the taps as `init` says."""
         if name == "D":
             nn.init.ones_(tensor)
         elif self.init == "random":
@@ -110,7 +110,7 @@ class LongConv(StateSpaceLayer):
             tensor.mul_(torch.exp(-torch.outer(rate, lag)).to(tensor))
 
     def shapes_memory(self, name: str) -> bool:
-        """Of a convolution, the long taps do."""
+        """Return whether the tensor is the long kernel."""
         return name == "long_kernel"
 
     def _check_state(self, state: Any, batch: int) -> None:
@@ -118,27 +118,27 @@ class LongConv(StateSpaceLayer):
             raise ValueError(f"state must be a ConvState, as returned; got {type(state).__name__}")
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return (
             f"{self.hidden_size}, kernel_size={self.kernel_size}, groups={self.groups}, "
             f"bidirectional={self.bidirectional}, init={self.init!r}"
         )
 
     def clear_cache(self) -> None:
-        """Drop what is kept; only needed after an edit through ``.data``, which nothing can see."""
+        """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
         self._kept_taps = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept_taps": None}
 
     def _taps(self, length: int) -> torch.Tensor:
-        """The taps that inputs of a length meet, `(Z, G, min(length, L))`."""
+        """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
         plain = not self.lam and self.smoothing == 1
         if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._regularised(length)
         key = fingerprint([self.long_kernel])
         if self._kept_taps is None or self._kept_taps[0] != key:
-            # held on to, the tensor's address cannot become another's
+            # holding the tensor keeps its address from being reused
             self._kept_taps = key, self.long_kernel.detach(), self._regularised(self.kernel_size)
         return self._kept_taps[2][..., :length]
 
@@ -162,7 +162,7 @@ class LongConv(StateSpaceLayer):
 
 
 class ShortLongState(NamedTuple):
-    """What short-long convolutions remember: the last inputs `(B, J - 1, H)`, and the long convolution's state."""
+    """State of a short-long convolution: the last inputs `(B, J - 1, H)` and the long convolution's state."""
 
     short: torch.Tensor
     long: ConvState
@@ -173,20 +173,20 @@ class ShortLongConv(LongConv):
 
     a = SiLU(sum_i (s_i * u + b_i)),  y = k * a + D a,  per channel.
 
-    The short ones are linear up to their sum, so that they run as one convolution with the sum of their taps, in
-    training as well (structural reparameterisation; CHELA, section 4.2). With `branch_norm`, whose batch statistics
-    are those of each branch, they do so in evaluation only.
+    The short convolutions are linear, so they run as one with the sum of their taps, also in training (structural
+    reparameterisation; CHELA, section 4.2). With `branch_norm`, which needs batch statistics of each branch, they do
+    so only in evaluation.
 
     Args:
         hidden_size: Channels H.
         kernel_size: L, taps of the long convolution in tokens.
         short_kernel_sizes: J of each short convolution, odd if bidirectional.
-        short_bias: Whether each has a bias.
-        branch_norm: Whether a batch norm follows each.
+        short_bias: Whether each short convolution has a bias.
+        branch_norm: Whether a batch norm follows each short convolution.
         **options: The other arguments of `LongConv`.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class ShortLongConv(LongConv):
         return shapes
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """Short taps uniform as in torch's convolutions, their biases zero."""
+        """Initialise short taps uniform as in torch's convolutions, and their biases zero."""
         if name.startswith("short_kernel"):
             bound = tensor.shape[1] ** -0.5
             nn.init.uniform_(tensor, -bound, bound)
@@ -233,13 +233,11 @@ class ShortLongConv(LongConv):
             raise ValueError(f"state must be a ShortLongState, as returned; got {type(state).__name__}")
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return f"{super().extra_repr()}, short_kernel_sizes={self.short_kernel_sizes}, fused={self.fused}"
 
-    # fusing
-
     def fuse_short_convs(self) -> None:
-        """Keep the sum of the branches between calls, until the layer trains; the state dict stays as it is.
+        """Cache the sum of the branches until the layer trains; the state dict does not change.
 
         Raises:
             ValueError: The layer is in training mode.
@@ -248,7 +246,7 @@ class ShortLongConv(LongConv):
         self.fused = True
 
     def check_not_training(self) -> None:
-        """Raise ValueError in training mode, in which nothing is fused."""
+        """Raise ValueError in training mode."""
         if self.training:
             raise ValueError("short convolutions can be fused in evaluation mode only: call eval() first")
 
@@ -258,7 +256,7 @@ class ShortLongConv(LongConv):
         self.clear_cache()
 
     def merge_branches(self) -> None:
-        """Replace the branches by their sum for good: one short convolution with as many taps as the longest had.
+        """Permanently replace the branches by one short convolution with as many taps as the longest branch.
 
         Raises:
             ValueError: The layer is in training mode.
@@ -285,7 +283,7 @@ class ShortLongConv(LongConv):
         return self
 
     def clear_cache(self) -> None:
-        """Drop what is kept; only needed after an edit through ``.data``, which nothing can see."""
+        """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
         super().clear_cache()
         self._kept = None
 
@@ -297,7 +295,7 @@ class ShortLongConv(LongConv):
         return [(getattr(self, f"short_kernel_{i}"), getattr(self, f"short_bias_{i}")) for i in range(count)]
 
     def _merged(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Taps and bias of the one convolution that the branches are."""
+        """Return taps and bias of the sum of the branches."""
         kernels: list[torch.Tensor] = []
         total: torch.Tensor | None = None
         for i, (kernel, bias) in enumerate(self._branches()):
@@ -307,24 +305,22 @@ class ShortLongConv(LongConv):
                 scale, shift = norm.scale_and_shift()
                 kernel, bias = kernel * scale[:, None], shift if bias is None else bias * scale + shift
             kernels.append(kernel)
-            if bias is not None:  # not a sum over a stack, whose parts would accumulate gradients in shared memory
+            if bias is not None:  # not a sum over a stack, whose gradients would share memory
                 total = bias if total is None else total + bias
         return merge_kernels(kernels, causal=not self.bidirectional), total
 
     def _short_filter(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_merged`, kept between calls if fused."""
-        if not self.fused or torch.is_grad_enabled() or torch.compiler.is_compiling():  # no tracer sees an address
+        """Return `_merged`, cached between calls if fused."""
+        if not self.fused or torch.is_grad_enabled() or torch.compiler.is_compiling():  # tracers see no addresses
             return self._merged()
         tensors = [x for branch in self._branches() for x in branch if x is not None]
         if self.short_norms is not None:
             tensors += self.short_norms.state_dict(keep_vars=True).values()
         key = fingerprint(tensors)
         if self._kept is None or self._kept[0] != key:
-            # held on to, the tensors' addresses cannot become another's
+            # holding the tensors keeps their addresses from being reused
             self._kept = key, [x.detach() for x in tensors], self._merged()
         return self._kept[2]
-
-    # running
 
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
@@ -335,7 +331,7 @@ class ShortLongConv(LongConv):
         else:
             kernel, bias = self._short_filter()
             a, after = short_conv(u, kernel, bias, causal=not self.bidirectional, activation="silu", state=before)
-        # a bias gives padding a value; where there is no token, there must be none
+        # a bias gives padding a value, which must stay zero
         a = a if kept is None else a.masked_fill(~kept[..., None], 0)
         y, long_state = self._run(a, None if state is None else state.long, return_state)
         return y, ShortLongState(after, long_state) if return_state and after is not None else None
@@ -343,7 +339,7 @@ class ShortLongConv(LongConv):
     def _separate_branches(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The activated sum of the branches, each normalised by its own batch statistics."""
+        """Return the activated sum of the branches, each normalised by its own batch statistics."""
         assert self.short_norms is not None
         outputs = []
         for norm, (kernel, bias) in zip(self.short_norms, self._branches(), strict=True):
@@ -359,7 +355,7 @@ class ShortLongConv(LongConv):
 def check_short_kernel_sizes(sizes: Sequence[int], *, bidirectional: bool) -> None:
     """Raise ValueError unless short convolutions can have these sizes."""
     if not sizes or any(size < 1 for size in sizes):
-        raise ValueError(f"short_kernel_sizes must be positive integers, one at least; got {list(sizes)}")
+        raise ValueError(f"short_kernel_sizes must be one or more positive integers; got {list(sizes)}")
     if bidirectional and any(size % 2 == 0 for size in sizes):
         raise ValueError(
             f"short_kernel_sizes must be odd for a bidirectional model, which centres them; got {list(sizes)}"
@@ -372,18 +368,18 @@ class DampedEMA(StateSpaceLayer):
     h[t] = q h[t-1] + p β u[t],  q = 1 - p α,  y[t] = sum_n η h[t] / sqrt(N) + ω u[t],  with N numbers h per channel,
     p and α between 0 and 1. In O(T log T) as a convolution, O(N) per decoded token.
 
-    Bidirectional: a second average of its own reads the future, from the next token on, as in `S4`.
+    Bidirectional: a second average reads the future, from the next token on, as in `S4`.
 
     Args:
         hidden_size: Channels H.
         state_size: N.
-        bidirectional: Whether it reads the future too.
+        bidirectional: Whether to also read the future.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        The published code has SiLU behind the layer, and counts the current token in both directions.
+        The published code applies SiLU after the layer, and counts the current token in both directions.
     """
 
     TRAINED: ClassVar = {"none": ("p_logit", "alpha_logit", "beta", "eta", "omega"), "ab_dt": ("eta", "omega")}
@@ -403,11 +399,11 @@ class DampedEMA(StateSpaceLayer):
         self.reset_parameters()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
-        """`(B, H, N)`."""
+        """Return `(B, H, N)`."""
         return batch, self.hidden_size, self.state_size
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """As Mega: logits normal with 0.2, β alternating between about 1 and -1, η and ω normal."""
+        """Initialise as Mega: logits normal with deviation 0.2, β alternating near 1 and -1, η and ω normal."""
         if name in ("eta", "omega"):
             nn.init.normal_(tensor)
         elif name == "beta":
@@ -417,11 +413,11 @@ class DampedEMA(StateSpaceLayer):
             nn.init.normal_(tensor, std=0.2)
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return f"{self.hidden_size}, state_size={self.state_size}, bidirectional={self.bidirectional}"
 
     def _system(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The decays log q, p β and η / sqrt(N), each `(Z, H, N)` in float64."""
+        """Return log q, p β and η / sqrt(N), each `(Z, H, N)` in float64."""
         p, alpha = self.p_logit.double().sigmoid(), self.alpha_logit.double().sigmoid()
         return torch.log1p(-p * alpha), p * self.beta.double(), self.eta.double() / math.sqrt(self.state_size)
 
@@ -439,7 +435,7 @@ class DampedEMA(StateSpaceLayer):
         y = long_conv(u.to(wide), taps[0], reverse_kernel=taps[1] if self.bidirectional else None, skip=self.omega)
         if not return_state and state is None:
             return y.to(u.dtype), None
-        # the modes are real: one half of a conjugate pair, which counts twice
+        # real modes count as half of a conjugate pair, hence the factor 1/2 in C
         step = S4DStep(log_q[0].exp().to(torch.complex128), gain[0].to(torch.complex128))
         powers = s4d_block_powers(step, wide)
         before = None if state is None else torch.complex(state.to(wide), torch.zeros_like(state, dtype=wide))
@@ -450,7 +446,7 @@ class DampedEMA(StateSpaceLayer):
         return y.to(u.dtype), s4d_final_state(u, step, powers, before).real
 
     def _taps(self, log_q: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, length: int) -> torch.Tensor:
-        """Impulse response of one direction, `(H, length)`: S4D's, whose discretisation is undone in its input."""
+        """Return one direction's impulse response `(H, length)` from S4D's kernel; B undoes its discretisation."""
         w = log_q.to(torch.complex128)
         B = (gain * log_q / torch.expm1(log_q)).to(w.dtype)
         dt = log_q.new_ones(self.hidden_size)

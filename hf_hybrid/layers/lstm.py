@@ -1,4 +1,4 @@
-"""An LSTM in a state space model's place, for comparison.
+"""An LSTM with the interface of a state space model, for comparison.
 
 B batch · T length · H hidden size
 """
@@ -17,27 +17,27 @@ from .state_space import StateSpaceLayer, keep_precision
 class LSTM(StateSpaceLayer):
     """One layer of torch's LSTM, H to H, called like a state space model (SPADE, figure 4).
 
-    Tokens outside the mask are passed over altogether, wherever they stand: with its biases an LSTM would move on zero
-    inputs as well. Their outputs are zero.
+    The LSTM skips masked tokens, because its biases would change the state even for zero inputs. Their outputs are
+    zero.
 
-    Bidirectional: the two directions are summed, as the two kernels of `S4` are; unlike there, both read the current
-    token. A sum keeps the width without a projection that the causal layer lacks.
+    Bidirectional: the layer sums both directions, like the two kernels of `S4`, but both read the current token. A
+    sum keeps the width without an extra projection.
 
-    Weights and state stay in float32 (or float64) when the model is cast to 16 bits or runs under autocast, since a
+    Weights and state stay in float32 (or float64) under autocast and when the model is cast to 16 bits, since a
     recurrence rounds its state at every token.
 
     Args:
         hidden_size: H.
         bidirectional: Whether a second LSTM reads the sequence from its end.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer, as in S4's own.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection after the layer, as in S4's own.
         freeze: ``"none"``.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        O(T) steps one after the other, and with a mask one wait for the device: lengths must be known to the host.
-        torch.compile leaves the layer out of its graph.
+        O(T) sequential steps, and with a mask one synchronisation, since the host needs the lengths. torch.compile
+        leaves the layer out of its graph.
     """
 
     TRAINED: ClassVar = {"none": ()}  # torch's own module holds the tensors
@@ -51,7 +51,7 @@ class LSTM(StateSpaceLayer):
         self.reset_parameters()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
-        """`(B, 2, H)`: the hidden state, which is the last output, and the cell state."""
+        """Return `(B, 2, H)`: the hidden state (the last output) and the cell state."""
         return batch, 2, self.hidden_size
 
     def own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,14 +59,14 @@ class LSTM(StateSpaceLayer):
         yield from self.lstm.named_parameters(prefix="lstm")
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """As transformers initialises any LSTM inside a model: weights Xavier uniform, biases zero."""
+        """Initialise weights Xavier uniform and biases zero, as transformers does."""
         if "weight" in name:
             nn.init.xavier_uniform_(tensor)
         else:
             nn.init.zeros_(tensor)
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return f"{self.hidden_size}, bidirectional={self.bidirectional}"
 
     def _run_masked(
@@ -84,10 +84,10 @@ class LSTM(StateSpaceLayer):
     def _pass_over(
         self, x: torch.Tensor, kept: torch.Tensor, before: tuple[torch.Tensor, ...] | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run the LSTM over each row's kept tokens as if they were all there is."""
+        """Run the LSTM over each row's kept tokens only."""
         order = (~kept).to(torch.int8).argsort(dim=1, stable=True)[..., None]  # the kept ones first
         lengths = kept.sum(1).cpu()
-        # a packed sequence has at least one token; what it does in a row without any is undone below
+        # a packed sequence needs at least one token; the effect on an empty row is undone below
         packed = pack_padded_sequence(
             x.take_along_dim(order, 1), lengths.clamp_min(1), batch_first=True, enforce_sorted=False
         )
@@ -101,7 +101,7 @@ class LSTM(StateSpaceLayer):
 
 
 class _WideLSTM(nn.LSTM):
-    """An LSTM that no cast takes below float32."""
+    """An LSTM that casts keep in float32 or float64."""
 
     weight_ih_l0: nn.Parameter
 

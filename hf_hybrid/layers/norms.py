@@ -1,4 +1,4 @@
-"""Normalisation layers by the name a config gives them."""
+"""Normalisation layers, by name."""
 
 import torch
 from torch import nn
@@ -8,14 +8,14 @@ from ..kernels.precision import compute_dtype
 
 
 class ScaleNorm(nn.Module):
-    """Scale every token to a length that is learned: y = g x / sqrt(mean(x^2) + eps), with one number g.
+    """Scale every token to a learned length: y = g x / sqrt(mean(x^2) + eps), with one number g.
 
-    Nguyen and Salazar 2019, with the mean over the features that Mega takes in place of their sum.
+    Nguyen and Salazar 2019, with Mega's mean over the features instead of their sum.
 
     Args:
-        hidden_size: Width of the last dimension; nothing depends on it.
+        hidden_size: Width of the last dimension, only shown.
         eps: Added to the mean square.
-        elementwise_affine: Whether there is a g.
+        elementwise_affine: Whether to use g.
     """
 
     weight: torch.Tensor | None
@@ -31,26 +31,26 @@ class ScaleNorm(nn.Module):
         return normed if self.weight is None else (normed * self.weight).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return f"{self.hidden_size}, eps={self.eps}, elementwise_affine={self.weight is not None}"
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch normalisation of each channel over all tokens that are kept; padding has no part in the statistics.
+    """Batch normalisation of each channel over all kept tokens; padding does not enter the statistics.
 
     Computed in float32 (or float64). In evaluation it is a fixed scale and shift.
 
     Args:
         hidden_size: Channels D.
         eps: Added to the variance.
-        elementwise_affine: Whether there are a scale and a bias per channel.
+        elementwise_affine: Whether each channel has a learned scale and bias.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, elementwise_affine: bool = True):
         super().__init__(hidden_size, eps=eps, affine=elementwise_affine)
 
     def scale_and_shift(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What evaluation multiplies and adds, each `(D,)`."""
+        """Return the scale and shift of evaluation, each `(D,)`."""
         assert self.running_mean is not None
         assert self.running_var is not None
         return self._scale_and_shift(self.running_mean, self.running_var)
@@ -68,7 +68,7 @@ class BatchNorm(nn.BatchNorm1d):
 
         Args:
             hidden_states: `(B, T, D)`.
-            attention_mask: `(B, T)`, nonzero = keep; all when None.
+            attention_mask: `(B, T)`, nonzero = keep; None keeps all.
         """
         wide = compute_dtype(hidden_states)
         x = hidden_states.to(wide)
@@ -78,13 +78,13 @@ class BatchNorm(nn.BatchNorm1d):
     def _batch_statistics(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and shift from this batch, which enters the running statistics."""
+        """Return this batch's scale and shift, and update the running statistics."""
         kept = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(torch.bool).to(x.dtype)
         count = kept.sum().clamp_min(1)
         x = x.masked_fill(kept[..., None] == 0, 0)
         mean = x.sum((0, 1)) / count
         var = ((x - mean).square() * kept[..., None]).sum((0, 1)) / count
-        if _is_recomputed():  # gradient checkpointing: the batch has entered them already
+        if _is_recomputed():  # gradient checkpointing: the first forward has updated them
             return self._scale_and_shift(mean, var)
         assert self.momentum is not None
         with torch.no_grad():
@@ -98,7 +98,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def _is_recomputed() -> bool:
-    """Whether this is the second of two forwards, which runs inside of a backward."""
+    """Return whether this forward runs inside a backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -119,10 +119,10 @@ def make_norm(norm_type: str, hidden_size: int, eps: float, *, affine: bool = Tr
             scale for all) or ``"batch_norm"`` (mean and variance over batch and time, scale and bias).
         hidden_size: Width of the last dimension.
         eps: Added to the variance or the mean square.
-        affine: Whether there are scale and bias.
+        affine: Whether to use scale and bias.
 
     Raises:
-        ValueError: ``norm_type`` is none of these.
+        ValueError: ``norm_type`` is unknown.
     """
     if norm_type not in NORMS:
         raise ValueError(f"norm_type must be one of {', '.join(NORMS)}; got {norm_type!r}")
@@ -130,5 +130,5 @@ def make_norm(norm_type: str, hidden_size: int, eps: float, *, affine: bool = Tr
 
 
 def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Normalise `(B, T, D)`; only a batch norm asks which tokens are kept."""
+    """Normalise `(B, T, D)`; only a batch norm uses the mask."""
     return norm(hidden_states, attention_mask) if isinstance(norm, BatchNorm) else norm(hidden_states)

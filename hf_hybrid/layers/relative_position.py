@@ -13,17 +13,17 @@ from torch.nn import functional
 def relative_position_bucket(
     offsets: torch.Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> torch.Tensor:
-    """Map distances to buckets: one bucket per token nearby, logarithmically wider ones farther out.
+    """Map distances to buckets, one per token nearby and logarithmically wider farther out.
 
-    With n buckets per direction, the first n/2 distances have a bucket each; a distance d beyond falls into bucket
+    With n buckets per direction, the first n/2 distances have a bucket each; a larger distance d falls into bucket
     ``n/2 + floor(log(d / (n/2)) / log(max_distance / (n/2)) * n/2)``, at most n-1 (Raffel et al. 2020, section 2.1).
 
     Args:
-        offsets: Key position minus query position, integers of any shape, in tokens.
-        bidirectional: Whether keys after the query have buckets of their own (the upper half); otherwise they share
-            bucket 0 with the query's own position.
-        num_buckets: Number of buckets in all.
-        max_distance: Distance in tokens from which on everything shares the last bucket.
+        offsets: Key position minus query position in tokens, integers of any shape.
+        bidirectional: Whether keys after the query have their own buckets (the upper half) or share bucket 0 with the
+            query's position.
+        num_buckets: Total number of buckets.
+        max_distance: Distance in tokens at which the last bucket starts.
 
     Returns:
         Bucket numbers, int64, in the shape of ``offsets``.
@@ -36,23 +36,23 @@ def relative_position_bucket(
         base = torch.zeros_like(offsets, dtype=torch.long)
         distance = (-offsets).clamp_min(0)
     exact = num_buckets // 2
-    # float32 as in T5 itself, so that distances on a boundary fall into the bucket its checkpoints were trained with
+    # float32 as in T5, so that distances on a boundary fall into the bucket of T5's checkpoints
     ratio = torch.log(distance.clamp_min(1).float() / exact) / math.log(max_distance / exact)
     wide = (exact + (ratio * (num_buckets - exact)).long()).clamp_max(num_buckets - 1)
     return base + torch.where(distance < exact, distance, wide)
 
 
 class RelativePositionBias(nn.Embedding):
-    """Table of T5's relative position bias, looked up by distance.
+    """Table of T5's relative position biases by distance.
 
     Args:
         num_heads: H.
         num_buckets: Rows of the table.
-        max_distance: Distance in tokens from which on everything shares the last bucket.
-        bidirectional: Whether later keys have buckets of their own.
+        max_distance: Distance in tokens at which the last bucket starts.
+        bidirectional: Whether keys after the query have their own buckets.
 
     Attributes:
-        init_scale: Factor on what a model lets the biases start from; for scores that are multiplied afterwards.
+        init_scale: Factor on the initial biases, for models that multiply the scores afterwards.
     """
 
     init_scale = 1.0
@@ -68,8 +68,8 @@ class RelativePositionBias(nn.Embedding):
 
         Args:
             offsets: Any shape.
-            reach: In place of offsets, those from -reach to 0: what decoding asks at every token. Their buckets, which
-                no training changes, are kept, so that it is one lookup.
+            reach: Instead of offsets: use -reach to 0, as decoding does at every token. Their buckets are cached, so
+                this is one lookup.
 
         Returns:
             ``(H, *offsets.shape)``, or `(H, reach + 1)`.
@@ -81,15 +81,15 @@ class RelativePositionBias(nn.Embedding):
         if torch.compiler.is_compiling():
             return self.forward(torch.arange(-reach, 1, device=device))
         if kept is None or kept.device != device or len(kept) <= reach:
-            with torch.inference_mode(False):  # they must serve a training step later
+            with torch.inference_mode(False):  # a training step may use them later
                 kept = self._buckets(torch.arange(1 - (1 << reach.bit_length()), 1, device=device))
             self._past_buckets = kept
         return functional.embedding(kept[len(kept) - reach - 1 :], self.weight).movedim(-1, 0)
 
     def recency_biases(self) -> torch.Tensor:
-        """The table of a preference for what is near, -2^(-8 h / H) d for head h = 1 ... H and a bucket's nearest d.
+        """Return a table that prefers near keys, with the slopes of ALiBi (Press et al. 2022, section 3).
 
-        These are the slopes of ALiBi (Press et al. 2022, section 3). Buckets that no distance falls into have 0.
+        Head h = 1 ... H has -2^(-8 h / H) d for the smallest distance d of a bucket, and 0 for buckets without one.
 
         Returns:
             `(num_buckets, H)`, on the default device.

@@ -16,9 +16,9 @@ from .state_space import StateSpaceLayer, check_positive
 
 
 class S4Base(StateSpaceLayer):
-    """What S4 and S4D share: everything but the dynamics they start from. Arguments are described at `S4`.
+    """Base of S4 and S4D; see `S4` for the arguments.
 
-    A subclass gives the initial modes; its dynamics have a low-rank term if `TRAINED` knows a P.
+    A subclass defines the initial modes; its dynamics have a low-rank term if `TRAINED` lists P.
     """
 
     discretization: str = "bilinear"
@@ -83,15 +83,15 @@ class S4Base(StateSpaceLayer):
         self.reset_parameters()
 
     def _initial_modes(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """w, P (None without a low-rank term) and B, each `(M,)`, complex."""
+        """Return w, P (None without a low-rank term) and B, each `(M,)`, complex."""
         raise NotImplementedError
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
-        """`(B, H, M, 2)`, real and imaginary parts last."""
+        """Return `(B, H, M, 2)`, real and imaginary parts last."""
         return batch, self.hidden_size, self.state_size // 2, 2
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """C complex normal, D normal, steps uniform in their logarithm, and the modes of `_initial_modes`."""
+        """Initialise C complex normal, D normal, log dt uniform, and the modes by `_initial_modes`."""
         if name == "C":
             nn.init.normal_(tensor, std=math.sqrt(0.5))
         elif name == "D":
@@ -110,11 +110,11 @@ class S4Base(StateSpaceLayer):
                 tensor.copy_(torch.view_as_real(vector))
 
     def clear_cache(self) -> None:
-        """Drop kept kernels and spectra; only needed after an edit through ``.data``, which nothing can see."""
+        """Drop cached kernels and spectra; needed only after edits through ``.data``, which leave no trace."""
         self._cache.clear()
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return (
             f"{self.hidden_size}, state_size={self.state_size}, bidirectional={self.bidirectional}, "
             f"num_copies={self.num_copies}, max_length={self.max_length}, freeze={self.freeze!r}"
@@ -133,7 +133,7 @@ class S4Base(StateSpaceLayer):
         differentiable = torch.is_grad_enabled() and (u.requires_grad or (state is not None and state.requires_grad))
         if not trained and not differentiable:
             return frozen_s4_advance(u, state, *arguments, self._cache.handle)
-        if trained or torch.compiler.is_compiling():  # no tracer sees an address
+        if trained or torch.compiler.is_compiling():  # tracers see no addresses
             system = s4_system(tensors, self.discretization)
         else:
             system = self._cache.system(tensors, self.discretization)
@@ -145,7 +145,7 @@ class S4Base(StateSpaceLayer):
         return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
 
     def _system(self) -> Any:
-        """The system of this call alone."""
+        """Build a system for this call only."""
         return s4_system(self._tensors(), self.discretization)
 
 
@@ -153,14 +153,14 @@ class S4(S4Base):
     """Structured state space model with HiPPO-LegS dynamics (SPADE, section 3; Gu et al. 2022).
 
     x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t] + D u[t],  per channel, in O(T log T) as a convolution and O(N) per
-    decoded token. Works at any length: nothing depends on the lengths seen in training.
+    decoded token, at any length.
 
     Bidirectional (SPADE's encoder): y[t] = sum_{j>=0} k0[j] u[t-j] + sum_{j>=0} k1[j] u[t+1+j] + D u[t].
 
-    Kernels and spectra are kept between calls if no tensor requires a gradient and there is one filter.
+    With one filter and no tensor that requires a gradient, kernels and spectra are cached between calls.
 
     Several filters: y_c[t] = C_c x[t] + D_c u[t], outputs `(C, B, T, H)` from one state. `sample`, `follow` and `read`
-    compute no more than what is wanted of many filters.
+    compute only selected outputs.
 
     Args:
         hidden_size: Channels H.
@@ -168,20 +168,20 @@ class S4(S4Base):
         bidirectional: Whether a second kernel reads the future.
         dt_min: Smallest initial step.
         dt_max: Largest initial step.
-        num_copies: Copies S of (A, B), a divisor of H; channel c reads copy ``c % S``. When None, 1 where A, B and the
-            step are frozen (equal copies would compute the same function) and H where they are trained.
-        num_filters: Output filters C of each channel; the tensors C and D have as many.
+        num_copies: Copies S of (A, B), a divisor of H; channel c reads copy ``c % S``. When None, 1 for frozen A, B
+            and step (equal copies would compute the same function) and H for trained ones.
+        num_filters: Output filters C of each channel, with as many tensors C and D.
         max_length: Taps of the kernel in tokens; unlimited when None.
-        use_D: Whether there is a skip connection D.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the convolution, as in S4's own layer.
+        use_D: Whether to add a skip connection D.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection after the convolution, as in S4's own layer.
         freeze: ``"all"`` (SPADE), ``"ab_dt"`` (train C and D only) or ``"none"``.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        With `max_length`, only the convolution is cut off; a state remembers everything. Decoding from a state
-        therefore agrees with the convolution up to `max_length` tokens.
+        `max_length` truncates the convolution, not the state. Decoding from a state therefore agrees with the
+        convolution up to `max_length` tokens.
     """
 
     TRAINED: ClassVar = {
@@ -195,13 +195,13 @@ class S4(S4Base):
         return dplr_legs(self.state_size)
 
     def sample(self, u: torch.Tensor, window: int) -> torch.Tensor:
-        """Outputs of all filters at the last token of every whole window, `(B, T // window, C, H)`, in u's dtype."""
+        """Return all filters' outputs at the end of each full window, `(B, T // window, C, H)`, in u's dtype."""
         return self._system().sample(u, self.D, window)
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
-        """The states `(B, H, M, 2)` before tokens `stops` of masked inputs `(B, T, H)`; the last stop may be T."""
+        """Return the states `(B, H, M, 2)` before tokens `stops` of masked inputs `(B, T, H)`; a stop may be T."""
         return self._system().follow(u, state, stops)
 
     def read(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Outputs of all filters at the last token, `(B, C, H)`, given the state behind it and its input `(B, H)`."""
+        """Return all filters' outputs `(B, C, H)` at a token, from the state after it and its input `(B, H)`."""
         return self._system().read(state, last, self.D)

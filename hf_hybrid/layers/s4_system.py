@@ -1,8 +1,8 @@
-"""An S4 or S4D system in the form a layer stores it, the constants derived from it, and a cache of these while frozen.
+"""An S4 or S4D system as a layer stores it, the constants derived from it, and a cache of them for frozen systems.
 
-Training beside a frozen system costs one convolution per step: kernel, spectra and step constants are made once and
-kept, outside the graph and the state dict. The cache sits behind ops that torch.compile does not look into, and is
-only a hint: the ops' results depend on their other arguments alone.
+With a frozen system a training step costs one convolution: kernel, spectra and step constants are cached outside the
+graph and the state dict. Custom ops that torch.compile does not trace use the cache; their results do not depend on
+it.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters
 """
@@ -45,7 +45,7 @@ _MAX_SPECTRA = 4
 
 
 class S4Tensors(NamedTuple):
-    """What a layer stores of a system; complex numbers as a trailing dimension of 2.
+    """A layer's tensors of a system; complex numbers have a trailing dimension of 2.
 
     Attributes:
         C: `(C, H, M, 2)`.
@@ -69,15 +69,15 @@ def _as_complex(pair: torch.Tensor) -> torch.Tensor:
 
 
 class _System:
-    """A system's kernel, spectra, step and block constants, each made on first use and kept as long as the object.
+    """A system's kernel, spectra, step and block constants, each made on first use and cached in the object.
 
-    Differentiable in the tensors and in every input. A subclass says how each is made and used.
+    Differentiable in the tensors and in every input. A subclass defines how to make and use each constant.
 
     Args:
         tensors: The stored system.
-        discretization: As for `discretize`; ``"bilinear"`` where there is a low-rank term.
-        reuse: Whether the constants will serve other calls too; then they are made outside inference mode, spectra
-            hold as many taps as they can, and the longest kernel is kept.
+        discretization: See `discretize`; ``"bilinear"`` with a low-rank term.
+        reuse: Whether other calls will use the constants. If so, they are made outside inference mode, with as many
+            taps as fit the spectrum.
     """
 
     _final_state: ClassVar[Callable[..., torch.Tensor]]
@@ -100,33 +100,33 @@ class _System:
         raise NotImplementedError
 
     def _make_blocks(self, step: Any, dtype: torch.dtype, C: torch.Tensor) -> Any:
-        """What advances a state by blocks, with the outputs of some filters."""
+        """Return the constants that advance a state by blocks, with the outputs of filters C."""
         raise NotImplementedError
 
     def _window_states(self, u: torch.Tensor, window: int) -> torch.Tensor:
-        """The state at the end of every whole window, `(B, T // window, H, M)`."""
+        """Return the state at the end of each full window, `(B, T // window, H, M)`."""
         raise NotImplementedError
 
     def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: Any) -> torch.Tensor:
         raise NotImplementedError
 
     def _making(self) -> AbstractContextManager[object]:
-        # what one inference-mode call makes must serve a training step later
+        # a training step may later use what a call in inference mode makes
         return torch.inference_mode(False) if self.reuse else nullcontext()
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
-        """Real dtype of computations with `u`: the wider of u's and the stored one, float32 at least."""
+        """Return the real dtype of computations with `u`: the wider of u's and the stored one, at least float32."""
         return torch.promote_types(compute_dtype(u), self.tensors.C.dtype)
 
     def kernel(self, taps: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first taps, `(C, H, taps)`: a prefix of the longest kernel so far."""
+        """Return the first taps, `(C, H, taps)`, of the longest kernel so far."""
         kernel = self._kernels.get(dtype)
         if kernel is None or kernel.shape[-1] < taps:
             kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
         return kernel[..., :taps]
 
     def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """Spectrum and transform length that serve inputs of `length`; filters beyond the first are reversed ones."""
+        """Return spectrum and transform length for inputs of `length`; a second filter is the reverse kernel."""
         n_fft = fft_length(length)
         key = (n_fft, max_length, dtype)
         if key in self._spectra:
@@ -141,7 +141,7 @@ class _System:
         return self._spectra[key], n_fft
 
     def step(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """C and the decode step's constants, in the complex form of `dtype`."""
+        """Return C and the decode step's constants in the complex form of `dtype`."""
         if dtype not in self._steps:
             narrow = complex_dtype(dtype)
             with self._making():
@@ -150,7 +150,7 @@ class _System:
         return self._steps[dtype]
 
     def blocks(self, dtype: torch.dtype) -> Any:
-        """What advances a state by blocks."""
+        """Return the constants that advance a state by blocks."""
         if dtype not in self._blocks:
             with self._making():
                 self._blocks[dtype] = self._make_blocks(self._make_step(), dtype, self.C)
@@ -159,8 +159,8 @@ class _System:
     def convolve(
         self, u: torch.Tensor, skip: torch.Tensor | None, max_length: int | None, adjoint: bool = False
     ) -> torch.Tensor:
-        """The convolution, or its transpose: `(B, T, H)` to `(B, T, H)` in u's dtype."""
-        if not self.reuse and not adjoint:  # a kernel that is used once has no spectrum to keep
+        """Convolve `(B, T, H)`, or apply the transpose; returns `(B, T, H)` in u's dtype."""
+        if not self.reuse and not adjoint:  # without reuse there is no spectrum to cache
             taps = u.shape[1] if max_length is None else min(u.shape[1], max_length)
             kernel = self.kernel(taps, self.dtype(u))
             return long_conv(u, kernel[0], reverse_kernel=kernel[1] if kernel.shape[0] == 2 else None, skip=skip)
@@ -201,7 +201,7 @@ class _System:
             u: `(B, T, H)`.
             state: `(B, H, M, 2)`; zeros when None.
             skip: `(C, H)` or None.
-            return_state: Whether the next state is wanted.
+            return_state: Whether to return the next state.
 
         Returns:
             y `(C, B, T, H)` in u's dtype, and the next state `(B, H, M, 2)` or None.
@@ -222,7 +222,7 @@ class _System:
         return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, self.blocks(dtype), x))
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
-        """The states `(B, H, M, 2)` before tokens `stops` of `u`, which ascend, without an output."""
+        """Return the states `(B, H, M, 2)` before tokens `stops` of `u`, in ascending order, without outputs."""
         dtype, start, states, blocks = self.dtype(u), 0, [], None
         C, step = self.step(dtype)
         for stop in stops:
@@ -238,7 +238,7 @@ class _System:
         return states
 
     def read(self, state: torch.Tensor, last: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
-        """Outputs of all filters at a token.
+        """Return all filters' outputs at a token.
 
         Args:
             state: After the token, `(..., H, M, 2)`.
@@ -257,7 +257,7 @@ class _System:
         return y.to(last.dtype)
 
     def sample(self, u: torch.Tensor, skip: torch.Tensor | None, window: int) -> torch.Tensor:
-        """Outputs of all filters at the last token of every whole window, `(B, T // window, C, H)`."""
+        """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`."""
         last = u[:, window - 1 :: window]
         return self.read(torch.view_as_real(self._window_states(u, window)), last, skip)
 
@@ -274,7 +274,7 @@ class _S4System(_System):
     def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
         system = C, self.B, self.P, self.w, self.dt, taps
         trained = any(x is not None and x.requires_grad for x in self.tensors)
-        # what is not trained may be made once for many calls, and so in float64, whatever the device
+        # a kernel that is not trained serves many calls, so it may cost float64 on any device
         return s4_kernel(*system) if trained else make_taps(*system, "two_level")
 
     def _make_step(self) -> S4Step:
@@ -307,7 +307,7 @@ class _S4DSystem(_System):
 
 
 def s4_system(tensors: S4Tensors, discretization: str, *, reuse: bool = False) -> _System:
-    """The system that these tensors store: S4's with a low-rank term, S4D's without; arguments as for `_System`."""
+    """Build the system of these tensors: S4 with a low-rank term, S4D without; see `_System` for the arguments."""
     kind = _S4DSystem if tensors.P is None else _S4System
     return kind(tensors, discretization, reuse=reuse)
 
@@ -317,9 +317,9 @@ _caches: "weakref.WeakValueDictionary[int, S4Cache]" = weakref.WeakValueDictiona
 
 
 class S4Cache:
-    """Keeps the constants of one frozen system until one of its tensors changes, as far as `fingerprint` sees it.
+    """Caches the constants of one frozen system until `fingerprint` sees a change of its tensors.
 
-    What it does not see wants `clear`. Copies and unpickled copies start empty.
+    Call `clear` after changes that it does not see. Copies and unpickled copies start empty.
     """
 
     def __init__(self) -> None:
@@ -331,13 +331,13 @@ class S4Cache:
         return S4Cache, ()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop the cached system."""
         self._entry = None
 
     def system(self, tensors: S4Tensors, discretization: str) -> _System:
-        """The kept system if these are its tensors, a new one otherwise.
+        """Return the cached system if these are its tensors, or a new one.
 
-        The system holds on to its tensors, so that no other tensor can come to lie at the same address meanwhile.
+        The system holds its tensors, so that no other tensor can reuse their addresses.
         """
         key = discretization, tensors.P is None, *fingerprint(tensors)
         if self._entry is None or self._entry[0] != key:
@@ -369,7 +369,7 @@ def frozen_s4_conv(
     adjoint: bool,
     handle: int,
 ) -> torch.Tensor:
-    """A system's `convolve` with the constants of the cache `handle`, if there is one; differentiable in u only."""
+    """Call a system's `convolve`, with cached constants if cache `handle` exists; differentiable in u only."""
     tensors = S4Tensors(C, B, P, log_A_real, A_imag, log_dt)
     with torch.no_grad():
         return _system(handle, tensors, discretization).convolve(u, skip, max_length, adjoint)
@@ -412,7 +412,7 @@ def frozen_s4_advance(
     max_length: int | None,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A system's `advance` with the constants of the cache `handle`, if there is one; not differentiable."""
+    """Call a system's `advance`, with cached constants if cache `handle` exists; not differentiable."""
     tensors = S4Tensors(C, B, P, log_A_real, A_imag, log_dt)
     with torch.no_grad():
         return _system(handle, tensors, discretization).advance(u, state, skip, max_length)

@@ -1,4 +1,4 @@
-"""S4D as a layer: S4 with a diagonal state matrix, and two simpler ways to initialise it.
+"""S4D as a layer: S4 with a diagonal state matrix and two simpler initialisations.
 
 B batch · T length · H hidden size · S copies of (A, B) · N state size · M = N/2 modes
 """
@@ -19,20 +19,19 @@ class S4D(S4Base):
     """Diagonal state space model, one independent system per channel (Gu et al. 2022, S4D).
 
     x[t] = Abar x[t-1] + Bbar u[t],  y[t] = 2 Re C x[t] + D u[t],  per channel, in O(T log T) as a convolution and O(N)
-    per decoded token. Works at any length: nothing depends on the lengths seen in training. In every other respect
-    it is like `S4`: in both directions, in what is kept between calls, and in what `max_length` cuts off.
+    per decoded token, at any length. Directions, caching and `max_length` are as in `S4`.
 
     Args:
         hidden_size: Channels H.
         state_size: N, even.
-        init: Imaginary parts of the eigenvalues for n = 0 to M - 1, beside real parts of -1/2: ``"lin"``, pi n;
-            ``"inv"``, (N / pi) (N / (2n + 1) - 1); ``"legs"``, those of HiPPO-LegS without its low-rank term. B is 1,
-            or half of HiPPO-LegS's.
+        init: Imaginary parts of the eigenvalues for n = 0 to M - 1; the real parts are -1/2. ``"lin"``: pi n;
+            ``"inv"``: (N / pi) (N / (2n + 1) - 1); ``"legs"``: HiPPO-LegS without its low-rank term. B is 1, or half
+            of HiPPO-LegS's for ``"legs"``.
         discretization: ``"zoh"`` or ``"bilinear"``.
         **options: The other arguments of `S4`.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
     """
 
     TRAINED: ClassVar = {
@@ -69,5 +68,5 @@ class S4D(S4Base):
         return w, None, torch.ones_like(w)
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return f"{super().extra_repr()}, init={self.init!r}, discretization={self.discretization!r}"

@@ -23,31 +23,30 @@ class S5(StateSpaceLayer):
 
     x[t] = diag(Abar) x[t-1] + Bbar u[t],  y[t] = 2 Re C x[t] + D u[t]      (S5, section 3)
 
-    over one mode of each conjugate pair, by a parallel scan in O(T P H), at any length; O(P H) per decoded token.
+    with one mode of each conjugate pair, by a parallel scan in O(T P H), at any length; O(P H) per decoded token.
 
     Bidirectional: y[t] = 2 Re (C_0 x[t] + C_1 x'[t]) + D u[t], where x' is the same recurrence from the last token to
-    the first. Both states have read the token itself, unlike the kernels of a bidirectional `S4`.
+    the first. Unlike in a bidirectional `S4`, both directions read the current token.
 
     Args:
         hidden_size: Channels H.
         state_size: N, a multiple of 2 J.
-        blocks: J, the number of copies of HiPPO-LegS of size N / J, without its low-rank term, that A starts from.
+        blocks: J; A starts as J copies of HiPPO-LegS of size N / J, without its low-rank term.
         discretization: ``"zoh"`` or ``"bilinear"``.
-        clip_eigenvalues: Whether real parts of A above -1e-4 count as that, which keeps the recurrence stable.
+        clip_eigenvalues: Whether to clip the real parts of A at -1e-4, which keeps the recurrence stable.
         bidirectional: Whether a second scan reads the future.
         dt_min: Smallest initial step.
         dt_max: Largest initial step.
-        use_D: Whether there is a skip connection D.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer.
+        use_D: Whether to add a skip connection D.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection after the layer.
         freeze: ``"all"``, ``"ab_dt"`` (train C and D only) or ``"none"``.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        S5 draws B and C as real matrices and rotates them into the basis of eigenvectors. In an orthonormal basis of
-        conjugate pairs, a matrix of independent normal numbers is one of independent complex normal numbers: they are
-        drawn as such.
+        S5 draws B and C as real normal matrices and rotates them into the eigenbasis. In an orthonormal basis of
+        conjugate pairs this equals independent complex normal numbers, which this layer draws directly.
     """
 
     TRAINED: ClassVar = {
@@ -100,11 +99,11 @@ class S5(StateSpaceLayer):
         self.reset_parameters()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
-        """`(B, P, 2)`, real and imaginary parts last."""
+        """Return `(B, P, 2)`, real and imaginary parts last."""
         return batch, self.state_size // 2, 2
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """A as described; B and C complex normal over their number of inputs, D normal, log dt uniform."""
+        """Initialise B and C complex normal scaled by their number of inputs, D normal, log dt uniform."""
         if name == "A":
             w, _ = diagonalize_legs(self.state_size // self.blocks)
             tensor.copy_(torch.view_as_real(w).repeat(self.blocks, 1))
@@ -118,7 +117,7 @@ class S5(StateSpaceLayer):
             nn.init.uniform_(tensor, math.log(self.dt_min), math.log(self.dt_max))
 
     def extra_repr(self) -> str:
-        """The arguments that shape the layer."""
+        """Return the arguments to show in the module's repr."""
         return (
             f"{self.hidden_size}, state_size={self.state_size}, blocks={self.blocks}, "
             f"discretization={self.discretization!r}, clip_eigenvalues={self.clip_eigenvalues}, "
@@ -134,7 +133,7 @@ class S5(StateSpaceLayer):
         initial = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         with full_precision(u.device):
             x = u.to(dtype)
-            # real and imaginary parts side by side, so that real products give and take complex states
+            # real and imaginary parts side by side, so that real products read and write complex states
             Bbar = torch.view_as_real(gain[:, None] * torch.view_as_complex(self.B.to(dtype)))
             driven = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1))
             drive = torch.view_as_complex(driven.unflatten(-1, (-1, 2)))

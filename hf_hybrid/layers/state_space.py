@@ -1,4 +1,4 @@
-"""What all state space layers share: which tensors are trained, their precision, masking, and the call itself.
+"""Base of all state space layers: trained tensors, precision, masking and the forward call.
 
 B batch · T length · H hidden size
 """
@@ -14,14 +14,14 @@ POSTACTS = (None, "gelu_glu")
 
 
 def ssm_parameters(module: nn.Module, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
-    """Yield the trained tensors of every state space layer inside a module, which want no weight decay.
+    """Yield the trained tensors of every state space layer inside a module, to exclude from weight decay.
 
-    Projections around the state space model are not among them.
+    Projections around the state space model are not included.
 
     Args:
         module: The module.
-        dynamics: True for those alone that shape the memory, and train best at a rate of their own (A, B and Δ of a
-            state space model, Hyena's filters, a long convolution's taps); False for the others; all when None.
+        dynamics: True for the tensors that shape the memory and train best at their own rate (A, B and Δ of a state
+            space model, Hyena's filters, a long convolution's taps); False for the others; None for all.
     """
     for child in module.modules():
         if isinstance(child, StateSpaceLayer):
@@ -31,7 +31,7 @@ def ssm_parameters(module: nn.Module, *, dynamics: bool | None = None) -> Iterat
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError unless a value is one of those allowed."""
+    """Raise ValueError unless a value is allowed."""
     if value not in allowed:
         names = ", ".join("None" if choice is None else str(choice) for choice in allowed)
         raise ValueError(f"{name} must be one of {names}; got {value!r}")
@@ -45,7 +45,7 @@ def check_positive(**values: int | None) -> None:
 
 
 def keep_precision(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make of a function that moves or casts a tensor one that casts none from float32 or float64 to 16 bits."""
+    """Wrap a function that moves or casts a tensor so that it never casts float32 or float64 to 16 bits."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moved = fn(tensor)
@@ -57,26 +57,26 @@ def keep_precision(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 class StateSpaceLayer(nn.Module):
-    """Base of the layers that mix a sequence by a state space model or a convolution as long as the sequence.
+    """Base of layers that mix a sequence by a state space model or a long convolution.
 
     A subclass declares its tensors with `_declare`, initialises each in `_initialize` and computes in `_run`.
 
-    Frozen tensors are persistent buffers, since loading a checkpoint makes every parameter trainable; names and
-    shapes of the state dict do not depend on what is frozen. All declared tensors stay in float32 (or float64) when
-    the model is cast to 16 bits.
+    Frozen tensors are persistent buffers, since loading a checkpoint makes every parameter trainable. Freezing does
+    not change the names and shapes of the state dict. Casting the model to 16 bits leaves all declared tensors in
+    float32 (or float64).
 
     Args:
         hidden_size: Channels H.
-        bidirectional: Whether the layer reads the future too.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection behind the layer, as in S4's own.
+        bidirectional: Whether the layer also reads the future.
+        postact: None, or ``"gelu_glu"``: GELU and a gated projection after the layer, as in S4's own.
         freeze: A key of `TRAINED`.
 
     Raises:
-        ValueError: An argument breaks its rule; the message names it, its value and the rule.
+        ValueError: An argument is invalid; the message names it, its value and the rule.
     """
 
     TRAINED: ClassVar[Mapping[str, tuple[str, ...]]]
-    """For each way to freeze, the names of the tensors that stay trained."""
+    """The names of the trained tensors, by value of ``freeze``."""
 
     def __init__(self, hidden_size: int, *, bidirectional: bool, postact: str | None, freeze: str):
         super().__init__()
@@ -88,35 +88,35 @@ class StateSpaceLayer(nn.Module):
         self._names: tuple[str, ...] = ()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
-        """Shape of the state after any number of tokens of `batch` sequences."""
+        """Return the shape of the state of `batch` sequences."""
         raise NotImplementedError
 
     def shapes_memory(self, name: str) -> bool:
-        """Whether one declared tensor shapes what is remembered, see `ssm_parameters`."""
+        """Return whether a declared tensor shapes the memory, see `ssm_parameters`."""
         return name in self.TRAINED["none"] and name not in self.TRAINED.get("ab_dt", ())
 
     def _check_state(self, state: Any, batch: int) -> None:
-        """Raise ValueError unless a state is one of this layer's, of `batch` sequences."""
+        """Raise ValueError unless a state fits this layer and `batch` sequences."""
         if state.shape != self.state_shape(batch):
             raise ValueError(f"state must be {self.state_shape(batch)}; got {tuple(state.shape)}")
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
-        """Give one declared tensor its initial value, in place."""
+        """Initialise one declared tensor in place."""
         raise NotImplementedError
 
     def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
-        """Map masked inputs `(B, T, H)` to outputs of their dtype, and to the next state if it is asked for."""
+        """Map masked inputs `(B, T, H)` to outputs in their dtype and, if requested, the next state."""
         raise NotImplementedError
 
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
     ) -> tuple[torch.Tensor, Any]:
-        """`_run`, overridden where zero inputs alone would not do: `kept`, `(B, T)`, is True for tokens that count."""
+        """Call `_run`; overridden by layers that need the mask: `kept`, `(B, T)`, is True for tokens to keep."""
         return self._run(u, state, return_state)
 
     def _declare(self, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
-        """Make the layer's tensors, parameters or buffers according to `freeze`; none where the shape is None."""
-        # a model built under a 16-bit default dtype keeps its state space model in float32
+        """Make the layer's tensors, parameters or buffers according to `freeze`; a shape of None makes none."""
+        # float32 even under a 16-bit default dtype
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self._names = tuple(shapes)
         for name, shape in shapes.items():
@@ -128,7 +128,7 @@ class StateSpaceLayer(nn.Module):
                 self.register_buffer(name, torch.empty(shape, dtype=dtype))
 
     def own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of the declared tensors."""
+        """Yield the declared tensors with their names."""
         for name in self._names:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -138,8 +138,8 @@ class StateSpaceLayer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise every declared tensor in place.
 
-        Tensors marked ``_is_hf_initialized`` (loaded from a checkpoint) keep their values. Projections initialise
-        themselves.
+        Tensors marked ``_is_hf_initialized`` (loaded from a checkpoint) keep their values. Projections are not
+        touched.
         """
         for name, tensor in self.own_tensors():
             if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
@@ -153,10 +153,10 @@ class StateSpaceLayer(nn.Module):
         return super()._apply(keep_precision(fn), recurse=False)
 
     def clear_cache(self) -> None:
-        """Drop what is kept between calls; only needed after an edit through ``.data``, which nothing can see."""
+        """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
 
     def _is_trained(self) -> bool:
-        """Whether an optimizer may change the tensors; a fused one raises no version counter, so nothing is kept."""
+        """Return whether an optimizer may change the tensors, and if so drop the cache: fused ones leave no trace."""
         trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
         if trained:
             self.clear_cache()
@@ -173,18 +173,18 @@ class StateSpaceLayer(nn.Module):
 
         Args:
             hidden_states: `(B, T, H)`, any floating dtype.
-            attention_mask: `(B, T)`, 1 = keep; inputs elsewhere count as zero, which makes padding exact on the left
-                and, as long as no state is taken from behind it, on the right.
-            state: State before the first token, as returned: a tensor of `state_shape`, or in a long convolution's
-                case several. That of no tokens when None. Causal only.
-            return_state: Whether to return the state after the last token too. Causal only.
+            attention_mask: `(B, T)`, 1 = keep; other inputs count as zero. Padding is exact on the left and, unless
+                a state is taken after it, on the right.
+            state: State before the first token, as returned: a tensor of `state_shape`, or several for a long
+                convolution. None starts afresh. Causal only.
+            return_state: Whether to also return the state after the last token. Causal only.
 
         Returns:
             `(B, T, H)` in the input's dtype, and with `return_state` the state after the last token, float32 or
             float64.
 
         Raises:
-            ValueError: A shape does not fit, or a state is asked of a bidirectional layer.
+            ValueError: A shape does not fit, or a bidirectional layer gets or returns a state.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state)
         kept = None if attention_mask is None else attention_mask.to(torch.bool)
@@ -211,15 +211,15 @@ class StateSpaceLayer(nn.Module):
             raise ValueError(
                 f"attention_mask must be {tuple(u.shape[:2])} like hidden_states; got {tuple(mask.shape)}"
             )
-        # not a product: a pad's NaN must not survive
+        # not a product, which would keep NaN in padding
         return u.masked_fill(~mask.to(torch.bool)[..., None], 0)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
-    """What tells tensors from others and from their own later values, as long as they are held on to.
+    """Return a key that changes when one of the tensors does, while the caller holds references to them.
 
-    A change is seen by storage, version counter, dtype, device and shape. An edit through ``.data`` is not, nor are
-    the steps of a fused optimizer: of tensors that require a gradient, nothing must be kept.
+    It sees storage, version counter, dtype, device and shape, but neither edits through ``.data`` nor steps of a fused
+    optimizer. Cache nothing of tensors that require a gradient.
     """
     return tuple(
         (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype, x.device, x.shape)

@@ -1,4 +1,4 @@
-"""Metrics that work without a network: ``load_metric("rouge")``, ``load_metric("glue", "cola")``."""
+"""Metrics that need no network: ``load_metric("rouge")``, ``load_metric("glue", "cola")``."""
 
 from typing import TYPE_CHECKING
 
@@ -10,26 +10,26 @@ if TYPE_CHECKING:
 __all__ = ["METRICS", "load_metric"]
 
 METRICS: dict[str, str] = {
-    "accuracy": "Share of the labels that are right.",
-    "glue": "The scores of a task of GLUE, which is the configuration: cola, mnli, mrpc, qnli, qqp, rte, ...",
+    "accuracy": "Share of correct labels.",
+    "glue": "The scores of a GLUE task, the configuration: cola, mnli, mrpc, qnli, qqp, rte, ...",
     "mse": "Mean squared error of predicted numbers.",
     "rouge": "ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum F-measures of summaries.",
 }
-"""Metric names that `load_metric` knows, with what they measure."""
+"""The metrics of `load_metric` and their descriptions."""
 
 
 def load_metric(name: str, config_name: str | None = None) -> "evaluate.Metric":
-    """Return a metric of this package, which needs neither a network nor a file in the working directory.
+    """Return a metric that needs neither a network nor a file in the working directory.
 
     Args:
         name: A key of `METRICS`.
-        config_name: The metric's configuration: the task of ``glue``; the others have none.
+        config_name: The task of ``glue``; None for other metrics.
 
     Returns:
         An `evaluate.Metric`: ``compute``, ``add_batch`` and ``evaluate.combine`` work as for metrics from the Hub.
 
     Raises:
-        ValueError: ``name`` is unknown, or ``config_name`` is not one of the metric's configurations.
+        ValueError: ``name`` is unknown, or ``config_name`` does not fit it.
     """
     if name not in METRICS:
         known = ", ".join(sorted(METRICS))

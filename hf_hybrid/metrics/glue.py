@@ -1,4 +1,4 @@
-"""The scores of GLUE, and those of other labelled data, as `evaluate.Metric` classes that work offline.
+"""Scores of GLUE and of other labelled data as `evaluate.Metric` classes that work offline.
 
 GLUE: Wang et al., "GLUE: A Multi-Task Benchmark and Analysis Platform for Natural Language Understanding" (2019).
 """
@@ -16,22 +16,22 @@ Numbers = np.ndarray[Any, Any]
 
 
 def accuracy(predictions: Numbers, references: Numbers) -> float:
-    """Share of predictions that are right."""
+    """Share of correct predictions."""
     return float(np.mean(predictions == references))
 
 
 def f1(predictions: Numbers, references: Numbers) -> float:
-    """Harmonic mean of precision and recall of label 1; zero where neither is defined."""
+    """Harmonic mean of precision and recall of label 1; zero if undefined."""
     hits = np.sum((predictions == 1) & (references == 1))
     total = np.sum(predictions == 1) + np.sum(references == 1)
     return float(2 * hits / total) if total else 0.0
 
 
 def matthews_correlation(predictions: Numbers, references: Numbers) -> float:
-    """Correlation of predicted and true labels, zero where one of them never changes.
+    """Correlation of predicted and true labels; zero if one of them is constant.
 
-    (n s - p·t) / sqrt((n² - p·p) (n² - t·t)), with n pairs, s of them right, p and t the counts of each label among
-    predictions and references (Gorodkin 2004; for two labels, Matthews 1975).
+    (n s - p·t) / sqrt((n² - p·p) (n² - t·t)), with n pairs, s of them correct, and the counts p and t of each label
+    among predictions and references (Gorodkin 2004; for two labels, Matthews 1975).
     """
     labels = np.union1d(predictions, references)
     predicted, true = (np.array([np.sum(x == y) for y in labels], dtype=float) for x in (predictions, references))
@@ -41,14 +41,14 @@ def matthews_correlation(predictions: Numbers, references: Numbers) -> float:
 
 
 def pearson(predictions: Numbers, references: Numbers) -> float:
-    """Linear correlation; not a number where one side never changes."""
+    """Linear correlation; not a number if one side is constant."""
     x, y = (values - np.mean(values) for values in (predictions, references))
     spread = np.sqrt((x @ x) * (y @ y))
     return float(np.clip((x @ y) / spread, -1.0, 1.0)) if spread > 0 else float("nan")
 
 
 def spearmanr(predictions: Numbers, references: Numbers) -> float:
-    """Linear correlation of the ranks; equal values share the mean of theirs."""
+    """Linear correlation of the ranks; equal values share their mean rank."""
     return pearson(_ranks(predictions), _ranks(references))
 
 
@@ -87,10 +87,10 @@ GLUE_SCORES: dict[str, tuple[str, ...]] = {
 
 
 class LabelScores(evaluate.Metric):
-    """Scores of predicted labels, or of predicted numbers.
+    """Scores of predicted labels or numbers.
 
     Args:
-        scores: Keys of `SCORES`: all of labels, or all of numbers.
+        scores: Keys of `SCORES`, all for labels or all for numbers.
         **kwargs: Arguments of `evaluate.Metric`.
     """
 
@@ -114,7 +114,7 @@ class LabelScores(evaluate.Metric):
 
 
 class Glue(LabelScores):
-    """The scores of one task of GLUE, under the names of the Hub's metric.
+    """The scores of one GLUE task, named as in the Hub's metric.
 
     Args:
         task: A key of `GLUE_SCORES`.

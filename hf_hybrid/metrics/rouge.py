@@ -16,12 +16,12 @@ _SEED = 42
 
 _INPUTS = """
 Args:
-    predictions: Generated texts. For rougeLsum, one sentence a line.
-    references: A reference for each, or a list of references for each.
+    predictions: Generated texts. For rougeLsum, one sentence per line.
+    references: A reference, or a list of references, for each text.
     rouge_types: Some of rouge1 ... rouge9, rougeL, rougeLsum. Default: rouge1, rouge2, rougeL, rougeLsum.
-    use_aggregator: Return one number for each type (default), not a list with one for each text.
+    use_aggregator: Return one number per type (default) instead of a list with one number per text.
     use_stemmer: Strip word endings with the Porter stemmer before comparing. Default: False.
-    tokenizer: A function from a text to its words, in place of rouge_score's.
+    tokenizer: A function from a text to its words, instead of rouge_score's.
 Returns:
     F-measures between 0 and 1 by type.
 """
@@ -30,12 +30,12 @@ Returns:
 class Rouge(evaluate.Metric):
     """ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum F-measures.
 
-    Takes the arguments and returns the keys of the Hub's ``rouge``. Aggregates are the medians of 1,000 bootstrap
-    resamples, which differ from the mean by a little noise; ``use_aggregator=False`` gives the scores themselves. With
-    several references for a text, the best F-measure of each type counts.
+    Arguments and keys are those of the Hub's ``rouge``. Aggregates are medians of 1,000 bootstrap resamples, close to
+    the mean; ``use_aggregator=False`` returns the scores. With several references for a text, the best F-measure of
+    each type counts.
 
     Args:
-        seed: Seed of the bootstrap. The default is fixed, so that equal texts score equally.
+        seed: Seed of the bootstrap, fixed by default, so that equal texts score equally.
         **kwargs: Arguments of `evaluate.Metric`.
     """
 
@@ -56,10 +56,10 @@ class Rouge(evaluate.Metric):
         )
 
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
-        """Add predictions and references to those that ``compute()`` will score.
+        """Add predictions and references for ``compute()``.
 
         Raises:
-            ValueError: There are none, their numbers differ, or they are not texts.
+            ValueError: There are none, their numbers differ, or they are not text.
         """
         if predictions is not None and len(predictions) == 0:
             raise ValueError("predictions must hold at least one text; got none")
@@ -95,7 +95,7 @@ class Rouge(evaluate.Metric):
 
 
 class _Words:
-    """Gives a function the method that rouge_score asks of a tokenizer."""
+    """Wraps a function as a tokenizer of rouge_score."""
 
     def __init__(self, split: Callable[[str], list[str]]) -> None:
         self._split = split

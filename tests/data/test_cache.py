@@ -59,5 +59,5 @@ def test_others_wait_for_the_first_and_never_see_half_a_folder(tmp_path):
 
 def test_a_place_that_is_no_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cache_dir must be a folder that can be written to; got .*file"):
+    with pytest.raises(ValueError, match=r"cache_dir must be a writable folder; got .*file"):
         cached_folder(tmp_path / "file" / "b", lambda folder: None)

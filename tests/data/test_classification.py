@@ -148,7 +148,7 @@ def test_labels_of_another_split():
     assert labels.encode(["YES", "no"], name="test") == [1, 0]
     with pytest.raises(ValueError, match=r"split 'test' must hold a label in every row; 1 of 2 rows have none: row 2"):
         labels.encode(["no", None], name="test")
-    with pytest.raises(ValueError, match=r"split 'test' must be among .*\(no, yes\); 'maybe' is not, in row 1, 3 \("):
+    with pytest.raises(ValueError, match=r"split 'test' must be labels .*\(no, yes\); 'maybe' is not, in row 1, 3 \("):
         labels.encode(["maybe", "no", "Maybe"], name="test")
     with pytest.raises(ValueError, match=r"split 'test' must hold a number .*; row 2 .* holds 'x'"):
         find_labels([0.5], name="train").encode([1, "x"], name="test")

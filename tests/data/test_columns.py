@@ -94,7 +94,7 @@ def test_splits_may_differ_in_columns_that_are_not_needed(caplog):
     splits = splits_of(train="id text summary", validation="text summary best")
     with caplog.at_level(logging.INFO):
         assert summarization_columns(splits, dataset_name=None) == ("text", "summary")
-    assert "columns that are not in every split are left out: id, best" in caplog.text
+    assert "ignoring columns that some splits lack: id, best" in caplog.text
     assert summarization_columns(splits_of(train="extra long short", test="long short"), dataset_name=None) == (
         "long",
         "short",
@@ -109,7 +109,7 @@ def test_a_row_without_text_is_refused_with_split_column_and_row(name):
     with pytest.raises(
         ValueError,
         match=rf"split '{name}' must hold text in every row; 3 of 5 rows do not: 'text' of row 2, 'text' of row 3, "
-        r"'summary' of row 4 \(the first row is 1\)\. drop_empty_rows leaves such rows out",
+        r"'summary' of row 4 \(the first row is 1\)\. drop_empty_rows drops such rows",
     ):
         check_texts(Dataset.from_dict(EMPTY), ("text", "summary"), name=name)
 

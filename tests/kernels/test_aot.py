@@ -34,9 +34,11 @@ def test_shipped_configurations_were_compiled_as_they_are(op, fingerprints):
     )
 
 
-def test_a_fingerprint_sees_code_and_configurations_but_no_comment(fingerprints, monkeypatch):
+def test_a_fingerprint_sees_code_and_configurations_but_no_comment_or_docstring(fingerprints, monkeypatch):
     before, source = fingerprints["ssm_step"], inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda module: source(module).replace("\n", "  # a comment\n\n"))
+    assert aot.fingerprints()["ssm_step"] == before
+    monkeypatch.setattr(inspect, "getsource", lambda module: source(module).replace('"""', '"""More. ', 1))
     assert aot.fingerprints()["ssm_step"] == before
     monkeypatch.setattr(inspect, "getsource", lambda module: source(module) + "\nunused = 1\n")
     assert aot.fingerprints()["ssm_step"] != before

@@ -345,7 +345,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
             {"b": torch.zeros(2, 5, 3, dtype=torch.bfloat16)},
             "b must have a's dtype torch.complex128; got torch.bfloat16",
         ),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "b must have a batch of 1 where cu_seqlens is given; got 2"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "b must have a batch of 1 with cu_seqlens; got 2"),
         (
             {"b": torch.zeros(1, 5, 3, dtype=torch.complex128), "cu_seqlens": torch.tensor([0, 5])},
             r"initial_state must be \(N, P\) = \(1, 3\); got \(2, 3\)",

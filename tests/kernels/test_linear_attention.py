@@ -299,11 +299,11 @@ def test_errors_name_the_argument():
             linear_attention(*arguments)
     with pytest.raises(ValueError, match=r"state must be \(B, H, K, V\) = \(2, 2, 5, 3\); got \(1, 2, 5, 3\)"):
         linear_attention(query, key, value, state=state[:1])
-    with pytest.raises(ValueError, match="query must have a batch of 1 where cu_seqlens is given; got 2"):
+    with pytest.raises(ValueError, match="query must have a batch of 1 with cu_seqlens; got 2"):
         linear_attention(query, key, value, cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match=r"state must be \(N, H, K, V\) = \(1, 2, 5, 3\); got \(2, 2, 5, 3\)"):
         linear_attention(*(x[:1] for x in (query, key, value)), state=state, cu_seqlens=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="gate must be None where norm_eps is None"):
+    with pytest.raises(ValueError, match="gate must be None when norm_eps is None"):
         linear_attention(query, key, value, gate=value)
     with pytest.raises(
         ValueError, match=r"gate must be \(B, T, H, V\) = .* of torch.float64; got .* of torch.float32"
@@ -311,5 +311,5 @@ def test_errors_name_the_argument():
         linear_attention(query, key, value, norm_eps=1e-6, gate=value.float())
     with pytest.raises(ValueError, match="norm_eps must be positive; got 0"):
         linear_attention(query, key, value, norm_eps=0)
-    with pytest.raises(ValueError, match="state must be None for attention that is not causal"):
+    with pytest.raises(ValueError, match="state must be None unless causal"):
         linear_attention(query, key, value, state=state, causal=False)

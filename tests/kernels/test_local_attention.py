@@ -523,7 +523,7 @@ def test_triton_is_refused_with_a_reason():
         ({"causal": True}, r"bias must have shape \(H, reach \+ 1\) = \(2, 6\).*got \(2, 11\)"),
         ({"bias": torch.zeros(2, 11).long()}, "bias must be of a floating dtype; got torch.int64"),
         ({"attention_mask": torch.ones(2, 19)}, r"attention_mask must have shape .* = \(2, 20\); got \(2, 19\)"),
-        ({"cu_seqlens": torch.tensor([0, 20])}, "query must have a batch of 1 where cu_seqlens is given; got 2"),
+        ({"cu_seqlens": torch.tensor([0, 20])}, "query must have a batch of 1 with cu_seqlens; got 2"),
         ({"cu_seqlens": torch.tensor([0.0, 20.0])}, r"cu_seqlens must be \(N \+ 1,\) of int32 or int64"),
         ({"query": torch.zeros(2, 20, 8)}, r"query must have shape \(B, T, H, K\); got \(2, 20, 8\)"),
         ({"query": torch.zeros(2, 0, 2, 8)}, "query must hold at least one token"),

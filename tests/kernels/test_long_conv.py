@@ -385,7 +385,7 @@ def test_errors_name_the_argument():
         long_conv(u, kernel, input_gate=u.long())
     with pytest.raises(ValueError, match="activation must be one of None, silu; got 'gelu'"):
         long_conv(u, kernel, activation="gelu")
-    with pytest.raises(ValueError, match="u must have a batch of 1 where cu_seqlens is given; got 2"):
+    with pytest.raises(ValueError, match="u must have a batch of 1 with cu_seqlens; got 2"):
         long_conv(u, kernel, cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 8"):
         long_conv(u[:1], kernel, cu_seqlens=torch.tensor([0, 9, 8]))

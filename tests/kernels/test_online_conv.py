@@ -144,5 +144,5 @@ def test_a_state_of_another_shape_is_refused():
     u, kernel, skip = make(12)
     state = start_online_conv(u[:, :4], kernel)
     for tokens, taps in ((u[:1], kernel), (u, kernel[:, :3]), (u[..., :2], kernel[:2])):
-        with pytest.raises(ValueError, match="state must be of"):
+        with pytest.raises(ValueError, match="state must have"):
             online_conv(tokens, taps, state, skip=skip)

@@ -407,11 +407,11 @@ def test_a_step_compiles_without_graph_breaks(backend, monkeypatch):
         ({"norm": torch.ones(2, 3, 1, 2)}, r"norm must be \(D, H, 1, V or 1\) .*; got \(2, 3, 1, 2\)"),
         ({"state": None, "sigma": None}, "norm must be None without state"),
         ({"documents": torch.zeros(3, dtype=torch.long)}, r"documents must be \(B,\) = \(4,\) of int64; got \(3,\)"),
-        ({"documents": None}, "documents must be given where norm has not query's B = 4; got None"),
+        ({"documents": None}, "documents must be given if norm does not have query's B = 4; got None"),
         ({"key": torch.zeros(2, 3, 5, 6, 4)}, "key must have query's dtype torch.float64; got torch.float32"),
         ({"visible": torch.ones(3, 6, dtype=torch.bool)}, r"visible must be \(B or 1, S\) of bool .*got \(3, 6\)"),
         ({"visible": torch.ones(4, 6)}, "visible must be .* of torch.float32"),
-        ({"sigma": torch.ones(2)}, r"sigma must hold one number, beside key and state; got \(2,\)"),
+        ({"sigma": torch.ones(2)}, r"sigma must hold one number, and needs key and state; got \(2,\)"),
     ],
 )
 def test_bad_arguments_of_a_step(changes, message):

@@ -231,7 +231,7 @@ def test_errors_name_the_argument():
         (
             (u, kernel),
             {"cu_seqlens": torch.tensor([0, 8])},
-            "u must have a batch of 1 where cu_seqlens is given; got 2",
+            "u must have a batch of 1 with cu_seqlens; got 2",
         ),
         ((u[:1], kernel), {"cu_seqlens": torch.tensor([8])}, r"cu_seqlens must be \(N \+ 1,\) of int32 or int64"),
         ((u[:1], kernel), {"cu_seqlens": torch.tensor([0, 5, 7])}, r"must rise from 0 to T = 8; got \[0, 5, 7\]"),

@@ -336,11 +336,11 @@ def test_compiles_without_graph_breaks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cutoffs": ()}, r"cutoffs must be ascending positive numbers below vocab_size 50, one at least; got \(\)"),
-        ({"cutoffs": (0, 10)}, r"cutoffs must be ascending .* got \(0, 10\)"),
-        ({"cutoffs": (20, 10)}, r"cutoffs must be ascending .* got \(20, 10\)"),
-        ({"cutoffs": (10, 10)}, r"cutoffs must be ascending .* got \(10, 10\)"),
-        ({"cutoffs": [10, 50]}, r"cutoffs must be ascending .* got \(10, 50\)"),
+        ({"cutoffs": ()}, r"cutoffs must be one or more ascending positive numbers below vocab_size 50; got \(\)"),
+        ({"cutoffs": (0, 10)}, r"cutoffs must be one or more ascending .* got \(0, 10\)"),
+        ({"cutoffs": (20, 10)}, r"cutoffs must be one or more ascending .* got \(20, 10\)"),
+        ({"cutoffs": (10, 10)}, r"cutoffs must be one or more ascending .* got \(10, 10\)"),
+        ({"cutoffs": [10, 50]}, r"cutoffs must be one or more ascending .* got \(10, 50\)"),
         ({"factor": 0}, "factor must be a positive integer; got 0"),
         ({"hidden_size": 24}, "hidden_size must be a positive multiple of 16, factor .* got 24"),
         ({"hidden_size": 0}, "hidden_size must be a positive multiple of 16, factor .* got 0"),
@@ -355,7 +355,7 @@ def test_bad_inputs():
     embedding, softmax = make()
     with pytest.raises(ValueError, match=r"labels must be \(2, 3\); got \(3,\)"):
         softmax.loss(draw(2, 3, WIDTH), draw_ids(3), embedding)
-    with pytest.raises(ValueError, match=r"embedding must be the one tied to, .* got None"):
+    with pytest.raises(ValueError, match=r"embedding must be the tied one, .* got None"):
         softmax(draw(3, WIDTH))
-    with pytest.raises(ValueError, match=r"embedding must be the one tied to, .* got .*end=11"):
+    with pytest.raises(ValueError, match=r"embedding must be the tied one, .* got .*end=11"):
         softmax.loss(draw(3, WIDTH), draw_ids(3), AdaptiveEmbedding(VOCAB, WIDTH, (11, 23)))

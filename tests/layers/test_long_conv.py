@@ -369,8 +369,8 @@ def test_branch_norms_use_their_own_statistics_in_training():
         ({"lam": -1.0}, "lam must not be negative; got -1.0"),
         ({"kernel_dropout": 1.0}, r"kernel_dropout must lie in \[0, 1\); got 1.0"),
         ({"smoothing": 2}, "smoothing must be a positive odd integer; got 2"),
-        ({"short_kernel_sizes": ()}, "short_kernel_sizes must be positive integers, one at least"),
-        ({"short_kernel_sizes": (3, 0)}, "short_kernel_sizes must be positive integers"),
+        ({"short_kernel_sizes": ()}, "short_kernel_sizes must be one or more positive integers"),
+        ({"short_kernel_sizes": (3, 0)}, "short_kernel_sizes must be one or more positive integers"),
         ({"short_kernel_sizes": (3, 8), "bidirectional": True}, "short_kernel_sizes must be odd"),
     ],
 )
@@ -385,7 +385,7 @@ def test_bad_states_are_refused():
     for name, kind in (("long", "ConvState"), ("short-long", "ShortLongState")):
         with pytest.raises(ValueError, match=f"state must be a {kind}, as returned; got Tensor"):
             make(name)(u, state=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="state must be of 1 sequences"):
+    with pytest.raises(ValueError, match="state must have 1 sequences"):
         make("long")(u[:1], state=state)
     with pytest.raises(ValueError, match=r"state must be \(2, 6, 4\); got \(2, 6, 3\)"):
         make("moving average")(u, state=torch.zeros(2, 6, 3))

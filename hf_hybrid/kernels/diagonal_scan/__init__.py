@@ -1,4 +1,4 @@
-"""Scan of a diagonal linear recurrence that stays the same over time, as in S5: linear work, logarithmic depth.
+"""Scan of a time-invariant diagonal linear recurrence, as in S5: linear work, logarithmic depth.
 
 B batch · T length · P states · N packed sequences
 """
@@ -24,27 +24,27 @@ def diagonal_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run a recurrence of decoupled states over a sequence, all tokens in parallel.
+    """Run a diagonal recurrence over a sequence, all tokens in parallel.
 
         x[t] = a x[t-1] + b[t]      (S5, section 3, with a = diag(Abar) and b[t] = Bbar u[t])
 
-    O(T P) multiplications, forward and backward, in 2 log2(T) steps over memory of the input's size where torch runs.
-    Saved for the backward pass is x alone, and that only where a is trained.
+    O(T P) multiplications, forward and backward; the torch backend takes 2 log2(T) steps and memory of the input's
+    size. The backward pass stores x, and only if a is trained.
 
     Args:
-        a: `(P,)`, float32, float64, complex64 or complex128; magnitudes up to 1 for a recurrence that stays bounded.
-        b: `(B, T, P)` in a's dtype; bfloat16 or float16, too, where a is float32 (torch has no such complex numbers).
+        a: `(P,)`, float32, float64, complex64 or complex128; magnitudes up to 1 keep the recurrence bounded.
+        b: `(B, T, P)` in a's dtype; also bfloat16 or float16 for float32 a.
         initial_state: x before the first token, `(B, P)` in a's dtype; zeros when None.
-        reverse: Whether to run from the last token to the first, x[t] = a x[t+1] + b[t]; the initial state then lies
-            behind the last token.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
-            sequence alone. Where torch runs, the bounds are read by the host.
+        reverse: Whether to run from the last token to the first, x[t] = a x[t+1] + b[t], with the initial state after
+            the last token.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, states have N rows, and the result is that of each sequence alone. The torch
+            backend reads the bounds on the host.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        x `(B, T, P)` in b's dtype, and the final state `(B, P)` in a's, the x of the token that comes last in the
-        scan's direction. Differentiable, also twice, in a, b and the initial state.
+        x `(B, T, P)` in b's dtype, and the final state `(B, P)` in a's: x of the last token in the scan's direction.
+        Twice differentiable in a, b and the initial state.
 
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.

@@ -1,4 +1,4 @@
-"""The diagonal recurrence as an opaque op with its own backward, which can be differentiated again."""
+"""The diagonal recurrence as a custom op with a differentiable backward."""
 
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ def diagonal_scan(
     transposed: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """States and the final one: x = a c + b, c <- x; or, `transposed`, x = c + b, c <- a x, from c = initial_state."""
+    """Return all states and the last: x = a c + b, c <- x; if `transposed`, x = c + b, c <- a x; c = initial_state."""
     run = _triton(backend, b, a, initial_state, cu_seqlens) or torch_impl
     return run.forward(a, b, initial_state, cu_seqlens, reverse, transposed)
 
@@ -48,7 +48,7 @@ def diagonal_scan_backward(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of b, the initial state and a, in one pass where Triton runs."""
+    """Return gradients of b, the initial state and a; Triton needs one pass."""
     run = _triton(backend, grad, a, initial_state, cu_seqlens) or torch_impl
     return run.backward(grad, grad_final, a, states, initial_state, cu_seqlens, reverse)
 
@@ -67,13 +67,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-    """The transpose of the recurrence, and that of the transpose, with the gradient of a:
+    """Run the transposed recurrence, or the recurrence if `transposed`, and compute the gradient of a.
 
     d[t] = grad[t] + c, c <- conj(a) d[t];  da = sum over t of conj(x[t-1]) d[t], or of conj(x[t]) d[t-1] transposed.
-    """  # noqa: D415
+    """
     a, states, initial_state, cu_seqlens = ctx.saved_tensors
     d_a = None
-    # what a gradient is taken of again is made of ops that have one
+    # second derivatives need ops that are differentiable
     if ctx.needs_input_grad[0] and not ctx.transposed and not torch.is_grad_enabled():
         options = (cu_seqlens, ctx.reverse, ctx.backend)
         d, d_initial, d_a = diagonal_scan_backward(grad, grad_final, a, states, initial_state, *options)

@@ -1,4 +1,4 @@
-"""The diagonal recurrence as the loop it is: the specification of `hf_hybrid.kernels.diagonal_scan`.
+"""The diagonal recurrence as a loop: the specification of `hf_hybrid.kernels.diagonal_scan`.
 
 Shapes: `B` batch · `T` length · `P` states.
 """
@@ -17,7 +17,7 @@ def diagonal_scan(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `hf_hybrid.kernels.diagonal_scan` token by token; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.diagonal_scan` token by token, without checks."""
     if cu_seqlens is not None:
         parts = []
         for n, at in enumerate(bounds(cu_seqlens, b.shape[1])):

@@ -1,10 +1,9 @@
 """The diagonal recurrence as a work-efficient parallel scan (Blelloch 1990).
 
-Blocks of 2, 4, 8, ... tokens are reduced to their last state by one multiplication with a, a^2, a^4, ... (up), then
-every block hands its last state to the half block behind it (down): local results and carry as in a scan by chunks,
-on every scale at once. It happens in place, with at most 2 T multiplications and additions per state, and roundings
-grow with log2(T) where a loop's grow with the memory of the recurrence. Because a is constant over time, no products
-of it are scanned; its powers are squared in float64.
+The up sweep reduces blocks of 2, 4, 8, ... tokens to their last state by one multiplication with a, a^2, a^4, ...;
+the down sweep passes each block's last state to the half block after it. The scan works in place with at most 2 T
+multiplications and additions per state. Rounding errors grow with log2(T), those of a loop with the memory of the
+recurrence. Because a is constant, only its powers are needed, squared in float64.
 
 Shapes: `B` batch · `T` length · `P` states.
 """
@@ -16,7 +15,7 @@ from ..packed import run_each
 
 
 def _rows(length: int, first: int, stride: int, reverse: bool) -> tuple[slice, slice]:
-    """Every other block's row, counted in the scan's direction from `first` on, and the row `stride` before each."""
+    """Return every other block's row from `first` on in the scan's direction, and the row `stride` before each."""
     if reverse:
         start, stop = (length - 1 - first) % (2 * stride), length - first
         return slice(start, stop, 2 * stride), slice(start + stride, stop + stride, 2 * stride)
@@ -44,7 +43,7 @@ def _scan_in_place(a: Tensor, x: Tensor, reverse: bool) -> None:
 def _scan_alone(
     b: Tensor, initial_state: Tensor | None, a: Tensor, reverse: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """One sequence or a batch of them, also without tokens, as for `forward`."""
+    """Run `forward` on a batch or one sequence, which may be empty."""
     x = b.to(a.dtype, copy=True, memory_format=torch.contiguous_format)
     if b.shape[1] == 0:
         return x.to(b.dtype), x.sum(1) if initial_state is None else initial_state.clone()
@@ -65,7 +64,7 @@ def forward(
     reverse: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """States in b's dtype and the final one in a's; not differentiable."""
+    """Return states in b's dtype and the final one in a's; not differentiable."""
     if cu_seqlens is None:
         return _scan_alone(b, initial_state, a, reverse, transposed)
 
@@ -85,13 +84,13 @@ def backward(
     cu_seqlens: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of b, the initial state and a."""
+    """Return gradients of b, the initial state and a."""
     d, d_initial = forward(a.conj_physical(), grad, grad_final, cu_seqlens, not reverse, True)
     return d, d_initial, pair(states, d, initial_state, cu_seqlens, reverse, a.dtype)
 
 
 def _before(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor, reverse: bool) -> Tensor:
-    """The state before each token of packed sequences, `(1, T, P)`."""
+    """Return the state before each token of packed sequences, `(1, T, P)`."""
     token = torch.arange(x.shape[1], device=x.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     first = token == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[sequence])
@@ -102,7 +101,7 @@ def _before(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor, reverse
 def pair(
     x: Tensor, d: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The sum over tokens of conj(x[t-1]) d[t], `(P,)`, where the initial state is before the first."""
+    """Return the sum over tokens of conj(x[t-1]) d[t], `(P,)`; x[-1] is the initial state."""
     if cu_seqlens is not None:
         return _product(_before(x, initial_state, cu_seqlens, reverse), d, dtype)
     before, after, first = (x[:, 1:], d[:, :-1], -1) if reverse else (x[:, :-1], d[:, 1:], 0)

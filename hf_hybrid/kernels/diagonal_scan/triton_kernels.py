@@ -1,21 +1,20 @@
-"""The diagonal recurrence on a GPU: sequential over tokens where it is short, in parallel over spans where it is long.
+"""The diagonal recurrence on a GPU: sequential over tokens if short, parallel over spans if long.
 
-The sequence is cut into spans of 128 tokens. What each span ends with, if nothing came before it, is computed by
-programs that know nothing of each other (`walk_kernel`, which then stores nothing else); a loop over spans with the
-power a^128 turns that into what each span begins with (`carry_kernel`); and the same walk once more, from there,
-stores every state. So b is read twice and x written once, where a single sequence had too few states to fill a GPU.
-Sequences of one span are walked over once.
+The sequence is cut into spans of 128 tokens. Independent programs compute each span's last state, starting from zero
+(`walk_kernel`, storing nothing else); a loop over spans with the power a^128 turns these into the initial state of
+each span (`carry_kernel`); a second walk from there stores every state. So b is read twice and x written once, which
+fills a GPU even for a single sequence. Sequences of one span need one walk.
 
-One lane owns one state, and the states of a token lie side by side: lanes read neighbours, and nothing passes between
-them. Of complex numbers a lane owns both parts; x_ is the imaginary part of x.
+One lane owns one state. The states of a token are adjacent, so lanes read neighbours and exchange nothing. A lane owns
+both parts of a complex number; x_ is the imaginary part of x.
 
-The gradient is the transpose of the recurrence, and runs in the other direction:
+The gradient is the transposed recurrence in the other direction:
 
     d[t] = grad[t] + c,  then  c <- conj(a) d[t]         from c = the gradient of the final state
     da = sum_t conj(x[t-1]) d[t]                         with x[-1] the initial state, whose gradient is the last c
 
-It is the same walk with the multiplication behind the sum (TRANSPOSED), and da is summed on the way, per span, in a
-place of its own; torch adds those up: no atomics, the same bits in every run.
+It is the same walk with the multiplication after the sum (TRANSPOSED). Each span sums its part of da in separate
+memory, and torch adds the parts: no atomics, the same bits in every run.
 
 B batch · T length · P states · S spans of tokens
 """
@@ -36,14 +35,14 @@ CONFIGURATIONS = {
     "carry": Configuration("carry", "sequences longer than a span", {"BP": 32}, num_warps=1, num_stages=1),
     "walk": Configuration("walk", "everything", {"BP": 32, "STEP": 8}, num_warps=1, num_stages=1),
 }
-"""STEP tokens are loaded at a time. With a warp per program, even few states make programs enough."""
+"""STEP tokens per load. With one warp per program, even few states give enough programs."""
 
 _SPAN = 128
-"""Tokens, a power of two: roundings grow with it and with the number of spans, and at 16384 tokens most slowly so."""
+"""Tokens, a power of two: rounding errors grow with it and with the number of spans; the best for 16384 tokens."""
 
 
 def why_not(b: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     if b.dtype not in (torch.complex64, torch.float32, torch.bfloat16, torch.float16):
         return f"b must be complex64, float32, bfloat16 or float16; got {b.dtype}"
     return None
@@ -190,7 +189,7 @@ def carry_kernel(
 
 
 def _pairs(x: Tensor | None) -> Tensor | None:
-    """Contiguous, complex numbers as pairs of real ones."""
+    """Make contiguous, with complex numbers as pairs of real ones."""
     if x is None or not x.is_complex():
         return None if x is None else x.contiguous()
     return torch.view_as_real(x.resolve_conj().contiguous())
@@ -204,7 +203,7 @@ def forward(
     reverse: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The states in b's dtype, and the final one in a's."""
+    """Return the states in b's dtype, and the final one in a's."""
     x, final, _ = _run(a, b, initial_state, cu_seqlens, reverse, transposed)
     return x, final
 
@@ -218,7 +217,7 @@ def backward(
     cu_seqlens: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of b, the initial state and a, in one pass."""
+    """Return gradients of b, the initial state and a, in one pass."""
     saved = states, initial_state
     d, d_initial, d_a = _run(a.conj_physical(), grad, grad_final, cu_seqlens, not reverse, True, *saved)
     assert d_a is not None
@@ -235,7 +234,7 @@ def _run(
     saved: Tensor | None = None,
     saved_initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The states in b's dtype, the final one in a's; and where states are `saved`, the gradient of the a they had."""
+    """Return the states in b's dtype, the final one in a's, and with `saved` states the gradient of their a."""
     batch, length, states = b.shape
     number, place = span_arguments(cu_seqlens, batch, length, _SPAN)
     sequences = place["SEQUENCES"]
@@ -270,7 +269,7 @@ def _run(
         final = torch.empty(sequences, states, dtype=a.dtype, device=b.device)
     elif initial is None:
         final = torch.zeros(sequences, states, dtype=a.dtype, device=b.device)
-    else:  # a sequence without tokens, which no program sees, ends with what it begins with
+    else:  # no program visits a sequence without tokens, which keeps its initial state
         final = initial.clone(memory_format=torch.contiguous_format)
     if saved is None:
         walk("walk", x=_pairs(x), final=_pairs(final))

@@ -1,4 +1,4 @@
-"""Attention whose weights are Mega's Laplace function of each score alone: no softmax, and quadratic in T.
+"""Attention with Mega's Laplace function of each score as weights instead of a softmax; quadratic in T.
 
 Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim · `C` chunk
 """
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_integer, choose_backend
+from ..dispatch import check_devices, check_dtypes, check_integer, choose_backend
 from . import torch_impl
 
 __all__ = ["laplace", "laplace_attention"]
@@ -20,8 +20,8 @@ SIGMA = math.sqrt(0.25 / math.pi)
 def laplace(x: Tensor) -> Tensor:
     """Mega's substitute for a softmax: f(x) = (1 + erf((x - mu) / (sigma sqrt(2)))) / 2.
 
-    With mu = sqrt(1/2) and sigma = sqrt(1 / (4 pi)) it has the value and the slope of relu(x)^2 at mu, but stays
-    between 0 and 1 (Ma et al. 2022, eq. 17).
+    With mu = sqrt(1/2) and sigma = sqrt(1 / (4 pi)) it has value and slope of relu(x)^2 at mu, and stays between 0
+    and 1 (Ma et al. 2022, eq. 17).
 
     Args:
         x: Any shape, floating.
@@ -41,31 +41,46 @@ def laplace_attention(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Weight every value with the Laplace function of its key's score, divided by how many keys the query sees.
+    """Weight every value with the Laplace function of its key's score, divided by the number of keys seen.
 
     o[t] = sum_{j in N(t)} f(q[t].k[j] / |N(t)|) v[j]      (Mega, section 3.2; CHELA's attention "laplace", table 7)
 
-    N(t) are the kept keys, up to t itself when causal, of the chunk that t lies in if there are chunks. O(T S) time,
-    or O(T C); memory O(T), since scores are made again in the backward, block by block.
+    N(t) contains the kept keys, up to t when causal, of t's chunk if there are chunks. Time is O(T S), or O(T C) with
+    chunks; memory is O(T), since the backward recomputes scores block by block.
 
     Args:
         query: `(B, T, H, K)`, any floating dtype.
-        key: `(B, S, H, K)` in query's dtype, S >= T; the last T of them are those of the queries' own tokens.
+        key: `(B, S, H, K)` in query's dtype, S >= T; the last T belong to the tokens of the queries.
         value: `(B, S, H, V)` in query's dtype.
         causal: Whether to hide later keys.
-        attention_mask: `(B, S)`, nonzero = keep; all when None.
+        attention_mask: `(B, S)`, nonzero = keep; None keeps all.
         chunk_size: C; no chunks when None.
-        first: `(B,)`, the place among the keys, possibly before the first, where the grid of chunks starts; each row's
-            first kept key when None, so that left padding does not move it.
+        first: `(B,)`, the key position, possibly negative, where the grid of chunks starts. When None, each row's
+            first kept key, so that left padding does not move the grid.
         dropout: Probability of dropping a weight.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, H, V)` in query's dtype, computed in float32, or float64 for float64 input; 0 where nothing is seen.
+        `(B, T, H, V)` in query's dtype, computed in float32, or float64 for float64 input; 0 for queries without keys.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
+    _check(query, key, value, attention_mask, chunk_size, first, dropout)
+    if not torch.compiler.is_compiling():
+        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
+    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout, laplace)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    chunk_size: int | None,
+    first: Tensor | None,
+    dropout: float,
+) -> None:
     if query.dim() != 4 or query.shape[1] == 0 or not query.is_floating_point():
         raise ValueError(
             f"query must be a floating-point (B, T, H, K) with T > 0; got {tuple(query.shape)} of {query.dtype}"
@@ -78,8 +93,7 @@ def laplace_attention(
                 f"{name} must be (B, S, H, {expected}) with query's B and H, and S >= {query.shape[1]}; "
                 f"got {tuple(tensor.shape)}"
             )
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    check_dtypes(query, key=key, value=value)
     if value.shape[1] != key.shape[1]:
         raise ValueError(f"value must have as many tokens as key, {key.shape[1]}; got {value.shape[1]}")
     if attention_mask is not None and attention_mask.shape != key.shape[:2]:
@@ -92,6 +106,3 @@ def laplace_attention(
         raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
-    if not torch.compiler.is_compiling():
-        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
-    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout, laplace)

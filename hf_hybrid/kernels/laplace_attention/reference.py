@@ -1,4 +1,4 @@
-"""Laplace attention with all its weights at once: the specification of `hf_hybrid.kernels.laplace_attention`.
+"""Laplace attention with all weights at once: the specification of `hf_hybrid.kernels.laplace_attention`.
 
 Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim
 """
@@ -19,7 +19,7 @@ def laplace_attention(
     chunk_size: int | None = None,
     first: Tensor | None = None,
 ) -> Tensor:
-    """Compute `hf_hybrid.kernels.laplace_attention` without dropout; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.laplace_attention` without dropout and checks."""
     wide = torch.promote_types(query.dtype, torch.float32)
     batch, length, keys = query.shape[0], query.shape[1], key.shape[1]
     place = torch.arange(keys, device=query.device)

@@ -1,4 +1,4 @@
-"""Laplace attention by blocks of queries, whose scores are made again in the backward.
+"""Laplace attention by blocks of queries; the backward recomputes their scores.
 
 Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim · `C` chunk
 """
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..precision import compute_dtype, full_precision
 
 _SCORES = 1 << 22
-"""Scores of one block of queries, at most."""
+"""Largest number of scores per block of queries."""
 
 
 def forward(
@@ -27,7 +27,7 @@ def forward(
     dropout: float,
     weigh: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Differentiable as it stands; `weigh` is the function of the scores, and the others are those of the op."""
+    """Compute the op, differentiably; `weigh` is the function of the scores."""
     batch, length, heads, _ = query.shape
     keys = key.shape[1]
     past = keys - length

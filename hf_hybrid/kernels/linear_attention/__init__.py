@@ -1,11 +1,11 @@
-"""Attention without a softmax: linear in T, and a matrix per head is all that decoding has to remember.
+"""Attention without a softmax: linear in T, with one matrix per head as the state of decoding.
 
 B batch · T length · H heads · K key dim · V value dim · N packed sequences
 """
 
 from torch import Tensor
 
-from ..dispatch import check_devices, forces_triton
+from ..dispatch import check_devices, check_dtypes, forces_triton
 from ..packed import check_cu_seqlens
 from . import op, torch_impl
 
@@ -24,37 +24,36 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the values, each weighted with the product of its key and the query; no softmax, no denominator.
+    """Sum the values weighted with the product of key and query, without softmax or denominator.
 
     causal      o[t] = q[t] S[t],  S[t] = S[t-1] + k[t]^T v[t]      (CHELA, eq. 9; TransNormerLLM, section 3)
     otherwise   o[t] = q[t] (sum_j k[j]^T v[j])
     normed      o / sqrt(mean(o^2) + eps), over each head           (TransNormerLLM's SimpleRMSNorm)
     and gated   that times SiLU(g)                                  (CHELA, eqs. 9 to 15, M)
 
-    The causal form runs over blocks of C tokens, inside of which it is a masked product and between which S is handed
-    on, exactly (CHELA, section 4.1): O(T C (K + V) + T K V) multiplications per head, memory of the input's size.
-    Saved for the backward are the inputs and, where there is a norm, what it gives. One token is one step of the
-    recurrence, O(K V).
+    The causal form runs over blocks of C tokens: a masked product inside a block, and S passed exactly between blocks
+    (CHELA, section 4.1). It takes O(T C (K + V) + T K V) multiplications per head and memory of the input's size. The
+    backward pass stores the inputs and the norm's output. One token is one step of the recurrence, O(K V).
 
-    Tokens that are to count for nothing, such as padding, want a key of zeros.
+    A key of zeros hides a token, such as padding.
 
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
         key: `(B, T, H, K)` in query's dtype.
         value: `(B, T, H, V)` in query's dtype.
-        causal: Whether later tokens are hidden.
+        causal: Whether to hide later tokens.
         norm_eps: Epsilon of the norm; none when None.
         gate: g, `(B, T, H, V)` in query's dtype; none when None. Only with the norm.
         state: S before the first token, `(B, H, K, V)`, float32 or float64; zeros when None. Causal only.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
-            sequence alone. Where torch runs, and where not causal, the bounds are read by the host.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, states have N rows, and the result is that of each sequence alone. The torch
+            backend and the form that is not causal read the bounds on the host.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, H, V)` in float32, or float64 for float64 input: sums over a long sequence leave the range of float16.
-        With the norm, in query's dtype. And S after the last token, `(B, H, K, V)` in float32 or float64; None when
-        not causal.
+        `(B, T, H, V)` in float32, or float64 for float64 input, since sums over a long sequence overflow float16; with
+        the norm, in query's dtype. And S after the last token, `(B, H, K, V)` in float32 or float64; None when not
+        causal.
 
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
@@ -81,7 +80,7 @@ def _check_epilogue(query: Tensor, value: Tensor, norm_eps: float | None, gate: 
     if gate is None:
         return
     if norm_eps is None:
-        raise ValueError("gate must be None where norm_eps is None")
+        raise ValueError("gate must be None when norm_eps is None")
     if gate.shape != value.shape or gate.dtype != query.dtype:
         raise ValueError(
             f"gate must be (B, T, H, V) = {tuple(value.shape)} of {query.dtype}; got {tuple(gate.shape)} "
@@ -102,14 +101,12 @@ def _check(
         raise ValueError(
             f"value must be (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; got {tuple(value.shape)}"
         )
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    check_dtypes(query, key=key, value=value)
     sequences = check_cu_seqlens(cu_seqlens, query, "query")
     if state is None:
         return
     if not causal:
-        raise ValueError("state must be None for attention that is not causal")
+        raise ValueError("state must be None unless causal")
     shape = (sequences, *query.shape[2:], value.shape[3])
     if state.shape != shape:
         rows = "B" if cu_seqlens is None else "N"

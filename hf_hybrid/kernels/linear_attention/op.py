@@ -1,4 +1,4 @@
-"""Causal linear attention as an opaque op with its own backward, alone or with the norm and the gate behind it."""
+"""Causal linear attention as custom ops: alone, or followed by the norm and the gate."""
 
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ def _triton(backend: str, query: Tensor, *others: Tensor | None) -> ModuleType |
 def linear_attention(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and last state in the precision of the sums."""
+    """Return outputs and last state in the precision of the sums."""
     run = _triton(backend, query, key, value, state, cu_seqlens) or torch_impl
     return run.forward(query, key, value, state, cu_seqlens)
 
@@ -48,7 +48,7 @@ def linear_attention_backward(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, and of the first state."""
+    """Return gradients of query, key, value and the first state."""
     run = _triton(backend, query, key, value, state, cu_seqlens) or torch_impl
     return run.backward(grad, grad_state, query, key, value, state, cu_seqlens)
 
@@ -88,7 +88,7 @@ def linear_attention_normed(
     trained: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs and the last state; for the backward, n if there is a gate behind it, and 1 / rms(o), else empty."""
+    """Return outputs, last state and, for the backward, n (if there is a gate) and 1 / rms(o); else empty tensors."""
     run = _triton(backend, query, key, value, gate, state, cu_seqlens) or torch_impl
     y, last, n, scale = run.forward_normed(query, key, value, gate, state, cu_seqlens, eps, trained)
     none = query.new_empty(0), query.new_empty(0, dtype=compute_dtype(query))
@@ -117,7 +117,7 @@ def _(
 def linear_attention_normed_backward(
     grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the outputs before norm and gate, and of the gate, empty if there is none."""
+    """Return gradients of the outputs before norm and gate, and of the gate (empty without one)."""
     run = _triton(backend, n, scale, grad, gate) or torch_impl
     d_o, d_gate = run.backward_norm(grad, n, scale, gate)
     return d_o, n.new_empty(0) if d_gate is None else d_gate
@@ -161,7 +161,7 @@ def causal_normed(
     eps: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The causal form by blocks, normed and gated; arguments as for the op, not checked again."""
+    """Compute the causal form by blocks, normed and gated, without checks."""
     given = [x for x in (query, key, value, gate, state) if x is not None]
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     y, last, _, _ = linear_attention_normed(query, key, value, gate, state, cu_seqlens, eps, trained, backend)
@@ -169,11 +169,11 @@ def causal_normed(
 
 
 def _why_not_bidirectional() -> str | None:
-    return "the form that is not causal is two matrix products, which torch runs on every device"
+    return "the form that is not causal is two matrix products, which always run in torch"
 
 
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, backend: str) -> Tensor:
-    """The form that is not causal, which Triton has no part in."""
+    """Compute the form that is not causal, always in torch."""
     if not torch.compiler.is_compiling():
         choose_backend("linear_attention", backend, [query, key, value], _why_not_bidirectional)
     return torch_impl.bidirectional(query, key, value, cu_seqlens)

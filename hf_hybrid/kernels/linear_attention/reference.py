@@ -1,4 +1,4 @@
-"""Linear attention as a matrix of weights, and as the recurrence: the specification of the op.
+"""Linear attention as a matrix of weights and as a recurrence: the specification of the op.
 
 B batch · T length · H heads · K key dim · V value dim
 """
@@ -20,7 +20,7 @@ def linear_attention(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `hf_hybrid.kernels.linear_attention` with all T^2 weights; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.linear_attention` with all T^2 weights, without checks."""
     if norm_eps is not None:
         output, last = linear_attention(query, key, value, causal=causal, state=state, cu_seqlens=cu_seqlens)
         output = output / torch.sqrt(output.square().mean(-1, keepdim=True) + norm_eps)
@@ -47,7 +47,7 @@ def linear_attention(
 
 
 def recurrent(query: Tensor, key: Tensor, value: Tensor, *, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The causal form token by token: S <- S + k^T v, then o = q S."""
+    """Compute the causal form token by token: S <- S + k^T v, then o = q S."""
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     batch, _, heads, width = query.shape

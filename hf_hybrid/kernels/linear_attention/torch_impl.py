@@ -1,11 +1,10 @@
 """Causal linear attention and its gradient by blocks of tokens in torch, and the forms that need no blocks.
 
-Between blocks goes one matrix S per head. Each block costs four products in the forward: the scores, masked; the
-scores times the values; the queries times S; and what the block adds to S. The backward walks the blocks once forward,
-for S again, and once in reverse, where the gradient of S is handed on in the same manner. Nothing of size T C or
-T K V / C is ever stored.
+Blocks pass on one matrix S per head. The forward takes four products per block: the masked scores, the scores times
+the values, the queries times S, and the update of S. The backward goes through the blocks forward, to recompute S,
+and then in reverse, passing on the gradient of S. It stores nothing of size T C or T K V / C.
 
-Rows of 16 bits are computed in float32: their sums are as long as the sequence.
+Inputs of 16 bits are computed in float32, since sums are as long as the sequence.
 
 Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim · `R` = B H rows · `C` block.
 """
@@ -20,8 +19,8 @@ from ..packed import bounds, run_each
 from ..precision import compute_dtype, full_precision
 
 _BLOCK = 64
-"""Tokens per block. Masked scores, half of them wasted, grow with it; smaller products run slower. For heads of 64 to
-256 numbers on a CPU, nothing is faster."""
+"""Tokens per block. Larger blocks waste masked scores, smaller products run slower; the fastest on a CPU for heads of
+64 to 256 numbers."""
 
 
 def _blocks(length: int) -> list[slice]:
@@ -29,19 +28,19 @@ def _blocks(length: int) -> list[slice]:
 
 
 def _rows(*tensors: Tensor) -> Iterator[Tensor]:
-    """Heads beside the batch, `(R, T, ·)`, contiguous, in the precision computed in."""
+    """Yield tensors as contiguous `(R, T, ·)` in the precision of the computation."""
     for x in tensors:
         batch, length, heads, width = x.shape
         yield x.transpose(1, 2).to(compute_dtype(x)).reshape(batch * heads, length, width)
 
 
 def _unrows(x: Tensor, like: Tensor) -> Tensor:
-    """Back to `(B, T, H, ·)`, contiguous."""
+    """Return to contiguous `(B, T, H, ·)`."""
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2).contiguous()
 
 
 def _start(state: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
-    """A copy of the first S as rows, `(R, K, V)`."""
+    """Return a copy of the first S as `(R, K, V)`."""
     if state is None:
         return query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
     return state.flatten(0, 1).to(query.dtype, copy=True)
@@ -63,7 +62,7 @@ def _forward_alone(query: Tensor, key: Tensor, value: Tensor, state: Tensor | No
 def forward(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and last state in the precision of the sums; not differentiable."""
+    """Return outputs and last state in the precision of the sums; not differentiable."""
     if cu_seqlens is None:
         return _forward_alone(query, key, value, state)
     output, last = run_each(_forward_alone, cu_seqlens, (query, key, value), state, states_out=1)
@@ -73,10 +72,11 @@ def forward(
 def _differentiate_alone(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, grad_state: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and the first state, with D = tril(dO V^T), A = tril(Q K^T) in each block:
+    """Return gradients of query, key, value and the first state.
 
-    dQ = D K + dO S^T,  dK = D^T Q + V dS^T,  dV = A^T dO + K dS,  and backwards dS <- dS + Q^T dO.
-    """  # noqa: D415
+    In each block, with D = tril(dO V^T) and A = tril(Q K^T):
+    dQ = D K + dO S^T,  dK = D^T Q + V dS^T,  dV = A^T dO + K dS,  and in reverse dS <- dS + Q^T dO.
+    """
     batch = query.shape[0]
     q, k, v, g = _rows(query, key, value, grad)
     S, dS = _start(state, q, v), _start(grad_state, q, v)
@@ -106,7 +106,7 @@ def backward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, and of the first state."""
+    """Return gradients of query, key, value and the first state."""
     if cu_seqlens is None:
         return _differentiate_alone(grad, query, key, value, grad_state, state)
     d_q, d_k, d_v, d_state = run_each(
@@ -131,9 +131,9 @@ def forward_normed(
     eps: float,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Outputs and last state; and if `trained`, n where there is a gate behind it, and 1 / rms(o)."""
+    """Return outputs, last state and, if `trained`, n (with a gate) and 1 / rms(o)."""
     output, last = forward(query, key, value, state, cu_seqlens)
-    # as `normed` does it, but with what its backward needs
+    # as in `normed`, but keeping what the backward needs
     scale = output.pow(2).mean(-1, keepdim=True).add(eps).rsqrt()
     n = (output * scale).to(query.dtype)
     y, kept = (n, None) if gate is None else (n * F.silu(gate), n)
@@ -141,7 +141,7 @@ def forward_normed(
 
 
 def backward_norm(grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the outputs before norm and gate, and of the gate.
+    """Return gradients of the outputs before norm and gate, and of the gate.
 
     dn = grad silu(g),  do = (dn - n mean(n dn)) / rms(o),  dg = grad n silu'(g)
     """
@@ -156,12 +156,12 @@ def backward_norm(grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None) -
 
 
 def gradient_dtype(n: Tensor) -> torch.dtype:
-    """The dtype in which the attention's own backward takes the gradient of its outputs."""
+    """Return the dtype of the gradient that the attention's backward reads."""
     return n.dtype if n.dtype == torch.bfloat16 else compute_dtype(n)
 
 
 def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence: `(B, 1, H, K)` and the state before, to `(B, 1, H, V)` and the state after."""
+    """Advance by one token: `(B, 1, H, K)` and the state before to `(B, 1, H, V)` and the state after."""
     wide = compute_dtype(query)
     q, k, v = (x[:, 0].to(wide) for x in (query, key, value))
     S = k[..., :, None] * v[..., None, :]
@@ -172,7 +172,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tup
 
 
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Q (K^T V): two products, `(B, T, H, V)`, for each packed sequence."""
+    """Return Q (K^T V) of each sequence, `(B, T, H, V)`."""
     if cu_seqlens is not None:
         parts = bounds(cu_seqlens, query.shape[1])
         return torch.cat([bidirectional(query[:, at], key[:, at], value[:, at], None) for at in parts], dim=1)

@@ -1,31 +1,30 @@
 """Causal linear attention on a GPU: one kernel family, called once for the outputs and three times for the gradients.
 
-The sequence is cut into spans of a few hundred tokens. What each span adds to S is summed by programs that know
-nothing of each other (`sums_kernel`), a short loop over spans turns the sums into the S that each span begins with
-(`carry_kernel`), and one program per span and tile of value columns then walks over its blocks of tokens with S in
-registers (`walk_kernel`):
+The sequence is cut into spans of a few hundred tokens. Independent programs sum what each span adds to S
+(`sums_kernel`), a short loop over spans turns the sums into each span's initial S (`carry_kernel`), and one program
+per span and tile of value columns walks over its blocks of tokens with S in registers (`walk_kernel`):
 
     A = tril(Q K^T),  O = A V + Q S,  S <- S + K^T V
 
-No S of a block is ever stored, and nothing but one S per span. Where a batch has heads enough to fill a GPU, one span
-is the whole sequence, and the first two kernels are left out.
+Only one S per span is stored. If a batch has enough heads to fill a GPU, the sequence is one span, and the first two
+kernels are skipped.
 
 The gradients have the same form, since o[t] = sum_{s<=t} (q[t].k[s]) v[s]:
 
     dq[t] = sum_{s<=t} (do[t].v[s]) k[s]      the op of (dO, V, K), whose state is S^T
-    dk[s] = sum_{t>=s} (v[s].do[t]) q[t]      the op of (V, dO, Q) backwards, whose state is dS^T
-    dv[s] = sum_{t>=s} (k[s].q[t]) do[t]      the op of (K, Q, dO) backwards, whose state is dS
+    dk[s] = sum_{t>=s} (v[s].do[t]) q[t]      the op of (V, dO, Q) in reverse, whose state is dS^T
+    dv[s] = sum_{t>=s} (k[s].q[t]) do[t]      the op of (K, Q, dO) in reverse, whose state is dS
 
-so the same kernel computes them, and no accumulator is ever transposed: compilers have got that wrong.
+so the same kernel computes them, and no accumulator is transposed, which compilers have got wrong.
 
 A norm of each head and a gate, n = o / rms(o) and y = n silu(g), are applied to a block of outputs before it is
-stored, where one program has whole heads of it, and by `norm_kernel` otherwise. `norm_gradient_kernel` takes the
-gradient from n and 1 / rms(o), which the forward keeps: in bfloat16, writing and reading n moves 4 bytes per number,
-and computing it again from q, k and v at least 6, with all the products.
+stored, if one program has complete heads, and otherwise by `norm_kernel`. `norm_gradient_kernel` computes the gradient
+from n and 1 / rms(o), which the forward stores: in bfloat16, writing and reading n moves 4 bytes per number, and
+recomputing it from q, k and v at least 6, plus all products.
 
-Products are of the inputs' own precision for bfloat16, of tf32 for float16, which has as many digits but would
-overflow in S, and of three tf32 parts for float32. Sums are float32. A key dim beyond one tile is walked over in
-slices, one launch each, that add to the outputs of the one before.
+Products use the inputs' precision for bfloat16, tf32 for float16, which has as many digits but would overflow in S,
+and three tf32 parts for float32. Sums are float32. A key dim beyond one tile takes several launches, one per slice,
+each adding to the outputs of the one before.
 
 B batch · T length · H heads · K key dim · V value dim
 """
@@ -42,10 +41,10 @@ from ..packed import span_arguments
 from ..triton_kernels import interpreted, spans_of_sequence, tokens_of_span, why_not_dtype
 
 _PROGRAMS = 264
-"""Programs that fill a GPU: two for each of the 132 multiprocessors of the one in mind."""
+"""Programs that fill a GPU: two for each of 132 multiprocessors."""
 
 _SHORTEST_SPAN = 256
-"""Tokens; a sum over fewer would be written more often than it saves time."""
+"""Fewest tokens per span: writing more sums would cost more than it saves."""
 
 _BLOCK = 64
 
@@ -66,11 +65,11 @@ CONFIGURATIONS = {
         Configuration("norm gradient", "every norm", {"BR": 8, "BV": 128}, 4, 1),
     )
 }
-"""Tiles of 32 are avoided: compilers have got products with several of them wrong on sm_90."""
+"""No tiles of 32: compilers have got products with several of them wrong on sm_90."""
 
 
 def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Configuration:
-    """The widest tile that a key dim fills and that fits into registers without spilling one."""
+    """Return the widest tile that a key dim fills and that fits the registers."""
     recent, narrow = like_hopper(capability), dtype == torch.bfloat16
     tile = 128 if width > 64 and narrow and recent else 64
     if kernel == "sums":
@@ -80,7 +79,7 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
 
 
 def why_not(query: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     return why_not_dtype("query", query.dtype)
 
 
@@ -297,10 +296,10 @@ _NO_EPILOGUE: dict[str, Any] = {"gate": None, "normed": None, "scale": None, "EP
 
 
 class _Call:
-    """What all launches for one set of inputs `(B, T, H, ·)` share."""
+    """State shared by all launches for one set of inputs `(B, T, H, ·)`."""
 
     def __init__(self, query: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Decide how long spans are: as long as they can be while there are programs enough."""
+        """Choose the longest spans that give enough programs."""
         batch, length, self.heads = query.shape[:3]
         self.dtype, self.capability = query.dtype, capability_of(query)
         self.sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
@@ -318,7 +317,7 @@ class _Call:
         self.tokens = {"T": length, "SIZE": size}
 
     def carry(self, key: Tensor, value: Tensor, state: Tensor | None, reverse: bool) -> Tensor | None:
-        """The S that each span begins with, `(spans, H, K, V)`; None where each sequence is one span."""
+        """Return each span's initial S, `(spans, H, K, V)`; None if each sequence is one span."""
         if self.one_span:
             return None
         width, value_width = key.shape[3], value.shape[3]
@@ -367,7 +366,7 @@ class _Call:
         turned: bool = False,
         epilogue: dict[str, Any] = _NO_EPILOGUE,
     ) -> Tensor:
-        """Outputs `(B, T, H, V)` in a dtype; S after the last token goes into `final`."""
+        """Return outputs `(B, T, H, V)` in a dtype; `final` receives S after the last token."""
         width, value_width = key.shape[3], value.shape[3]
         configuration = _choose("walk", width, self.dtype, self.capability)
         slices = range(0, width, configuration.tiles["BK"])
@@ -403,7 +402,7 @@ def _wide(state: Tensor | None) -> Tensor | None:
 
 
 def _end(state: Tensor | None, query: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Where S after the last token goes; an empty sequence, which no program sees, ends with the S it began with."""
+    """Allocate S after the last token; no program visits an empty sequence, which keeps its initial S."""
     if cu_seqlens is not None and state is not None:
         return state.clone()
     sequences = query.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -416,7 +415,7 @@ def _end(state: Tensor | None, query: Tensor, value: Tensor, cu_seqlens: Tensor 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and last state in float32."""
+    """Return outputs and last state in float32."""
     query, key, value, state = query.contiguous(), key.contiguous(), value.contiguous(), _wide(state)
     call = _Call(query, value, cu_seqlens)
     final = _end(state, query, value, cu_seqlens)
@@ -434,9 +433,9 @@ def forward_normed(
     eps: float,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Normed and gated outputs in query's dtype, and the last state in float32.
+    """Return normed and gated outputs in query's dtype, and the last state in float32.
 
-    If `trained`, n, which is the output itself where there is no gate, and 1 / rms(o) for the backward, too.
+    If `trained`, also n (the output itself without a gate) and 1 / rms(o) for the backward.
     """
     query, key, value, state = query.contiguous(), key.contiguous(), value.contiguous(), _wide(state)
     call = _Call(query, value, cu_seqlens)
@@ -457,7 +456,7 @@ def forward_normed(
 
 
 def backward_norm(grad: Tensor, normed: Tensor, scale: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the outputs before the norm, as `backward` wants them, and of the gate."""
+    """Return gradients of the outputs before the norm, as `backward` needs them, and of the gate."""
     grad, normed = grad.contiguous(), normed.contiguous()
     d_o = torch.empty_like(normed, dtype=torch.bfloat16 if normed.dtype == torch.bfloat16 else torch.float32)
     d_gate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -481,7 +480,7 @@ def backward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value in their dtype, and of the first state in float32."""
+    """Return gradients of query, key and value in their dtype, and of the first state in float32."""
     query, key, value, state = query.contiguous(), key.contiguous(), value.contiguous(), _wide(state)
     grad_state = grad_state.float().contiguous()
     # as a factor it is rounded to bfloat16 anyway, and read four times; float16 would overflow

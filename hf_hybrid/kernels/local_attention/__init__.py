@@ -1,13 +1,17 @@
-"""Softmax attention to a window or a chunk of the sequence, with a relative bias: linear in T in time and memory."""
+"""Softmax attention within a window or a chunk, with a relative bias: linear in T in time and memory.
+
+B batch · T length · H heads · K key dim · V value dim
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_integer
+from ..dispatch import check_devices, check_dtypes
 from ..packed import check_cu_seqlens
 from . import op
+from .settings import check_neighbourhood
 from .step import local_attention_step
 
 __all__ = ["local_attention", "local_attention_step"]
@@ -28,55 +32,51 @@ def local_attention(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend from every token to its neighbourhood, a sliding window or the chunk it lies in.
-
-    Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
+    """Attend from every token to its neighbourhood, a sliding window or the token's chunk.
 
         o[t] = sum_{j in N(t)} softmax_j(scale * q[t].k[j] + b[j - t]) v[j]
         N(t) = {j : |j - t| <= radius}                              (SPADE, section 3.2, window attention)
         N(t) = {j : floor(j / chunk_size) = floor(t / chunk_size)}  (SPADE, section 3.2, chunk attention)
 
-    restricted to j <= t when causal and to kept keys always; b is T5's relative position bias, section 2.1 there, one
-    number per offset and head. Time and memory are O(T * neighbourhood), forward and backward; saved for the backward
-    pass are the inputs, the output, which a projection that follows holds anyway, and one number per query.
+    restricted to kept keys, and to j <= t when causal; b is T5's relative position bias (section 2.1), one number per
+    offset and head. Time and memory are O(T * neighbourhood), forward and backward. The backward pass stores the
+    inputs, the output, which a following projection stores anyway, and one number per query.
 
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
         key: `(B, T, H, K)` in query's dtype.
         value: `(B, T, H, V)` in query's dtype.
         bias: Added to the scores by offset, `(H, 2 * reach + 1)`, or `(H, reach + 1)` when causal, with reach = radius
-            or chunk_size - 1; column i holds key - query = i - reach. Best kept in float32; its gradient is
-            accumulated in float32 and bit-identical from run to run.
-        radius: Tokens a query sees on each side of itself; 0 or more, may exceed T. Excludes `chunk_size`.
+            or chunk_size - 1; column i holds key - query = i - reach. Prefer float32; its gradient is accumulated in
+            float32 and bit-identical between runs.
+        radius: Tokens that a query sees on each side; 0 or more, may exceed T. Excludes `chunk_size`.
         chunk_size: Tokens per chunk; 1 or more, may exceed T. The grid starts at each row's first kept token, so that
             left padding does not move it. Excludes `radius`.
         causal: Whether to hide later keys.
-        attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at tokens
-            that are not kept.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone, except
-            that each has a dropout mask of its own. Where torch runs, the bounds are read by the host.
-        scale: Factor on the dot products; `K ** -0.5` when None. T5 itself uses 1.
+        attention_mask: `(B, T)`, bool, integer or float, nonzero = keep. Output and gradients are exactly 0 at masked
+            tokens.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, and the result is that of each sequence alone, with its own dropout mask. The torch backend reads the
+            bounds on the host.
+        scale: Factor on the dot products; `K ** -0.5` when None. T5 uses 1.
         dropout: Probability of dropping an attention weight, at least 0 and below 1, in steps of 2**-16; the others
-            are scaled up. The mask follows from one draw of torch's global CPU generator, on Triton by other random
-            numbers than on torch: each backend repeats its own masks, not the other's.
+            are scaled up. One draw of torch's global CPU generator determines the mask, differently on torch and on
+            Triton.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, H, V)` in query's dtype; scores, softmax and sums in float32 (float64 for float64). It can be
-        differentiated once.
+        `(B, T, H, V)` in query's dtype; scores, softmax and sums in float32 (float64 for float64). Differentiable
+        once.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, scale, dropout)
-    mask = None if attention_mask is None else attention_mask != 0
-    # the only draw from the global generator: checkpointing, which restores it, thereby restores the whole mask
+    # the only draw from the global generator, so that checkpointing, which restores it, restores the mask
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    settings = (radius, chunk_size, causal, scale, float(dropout))
-    output, _ = op.local_attention(query, key, value, bias, mask, seed, cu_seqlens, *settings, backend)
-    return output
+    settings = (radius, chunk_size, causal, query.shape[-1] ** -0.5 if scale is None else float(scale), float(dropout))
+    mask = None if attention_mask is None else attention_mask != 0
+    return op.local_attention(query, key, value, bias, mask, seed, cu_seqlens, *settings, backend)[0]
 
 
 def _check(
@@ -92,7 +92,7 @@ def _check(
     scale: float | None,
     dropout: float,
 ) -> None:
-    # The messages are only put together where they are raised: torch.compile cannot format a symbolic number.
+    # Messages are formatted only when raised: torch.compile cannot format a symbolic number.
     if query.dim() != 4:
         raise ValueError(f"query must have shape (B, T, H, K); got {tuple(query.shape)}")
     if query.shape[1] == 0:
@@ -106,19 +106,8 @@ def _check(
             f"value must have shape (B, T, H, V) with query's (B, T, H) = {tuple(query.shape[:3])}; "
             f"got {tuple(value.shape)}"
         )
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
-    if (radius is None) == (chunk_size is None):
-        raise ValueError(
-            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
-        )
-    check_integer("radius", radius)
-    check_integer("chunk_size", chunk_size)
-    if radius is not None and radius < 0:
-        raise ValueError(f"radius must be at least 0; got {radius}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    check_dtypes(query, key=key, value=value)
+    check_neighbourhood(radius, chunk_size)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
     if bias is not None:

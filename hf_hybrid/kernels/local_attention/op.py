@@ -1,4 +1,4 @@
-"""Local attention as an opaque op with its backward, for which the inputs, the output and the log-sums are saved."""
+"""Local attention as a custom op whose backward stores inputs, output and log-sums."""
 
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ def local_attention(
     cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None, causal: bool, scale: float, dropout: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs, and log2 of the sum of weights of each query."""
+    """Return outputs and log2 of each query's sum of weights."""
     run = _triton(backend, query, value, key, bias, mask, cu_seqlens) or torch_impl
     settings = Settings(radius, chunk_size, causal, scale, dropout)
     return run.forward(query, key, value, bias, mask, seed, cu_seqlens, settings)
@@ -41,7 +41,7 @@ def local_attention_backward(
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, radius: int | None, chunk_size: int | None,
     causal: bool, scale: float, dropout: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value and bias, the last one empty where there is none."""
+    """Return gradients of query, key, value and bias (empty without one)."""
     run = _triton(backend, query, value, key, bias, mask, cu_seqlens) or torch_impl
     settings = Settings(radius, chunk_size, causal, scale, dropout)
     tensors = grad, output, log_sum, query, key, value, bias, mask, seed, cu_seqlens
@@ -60,7 +60,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
-    # Triton's backward reads the output; a projection that follows holds the same memory anyway
+    # Triton's backward reads the output, which a following projection stores anyway
     ctx.save_for_backward(*output, *inputs[:7])
     ctx.settings = (*inputs[7:-1], wished_backend(inputs[-1]))
 

@@ -23,7 +23,7 @@ def local_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute `hf_hybrid.kernels.local_attention` with all `T * T` scores; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.local_attention` with all `T * T` scores, without checks."""
     if cu_seqlens is not None:
         outputs = []
         for at in bounds(cu_seqlens, query.shape[1]):
@@ -59,7 +59,7 @@ def local_attention(
 
     scores = torch.einsum("bthk,bshk->bhts", q, k) * (width**-0.5 if scale is None else scale)
     if bias is not None:
-        column = (offset + reach).clamp(0, bias.shape[1] - 1)  # what the clamp touches is invisible
+        column = (offset + reach).clamp(0, bias.shape[1] - 1)  # clamped entries are hidden
         scores = scores + bias.to(wide)[:, column]
     hidden = ~visible[:, None]
     weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1).masked_fill(hidden, 0.0)

@@ -1,13 +1,29 @@
-"""What a call of local attention is told beside its tensors."""
+"""The settings of a call of local attention."""
 
 from typing import NamedTuple
 
+from ..dispatch import check_integer
+
 
 class Settings(NamedTuple):
-    """The numbers of a call of `local_attention`, under the names of its arguments."""
+    """The arguments of `local_attention` that are not tensors."""
 
     radius: int | None
     chunk_size: int | None
     causal: bool
     scale: float
     dropout: float
+
+
+def check_neighbourhood(radius: int | None, chunk_size: int | None) -> None:
+    """Raise ValueError unless exactly one of radius and chunk_size is given, and valid."""
+    if (radius is None) == (chunk_size is None):
+        raise ValueError(
+            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
+        )
+    check_integer("radius", radius)
+    check_integer("chunk_size", chunk_size)
+    if radius is not None and radius < 0:
+        raise ValueError(f"radius must be at least 0; got {radius}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")

@@ -1,16 +1,16 @@
-"""Blocked local attention: the fast path on CPU and the fallback elsewhere, linear in T in time and memory.
+"""Blocked local attention: fast on a CPU, the fallback elsewhere; linear in T in time and memory.
 
 Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim.
 
-The work is cut three times. A *strip* is one (batch row, head); strips are copied, as many at once as fit the budget,
-into zero-padded contiguous buffers. A *block* is a run of queries in a strip together with the one span of keys that
-any of them may see; blocks of one kind sit at a fixed stride, so that overlapping spans are views of one buffer. As
-many blocks as keep their scores within `_BLOCK_ELEMENTS` form a *batch*, and every step below is one tensor operation
-on a batch. Sliding windows and chunks differ only in where the blocks lie (`_layout`): what a query may see inside its
-span depends on the offset key - query alone, so that it is baked, together with the bias, into one vector per head.
+The work has three levels. A *strip* is one (batch row, head); as many strips as fit the budget are copied into
+zero-padded contiguous buffers. A *block* is a run of queries in a strip and the span of keys that they may see; blocks
+of one kind have a fixed stride, so that overlapping spans are views of one buffer. As many blocks as keep their scores
+within `_BLOCK_ELEMENTS` form a *batch*, and every step below is one tensor operation on a batch. Sliding windows and
+chunks differ only in the position of blocks (`_layout`): visibility inside a span depends on the offset key - query
+alone, so that one vector per head holds it together with the bias.
 
-Scores are kept in units of log2, because exp2 is far cheaper than exp in torch on CPU. The backward pass computes them
-again batch by batch from query, key and the saved log-sum-exp.
+Scores are in units of log2, because exp2 is far cheaper than exp in torch on a CPU. The backward pass recomputes them
+batch by batch from query, key and the saved log-sum-exp.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ from ..precision import compute_dtype, full_precision
 from .settings import Settings
 
 _LOG2E = 1.4426950408889634
-# Stands for minus infinity, so that rows which see nothing stay finite; twice it must still be a finite float32.
+# Stands for minus infinity, so that rows without visible keys stay finite; twice it must be a finite float32.
 _HIDDEN = -1e30
-# Scores of a batch: small enough for the caches of a CPU, large enough to drown the cost of calling an operator.
+# Scores of a batch: small enough for a CPU's cache, large enough to outweigh the cost of calling an operator.
 _BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**25}
 
 
@@ -62,13 +62,13 @@ def _layout(
 ) -> tuple[int, int, int, list[_Blocks]]:
     """Place the blocks; return (reach, step, keys needed on each side of the sequence, kinds of blocks)."""
     reach = min(chunk_size - 1 if chunk_size is not None else radius or 0, length - 1)
-    # Few rows waste few pairs outside a window, many rows multiply faster; a chunk has no outside.
+    # Few rows waste few pairs outside a window, many rows multiply faster; chunks waste none.
     rows = 128 if chunk_size is not None or reach > 512 else 64 if reach > 32 else 32
     ahead = 0 if causal else reach
     if chunk_size is None and reach + rows + ahead < length:
         blocks = [_Blocks(0, rows, -reach, reach + rows + ahead, -(-length // rows))]
         return reach, rows, reach, blocks
-    # A window that spans the sequence is a chunk as long as the sequence whose far corners are hidden.
+    # A window that spans the sequence is one chunk with hidden corners.
     step = min(chunk_size, length) if chunk_size is not None else length
     blocks = []
     for query in range(0, step, rows):
@@ -112,7 +112,7 @@ def _diagonals(buffer: Tensor, span: int) -> Tensor:
 
 
 class _Walk:
-    """One call's buffers and the order in which it visits blocks: the same forward and backward."""
+    """One call's buffers and its order of blocks, the same forward and backward."""
 
     def __init__(
         self, query: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None, settings: Settings
@@ -127,7 +127,7 @@ class _Walk:
         self.budget = _BLOCK_ELEMENTS.get(self.device.type, _BLOCK_ELEMENTS["cuda"])
         self.pool: dict[tuple[str, torch.dtype], Tensor] = {}
 
-        # A chunk grid starts at a row's first kept token: the row is moved there when it is copied into its strip.
+        # A chunk grid starts at a row's first kept token: copying a row into its strip moves it there.
         self.first = [0] * self.batch
         if mask is not None and chunk_size is not None:
             self.first = mask.int().argmax(1).tolist()
@@ -137,7 +137,7 @@ class _Walk:
         self.hidden = torch.zeros(shown.shape[:2], dtype=self.wide, device=self.device)
         self.hidden.masked_fill_(~shown[..., 0], _HIDDEN)
 
-        # What is added to a score at each offset key - query, in units of log2; column `extent` is offset 0.
+        # Added to the scores by offset key - query, in units of log2; column `extent` is offset 0.
         ahead = 0 if causal else self.reach
         self.extent = max(blocks.rows + blocks.span for blocks in self.blocks)
         self.offsets = torch.full((self.heads, 2 * self.extent + 1), _HIDDEN, dtype=self.wide, device=self.device)
@@ -147,7 +147,7 @@ class _Walk:
         else:
             centre = (bias.shape[1] - 1) // (1 if causal else 2)
             self.bias_columns = slice(centre - self.reach, centre + ahead + 1)
-            # A bias may hide a token's every key, but never more than those that the token must not see are hidden.
+            # A bias may hide all of a token's keys, but invisible keys must stay lower.
             self.offsets[:, self.seen].copy_(bias[:, self.bias_columns]).mul_(_LOG2E).clamp_min_(_HIDDEN / 2)
 
         largest = max(blocks.number * blocks.rows * blocks.span for blocks in self.blocks)
@@ -185,7 +185,7 @@ class _Walk:
                 yield _Batch(blocks, first, min(most, blocks.number - first))
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory that later calls with the same name and dtype use again."""
+        """Return uninitialised memory that later calls with the same name and dtype reuse."""
         count = torch.Size(shape).numel()
         memory = self.pool.get((name, dtype))
         if memory is None or memory.numel() < count:
@@ -263,9 +263,9 @@ class _Walk:
     def keep(self, like: Tensor) -> Tensor:
         """Draw the dropout mask of the next batch of blocks: 1 with probability keep_rate, else 0.
 
-        Filling memory from torch's generator is serial and costs as much as a matrix product. So one table of random
-        words is filled per call, and each batch of blocks scrambles it with random constants of its own; a word gives
-        two 16-bit numbers, of which the product's weaker low one gets the high one added.
+        Filling memory from torch's generator is serial and costs as much as a matrix product. So each call fills one
+        table of random words, and each batch of blocks scrambles it with its own random constants. A word gives two
+        16-bit numbers; the weaker low one of the product gets the high one added.
         """
         count = -(-like.numel() // 2)
         flip, factor = torch.randint(-(2**31), 2**31, (2,), generator=self.generator).tolist()
@@ -279,7 +279,7 @@ class _Walk:
 def _each_alone(
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor, query: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """A mask that can be cut into sequences, and one seed for each: their dropout masks must not be the same."""
+    """Return a mask to cut into sequences and a seed for each, so that their dropout masks differ."""
     mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if mask is None else mask
     return mask, None if seed is None else seed + torch.arange(len(cu_seqlens) - 1)
 
@@ -336,7 +336,7 @@ def forward(
     cu_seqlens: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs in query's dtype, and log2 of the sum of weights, `(B, T, H)`; not differentiable."""
+    """Return outputs in query's dtype and log2 of the sums of weights, `(B, T, H)`; not differentiable."""
     alone = partial(_forward_alone, bias=bias, settings=settings)
     if cu_seqlens is None:
         return alone(query, key, value, mask, seed)
@@ -356,7 +356,7 @@ def _differentiate_alone(
     bias: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and, in the precision of sums, of bias: `(1, H, offsets)`."""
+    """Return gradients of query, key, value and, in the precision of sums, of bias: `(1, H, offsets)`."""
     d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     d_bias = torch.zeros((1, *bias.shape) if bias is not None else (1, 0), dtype=log_sum.dtype, device=query.device)
     if query.shape[1] == 0:  # an empty sequence among packed ones
@@ -385,14 +385,7 @@ def _differentiate_alone(
                 grads, values = _matrices(walk.queries(g, at)), _matrices(walk.keys(v, at))
                 weights = walk.scores(q, k, at, strips)
                 weights.sub_(walk.queries(norm, at).flatten(0, 1)).exp2_()
-                d_weights = walk.matmul("d_weights", grads, values.mT)
-                d_scores = walk.scratch("d_scores", d_weights.shape, walk.wide)
-                keep = walk.keep(weights) if seed is not None else None
-                if keep is not None:
-                    d_weights = torch.mul(d_weights, keep, out=d_scores)
-                torch._softmax_backward_data(d_weights.to(walk.wide), weights, -1, walk.wide, grad_input=d_scores)
-                if keep is not None:
-                    weights.mul_(keep)
+                d_scores = _differentiate_softmax(walk, weights, grads, values, dropped=seed is not None)
                 walk.add_keys(dv, walk.matmul("d_keys", walk.lower("weights", weights).mT, grads), at)
                 if bias is not None:
                     walk.add_offsets(d_offsets, d_scores, at, strips)
@@ -411,6 +404,19 @@ def _differentiate_alone(
         return d_query, d_key, d_value, d_bias
 
 
+def _differentiate_softmax(walk: _Walk, weights: Tensor, grads: Tensor, values: Tensor, *, dropped: bool) -> Tensor:
+    """Return the gradient of a batch's scores; apply the dropout mask to its weights in place."""
+    d_weights = walk.matmul("d_weights", grads, values.mT)
+    d_scores = walk.scratch("d_scores", d_weights.shape, walk.wide)
+    keep = walk.keep(weights) if dropped else None
+    if keep is not None:
+        d_weights = torch.mul(d_weights, keep, out=d_scores)
+    torch._softmax_backward_data(d_weights.to(walk.wide), weights, -1, walk.wide, grad_input=d_scores)
+    if keep is not None:
+        weights.mul_(keep)
+    return d_scores
+
+
 def backward(
     grad: Tensor,
     output: Tensor,
@@ -424,7 +430,7 @@ def backward(
     cu_seqlens: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and bias; `output` is not read."""
+    """Return gradients of query, key, value and bias; `output` is not used."""
     alone = partial(_differentiate_alone, bias=bias, settings=settings)
     if cu_seqlens is None:
         d_query, d_key, d_value, d_bias = alone(grad, log_sum, query, key, value, mask, seed)

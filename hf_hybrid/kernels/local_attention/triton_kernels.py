@@ -1,28 +1,27 @@
-"""Local attention on a GPU: one kernel forward, two backward, none of which visits a tile outside of the band.
+"""Local attention on a GPU: one kernel forward, two backward, none of which visits a tile outside the band.
 
-One program has a block of queries of one head. It walks over the blocks of keys that any of them may see, with the
-softmax taken along (Flash attention), and leaves per query the output and log2 of the sum of its weights, as torch's
-path does. A token sees a run of tokens, [low, high), whether window or chunk, and so does the reverse: a key is seen
-by a run of queries. That is all that the kernels know of the two.
+A program has a block of queries of one head. It walks over the blocks of keys that they may see, with an online
+softmax (Flash attention), and stores per query the output and log2 of the sum of its weights, like torch's path. In a
+window or a chunk a token sees a run of tokens, [low, high), and a run of queries sees a key; the kernels use only
+these runs.
 
     d_query:      dO . o first, which the other kernel reads too, then dS = p (dO V^T - dO . o) and dQ = scale dS K
     d_key_value:  one program per block of keys; P^T = exp2(K Q^T ...) from the start, dV = P^T dO, dK = scale dS^T Q
 
-Scores turned round are computed turned round, from operands in memory: no accumulator is ever transposed, which
-compilers have got wrong.
+Transposed scores are computed from operands in memory: no accumulator is transposed, which compilers have got wrong.
 
-The bias is one number per offset key - query; its gradient sums dS along diagonals. Blocks of keys lie on a grid that
-starts with the block of queries, so that a tile's diagonals end at fixed columns: rolling row i of BS left by i puts
-the diagonals c >= 0 and c - BS into column c. Each program holds such sums until they are complete, writes them to a
-place of its own, one per offset, and torch adds up the programs'.
+The bias is one number per offset key - query; its gradient sums dS along diagonals. The grid of key blocks starts with
+the block of queries, so that a tile's diagonals end at fixed columns: rolling row i of BS left by i puts the diagonals
+c >= 0 and c - BS into column c. Each program holds such sums until they are complete and writes them to separate
+memory, one per offset; torch adds them.
 
 Dropout needs a random number per score. Philox, counting tokens and heads, gives every token two words as a query and
-two as a key, and what a query and a key have is scrambled together: ten instructions per score instead of Philox's
-hundred, and the same number whichever way a tile is turned. The walks multiply by 0 or 1 and leave the factor that
-keeps the mean to the end.
+two as a key, and a scramble combines those of a query and a key: ten instructions per score instead of Philox's
+hundred, and the same number for a tile and its transpose. The walks multiply by 0 or 1; the factor that keeps the mean
+is applied at the end.
 
-Products are of the inputs' own precision for bfloat16 and float16, and of three tf32 parts for float32. Sums and the
-softmax are float32, in units of log2.
+Products use the inputs' precision for bfloat16 and float16, and three tf32 parts for float32. Sums and the softmax are
+float32, in units of log2.
 
 B batch · T length · H heads · K key dim · V value dim
 """
@@ -64,9 +63,9 @@ CONFIGURATIONS = {
         Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
     )
 }
-"""BT tokens that a program has, BS that it walks over at a time, D columns of a head: of wider heads each program
-computes that many. Scores of heads wider than S columns are summed S at a time, read again for every tile. Tiles of 32
-are avoided: compilers have got products with several of them wrong on sm_90. So narrower heads are padded to 64."""
+"""BT tokens of a program, BS tokens per step, D columns of a head per program. Scores of heads wider than S columns
+are summed S at a time, read again for every tile. Narrower heads are padded to 64, because compilers have got products
+with several tiles of 32 wrong on sm_90."""
 
 
 def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Configuration:
@@ -77,7 +76,7 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
 
 
 def why_not(query: Tensor, value: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
 
@@ -430,7 +429,7 @@ def d_key_value_kernel(
 
 
 def _origins(mask: Tensor, bounds: Tensor | None) -> Tensor:
-    """The first kept token of each sequence, counted from the first row's first token, or one that is not kept."""
+    """Return each sequence's first kept token, or any if none is kept, counted from the first row's first token."""
     batch, length = mask.shape
     token = torch.arange(length, device=mask.device)
     if bounds is None:
@@ -440,7 +439,7 @@ def _origins(mask: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 class _Call:
-    """What all launches for one set of inputs `(B, T, H, ·)` share."""
+    """State shared by all launches for one set of inputs `(B, T, H, ·)`."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None,
@@ -488,18 +487,18 @@ class _Call:
         return _choose(kernel, max(self.width, self.value_width), self.dtype, self.capability)
 
     def grid(self, configuration: Configuration) -> int:
-        """How many tokens before a block of queries the grid of its keys starts: whole blocks, to meet them."""
+        """Return how many tokens before a block of queries its grid of keys starts: a multiple of the block."""
         return blocks(self.reach, configuration.tiles["BS"]) * configuration.tiles["BS"]
 
     def spans(self, configuration: Configuration) -> tuple[int, dict[str, Any]]:
-        """How many blocks there are, and where."""
+        """Return the number of blocks, and the arguments that locate them."""
         size = configuration.tiles["BT"]
         if size not in self.tables:
             self.tables[size] = span_arguments(self.cu_seqlens, self.batch, self.length, size)
         return self.tables[size]
 
     def launch(self, kernel: Any, configuration: Configuration, width: int, **arguments: Any) -> None:
-        """Run a kernel whose results have so many columns per head."""
+        """Run a kernel whose results have `width` columns per head."""
         number, place = self.spans(configuration)
         if self.mask is not None and self.arguments["CHUNK"] is not None and self.arguments["origins"] is None:
             self.arguments["origins"] = _origins(self.mask, place["bounds"])
@@ -507,14 +506,14 @@ class _Call:
         launch(kernel, programs, configuration, **self.arguments, **place, **arguments)
 
     def sums_of_bias(self, configuration: Configuration) -> Tensor:
-        """Zeros for what every block adds to the bias's gradient, `(blocks, H, offsets)`."""
+        """Allocate zeros for each block's part of the bias gradient, `(blocks, H, offsets)`."""
         rows, size = configuration.tiles["BT"], configuration.tiles["BS"]
         width = blocks(self.grid(configuration) + rows + self.ahead, size) * size
         shape = (self.spans(configuration)[0], self.heads, width)
         return torch.empty(shape, dtype=torch.float32, device=self.arguments["q"].device).zero_()
 
     def bias_gradient(self, sums: Tensor, bias: Tensor, configuration: Configuration) -> Tensor:
-        """Add up what the blocks have left."""
+        """Add the parts of the blocks."""
         first, number = self.grid(configuration) - self.reach, self.reach + 1 + self.ahead
         d_bias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         summed = sums[..., first : first + number].sum(0) / self.arguments["KEEP_RATE"]
@@ -526,7 +525,7 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
     cu_seqlens: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs in query's dtype, and log2 of the sum of weights, `(B, T, H)`."""
+    """Return outputs in query's dtype, and log2 of the sum of weights, `(B, T, H)`."""
     call = _Call(query, key, value, bias, mask, seed, cu_seqlens, settings)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     log_sum = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -546,7 +545,7 @@ def backward(
     grad: Tensor, output: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of query, key, value and bias."""
+    """Return gradients of query, key, value and bias."""
     call = _Call(query, key, value, bias, mask, seed, cu_seqlens, settings)
     d_query, d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     if mask is not None:  # infinite there, it would make NaN of weights of 0

@@ -1,9 +1,9 @@
 """Convolution of a sequence with a filter as long as the sequence.
 
-One call, `long_conv`, takes taps. Where the taps stay the same over many calls, `kernel_spectrum` and `spectral_conv`
-split it in two: a spectrum of ``n_fft / 2`` taps in each direction serves every length up to ``n_fft / 2`` exactly.
-`start_online_conv` and `online_conv` decode: they carry a causal convolution on, token by token. `filter_bank_conv`
-runs several filters over the same sequence.
+`long_conv` takes taps. For taps that many calls share, `kernel_spectrum` and `spectral_conv` split it in two: a
+spectrum of ``n_fft / 2`` taps in each direction serves every length up to ``n_fft / 2`` exactly. `start_online_conv`
+and `online_conv` continue a causal convolution token by token. `filter_bank_conv` applies several filters to a
+sequence.
 
 B batch · T length · T_k taps · D width · C filters · N packed sequences · F = n_fft / 2 + 1 frequencies
 """
@@ -32,9 +32,9 @@ ACTIVATIONS = (None, "silu")
 
 
 def fft_length(length: int) -> int:
-    """Transform length for sequences of `length`: at least twice that, from the coarse grid {2^a, 3 2^(a-1)}.
+    """Return the transform length for sequences of `length`: at least twice that, from the grid {2^a, 3 2^(a-1)}.
 
-    The grid is coarse so that batches of varying length share few cached spectra; its members are fast sizes.
+    The sizes are fast, and few, so that batches of varying length share cached spectra.
 
     Args:
         length: Sequence length T in tokens, positive.
@@ -81,9 +81,9 @@ def _check_around(
 
 
 def kernel_spectrum(kernel: torch.Tensor, n_fft: int, reverse_kernel: torch.Tensor | None = None) -> torch.Tensor:
-    """Transform the taps of a filter once, for any number of `spectral_conv`.
+    """Transform the taps of a filter once, for any number of calls of `spectral_conv`.
 
-    Taps at lag j sit at index j of a ring of n_fft, taps at lag -(1 + j) at index n_fft - 1 - j.
+    Taps at lag j are at index j of a ring of n_fft, taps at lag -(1 + j) at index n_fft - 1 - j.
 
     Args:
         kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`.
@@ -120,24 +120,24 @@ def spectral_conv(
 ) -> torch.Tensor:
     """Convolve a sequence with a filter given by its spectrum.
 
-    y = gate f(irfft(rfft(x, n_fft) * spectrum)[:T] + skip x),  x = input_gate u, in O(T log T) per channel. Exact as
-    long as no lag between two positions wraps onto another tap: with ``n_fft / 2`` taps in each direction, for every
-    T <= n_fft / 2.
+    y = gate f(irfft(rfft(x, n_fft) * spectrum)[:T] + skip x),  x = input_gate u, in O(T log T) per channel. Exact
+    unless a lag between two positions wraps onto another tap: with ``n_fft / 2`` taps in each direction, exact for
+    every T <= n_fft / 2.
 
     Args:
         u: Input, `(B, T, D)`, any floating dtype.
         spectrum: From `kernel_spectrum`, `(D, F)`.
-        n_fft: The length it was made for.
+        n_fft: The spectrum's transform length.
         skip: Weight of the input itself, `(D,)`; none when None.
         input_gate: See `long_conv`.
         gate: See `long_conv`.
         activation: See `long_conv`.
-        cu_seqlens: See `long_conv`; each sequence costs transforms of n_fft, however short it is.
+        cu_seqlens: See `long_conv`; each sequence costs transforms of n_fft, even a short one.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once; nothing but
-        the arguments is kept for that, and of a frozen spectrum's plain convolution not even the input.
+        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once. The backward
+        pass stores only the arguments, and for a frozen spectrum without gate and activation not even the input.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -186,21 +186,20 @@ def long_conv(
         input_gate: Multiplies the input, `(B, T, D)`; none when None.
         gate: Multiplies the output, `(B, T, D)`; none when None.
         activation: f, None or ``"silu"``.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, and the result is that of each sequence alone. The host
-            reads them, since they size the transforms; sequences of nearly the same length share one.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, and the result is that of each sequence alone. The host reads the bounds to size the transforms;
+            sequences of similar length share one.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once; nothing but
-        the arguments is kept for that. With a gate or an activation behind it, the backward convolves once more.
+        `(B, T, D)` in u's dtype, computed in float32, or float64 for float64 input. Differentiable once. The backward
+        pass stores only the arguments; with a gate or an activation it convolves once more.
 
     Raises:
         ValueError: A shape or dtype does not fit.
 
     Note:
-        FFTs leak rounding noise everywhere: an output may change by an ulp of the largest one when a later input
-        changes.
+        FFTs spread rounding noise: an output may change by an ulp of the largest one when a later input changes.
     """
     _check_input(u, skip)
     _check_around(u, input_gate, gate, activation, cu_seqlens)
@@ -215,7 +214,7 @@ def long_conv(
             )
         reverse_kernel = reverse_kernel[:, : length - 1]
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
-    # float64 in means float64 throughout, whatever the taps are stored in
+    # float64 input means float64 throughout, whatever the taps' dtype
     dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)
     reverse_kernel = None if reverse_kernel is None else reverse_kernel.to(dtype)
@@ -225,7 +224,7 @@ def long_conv(
 def filter_bank_conv(
     u: torch.Tensor, kernel: torch.Tensor, *, skip: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Convolve a sequence with several causal filters, by C + 1 transforms for each channel and C for its taps.
+    """Convolve a sequence with several causal filters, with C + 1 transforms per channel and C for its taps.
 
     y_c[t] = sum_{j>=0} kernel[c, :, j] u[t-j] + skip[c] u[t]      (BST, appendix E, pseudocode 1)
 

@@ -1,4 +1,4 @@
-"""What a long convolution transforms together: some sequences, some channels, at one length.
+"""Blocks of sequences and channels that a long convolution transforms together.
 
 B batch · T length · D width · N packed sequences
 """
@@ -12,21 +12,20 @@ from torch import Tensor
 from ..packed import bounds
 
 _CPU_BLOCK = 1 << 19
-"""Real numbers transformed at once on a CPU: 2 MiB of float32, near the fastest for every length measured."""
+"""Real numbers per block on a CPU: 2 MiB of float32, near the fastest for every length measured."""
 
 _GPU_BLOCK = 1 << 27
-"""The same elsewhere, where only memory limits the block."""
+"""Real numbers per block elsewhere, where only memory limits it."""
 
 
 class Sequences(NamedTuple):
-    """Sequences that are transformed at one length.
+    """Sequences with the same transform length.
 
     Attributes:
-        bounds: Tokens of each in the one row of a packed batch; None where each is a row of the batch.
-        table: First token and number of tokens of each, and of others, `(N, 2)` of int32 beside the inputs; None
-            likewise.
-        first: The table's row of the first of them.
-        number: How many there are.
+        bounds: Tokens of each sequence of a packed batch; None if each is a row of the batch.
+        table: First token and length of all sequences, `(N, 2)` of int32 on the inputs' device; None like `bounds`.
+        first: The table's row of the first sequence.
+        number: Number of sequences.
         length: Tokens of the longest.
         n_fft: Length of the transforms.
     """
@@ -40,7 +39,7 @@ class Sequences(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some sequences and channels, transformed together."""
+    """Sequences and channels that are transformed together."""
 
     sequences: Sequences
     rows: slice
@@ -48,12 +47,12 @@ class Block(NamedTuple):
 
     @property
     def width(self) -> int:
-        """How many channels."""
+        """Number of channels."""
         return int(self.channels.stop - self.channels.start)
 
 
 class Around(NamedTuple):
-    """What a convolution does to its input and output, y = gate f(conv(input_gate u) + skip input_gate u).
+    """The operations around a convolution, y = gate f(conv(input_gate u) + skip input_gate u).
 
     Attributes:
         skip: `(D,)` or None.
@@ -69,14 +68,14 @@ class Around(NamedTuple):
 
 
 class Spectrum(NamedTuple):
-    """Spectra `(G, F)` of which channel c of a block has that of row ``(first + c) % G``."""
+    """Spectra `(G, F)`; channel c of a block has row ``(first + c) % G``."""
 
     rows: Tensor
     first: int
 
 
 def fast_size(smallest: int) -> int:
-    """Smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
+    """Return the smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
     power = 2
     while power < smallest:
         power *= 2
@@ -84,21 +83,21 @@ def fast_size(smallest: int) -> int:
 
 
 def block_steps(u: Tensor, n_fft: int) -> tuple[int, int]:
-    """Sequences and channels of one block."""
+    """Return the numbers of sequences and channels of a block."""
     budget = _CPU_BLOCK if u.device.type == "cpu" else _GPU_BLOCK
     channels = max(1, budget // n_fft)
     if u.device.type != "cpu" and channels > 16:
-        channels -= channels % 16  # every block's first channel lies where many can be read at once
+        channels -= channels % 16  # align each block's first channel for wide reads
     return max(1, budget // (n_fft * max(1, u.shape[2]))), max(1, min(u.shape[2], channels))
 
 
 def ranges(size: int, step: int) -> Iterator[slice]:
-    """Parts of a range."""
+    """Cut a range into slices."""
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def transformed_together(u: Tensor, cu_seqlens: Tensor | None, n_fft: Callable[[int], int]) -> list[Sequences]:
-    """The batch's sequences, those of one transform length together; the host reads `cu_seqlens`."""
+    """Group the batch's sequences by transform length; the host reads `cu_seqlens`."""
     if cu_seqlens is None:
         return [Sequences(None, None, 0, u.shape[0], u.shape[1], n_fft(u.shape[1]))]
     together: dict[int, list[slice]] = {}

@@ -1,7 +1,7 @@
-"""Several causal filters of the same sequence by FFT, as an opaque op with its own backward.
+"""Several causal filters of the same sequence by FFT, as a custom op with its own backward.
 
-The sequence is transformed once for all filters, and nothing but it and the taps is kept for the backward, which makes
-the spectra anew. Channels are transformed a few at a time, as in `transforms`.
+It transforms the sequence once for all filters, a few channels at a time, as in `transforms`. The backward stores
+only the sequence and the taps and recomputes the spectra.
 
 B batch · T length · T_k taps · D width · C filters
 """
@@ -21,7 +21,7 @@ _PLAIN = Around(None, None, None, silu=False)
 
 
 def _factors(impl: ModuleType, kernel: Tensor, channels: slice, n_fft: int, dtype: torch.dtype, adjoint: bool) -> Any:
-    """What multiplies by each filter of a few channels."""
+    """Return the factors of each filter for a few channels."""
     spectra = torch.fft.rfft(kernel[:, channels].to(dtype), n=n_fft)
     return [impl.factor(Spectrum(spectrum, 0), spectrum.shape[0], adjoint) for spectrum in spectra]
 
@@ -53,7 +53,7 @@ def _(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::filter_bank_conv_backward", mutates_args=())
 def _adjoint(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """Correlations, du[s] = sum_c sum_t k_c[t-s] dy_c[t] and dk_c[j] = sum_b sum_t u[t-j] dy_c[t]."""
+    """Return du[s] = sum_c sum_t k_c[t-s] dy_c[t] and dk_c[j] = sum_b sum_t u[t-j] dy_c[t]."""
     impl = implementation("filter_bank_conv", backend, u, kernel)
     dtype, taps = compute_dtype(u), kernel.shape[2]
     grad_u = torch.empty_like(u, memory_format=torch.contiguous_format)
@@ -99,8 +99,8 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def filter_bank_conv(u: Tensor, kernel: Tensor, skip: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute `hf_hybrid.kernels.long_conv.filter_bank_conv`; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.long_conv.filter_bank_conv`, without checks."""
     kernel = kernel[..., : u.shape[1]]
-    if skip is not None:  # the tap at lag 0, for the price of no product
+    if skip is not None:  # adding it to the tap at lag 0 saves a product
         kernel = torch.cat([(kernel[..., 0] + skip)[..., None], kernel[..., 1:]], dim=-1)
     return _forward(u, kernel, backend)

@@ -1,9 +1,7 @@
-"""Long convolution as opaque ops with their own backward, for which nothing but the inputs is kept.
+"""Long convolution as custom ops whose backward stores only the inputs and recomputes spectra.
 
-The backward makes the spectra that it needs anew. A spectrum that serves many calls is an input itself, of
-`spectral_conv`.
-
-Conjugates are computed, never lazy: a tracer that runs the op may not resolve the lazy form, silently.
+`spectral_conv` takes a spectrum as input, to share it between calls. Conjugates are computed, never lazy, because a
+tracer that runs the op may silently ignore the lazy form.
 
 B batch · T length · D width · G groups · F = n_fft / 2 + 1 frequencies
 """
@@ -35,7 +33,7 @@ def _arranged(
 def _gradients(
     grad: Tensor, skip: Tensor | None, input_gate: Tensor | None, gate: Tensor | None, wants: Sequence[bool]
 ) -> Gradients:
-    """Memory for the gradients that are wanted of u, skip, input gate and gate."""
+    """Allocate the required gradients of u, skip, input gate and gate."""
     like = (grad, input_gate, gate)
     u, d_input_gate, d_gate = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if wanted and x is not None else None
@@ -46,7 +44,7 @@ def _gradients(
 
 
 def _returned(into: Gradients, skip: Tensor | None, grad: Tensor) -> list[Tensor]:
-    """Gradients of u, skip, input gate and gate; an op returns tensors only, so those not wanted are empty."""
+    """Return gradients of u, skip, input gate and gate; empty tensors for those not required."""
     d_skip = None if into.skip is None or skip is None else into.skip.to(skip.dtype)
     return [grad.new_empty(0) if x is None else x for x in (into.u, d_skip, into.input_gate, into.gate)]
 
@@ -58,11 +56,8 @@ def _returned_fakes(grad: Tensor, like: Sequence[Tensor | None], wants: Sequence
     ]
 
 
-# with a spectrum
-
-
 def _size_for(n_fft: int) -> Callable[[int], int]:
-    """One transform length for sequences of every length that it can hold."""
+    """Return a function that gives n_fft for every length that fits it."""
 
     def size(length: int) -> int:
         if length > n_fft:
@@ -85,7 +80,7 @@ def spectral_conv(
     adjoint: bool,
     backend: str,
 ) -> Tensor:
-    """`convolve` as an op that autograd and torch.compile know."""
+    """Call `convolve` as a custom op."""
     impl = implementation("long_conv", backend, u, spectrum, skip, input_gate, gate)
     out = torch.empty_like(u, memory_format=torch.contiguous_format)
     x, around = _arranged(impl, u, skip, input_gate, gate, silu)
@@ -114,10 +109,10 @@ def spectral_conv_backward(
     wants: Sequence[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, spectrum, skip, input gate and gate, as far as `wants` says of each; see `differentiate`.
+    """Return gradients of u, spectrum, skip, input gate and gate, where `wants` is true; see `differentiate`.
 
-    Of the spectrum, dS = conj(X) dY c / n,  c = 1 at frequencies 0 and n/2 and 2 between (each stands for its mirror
-    image too). The batch is summed in frequency space.
+    dS = conj(X) dY c / n for the spectrum, with c = 1 at frequencies 0 and n/2 and 2 at the others, which stand for
+    their mirror images too; the batch is summed in frequency space.
     """
     impl = implementation("long_conv", backend, grad, u, spectrum, skip, input_gate, gate)
     real = compute_dtype(grad)
@@ -149,7 +144,7 @@ def _(
 
 def _setup_spectral(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, silu, adjoint, backend = inputs
-    # a frozen spectrum's backward reads no input at all, unless there is an activation or a gate behind it
+    # without activation or gate, a frozen spectrum's backward reads no input
     keeps_input = any(ctx.needs_input_grad[i] for i in (1, 3, 4)) or gate is not None or silu
     ctx.save_for_backward(u if keeps_input else None, spectrum, skip, input_gate, gate, cu_seqlens)
     ctx.rest = n_fft, silu, adjoint, wished_backend(backend)
@@ -169,11 +164,8 @@ def _backward_spectral(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 spectral_conv.register_autograd(_backward_spectral, setup_context=_setup_spectral)
 
 
-# with taps
-
-
 def spectrum_of_taps(kernel: Tensor, n_fft: int, reverse_kernel: Tensor | None) -> Tensor:
-    """Spectrum `(D, F)` of taps at lag 0, 1, ... and at lag -1, -2, ..., which sit at the end of the ring."""
+    """Return the spectrum `(D, F)` of taps at lag 0, 1, ... and at lag -1, -2, ... (at the end of the ring)."""
     if reverse_kernel is not None:
         gap = kernel.new_zeros(kernel.shape[0], n_fft - kernel.shape[1] - reverse_kernel.shape[1])
         kernel = torch.cat([kernel, gap, reverse_kernel.to(kernel.dtype).flip(1)], dim=1)
@@ -181,18 +173,18 @@ def spectrum_of_taps(kernel: Tensor, n_fft: int, reverse_kernel: Tensor | None) 
 
 
 def _reached(kernel: Tensor, reverse_kernel: Tensor | None, length: int) -> tuple[Tensor, Tensor | None]:
-    """The taps whose lag lies within a sequence."""
+    """Return the taps with lags below a sequence's length."""
     return kernel[:, :length], None if reverse_kernel is None else reverse_kernel[:, : length - 1]
 
 
 def _size_of_taps(kernel: Tensor, reverse_kernel: Tensor | None) -> Callable[[int], int]:
-    """Transform length by the sequence's: no lag between two of its tokens wraps onto a tap."""
+    """Return a function from a length to a transform length in which no lag wraps onto a tap."""
     longest = max(kernel.shape[1] - 1, 0 if reverse_kernel is None else reverse_kernel.shape[1])
     return lambda length: fast_size(length + min(longest, length - 1))
 
 
 def _spectra(kernel: Tensor, reverse_kernel: Tensor | None, width: int, n_fft: int) -> Spectra:
-    """What gives the spectra of some channels, made when they are asked for; those of shared taps are made once."""
+    """Return a function that computes the spectra of some channels; those of shared taps are computed once."""
     groups = kernel.shape[0]
     if groups == width:
         return lambda channels: Spectrum(
@@ -215,7 +207,7 @@ def long_conv(
     silu: bool,
     backend: str,
 ) -> Tensor:
-    """The convolution with taps `(G, ·)`, of which channel c has those of row ``c % G``; as `spectral_conv`."""
+    """Convolve with taps `(G, ·)`, where channel c has row ``c % G``; otherwise like `spectral_conv`."""
     impl = implementation("long_conv", backend, u, kernel, reverse_kernel, skip, input_gate, gate)
     out = torch.empty_like(u, memory_format=torch.contiguous_format)
     x, around = _arranged(impl, u, skip, input_gate, gate, silu)
@@ -244,10 +236,10 @@ def long_conv_backward(
     wants: Sequence[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, taps, reverse taps, skip, input gate and gate, as far as `wants` says; see `differentiate`.
+    """Return gradients of u, taps, reverse taps, skip, input gate and gate where `wants` is true; see `differentiate`.
 
-    Of a ring of taps, dk[j] = sum_b sum_t x[t-j] dy[t], and the sum of that over each group's channels: one inverse
-    transform per group.
+    For a ring of taps dk[j] = sum_b sum_t x[t-j] dy[t], summed over each group's channels: one inverse transform per
+    group.
     """
     impl = implementation("long_conv", backend, grad, u, kernel, reverse_kernel, skip, input_gate, gate)
     real, groups = compute_dtype(grad), kernel.shape[0]
@@ -287,7 +279,7 @@ def _(grad: Tensor, u: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tens
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     u, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens, silu, backend = inputs
-    # the backward of frozen taps reads no input at all, unless there is an activation or a gate behind it
+    # without activation or gate, the backward of frozen taps reads no input
     keeps_input = any(ctx.needs_input_grad[i] for i in (1, 2, 3, 4)) or gate is not None or silu
     ctx.save_for_backward(u if keeps_input else None, kernel, reverse_kernel, skip, input_gate, gate, cu_seqlens)
     ctx.silu, ctx.backend = silu, wished_backend(backend)

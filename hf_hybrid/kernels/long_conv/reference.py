@@ -1,4 +1,4 @@
-"""Long convolution as the double sum it is: the specification of `hf_hybrid.kernels.long_conv`.
+"""Long convolution as a double sum: the specification of `hf_hybrid.kernels.long_conv`.
 
 B batch · T length · T_k taps · D width · C filters
 """
@@ -25,15 +25,7 @@ def long_conv(
     z[t] = sum_{j>=0} kernel[:, j] x[t-j]  +  sum_{j>=0} reverse_kernel[:, j] x[t+1+j]  +  skip x[t],
     x = input_gate u,  y = gate f(z)
 
-    Args:
-        u: Input, `(B, T, D)`.
-        kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)`: channel c has the taps of row ``c % G``.
-        reverse_kernel: Taps at lag -1, -2, ..., with as many rows; none when None.
-        skip: Weight of the input itself, `(D,)`; none when None.
-        input_gate: `(B, T, D)`; none when None.
-        gate: `(B, T, D)`; none when None.
-        activation: f, None or ``"silu"``.
-        cu_seqlens: Bounds of N sequences in a batch of 1, each of which is run alone, `(N + 1,)`; none when None.
+    See `hf_hybrid.kernels.long_conv` for the arguments.
 
     Returns:
         `(B, T, D)` in u's dtype; float64 and float32 inputs accumulate in their own precision, others in float32.
@@ -73,6 +65,6 @@ def long_conv(
 
 
 def filter_bank_conv(u: torch.Tensor, kernel: torch.Tensor, *, skip: torch.Tensor | None = None) -> torch.Tensor:
-    """Run one filter after the other: `long_conv` with the taps `(D, T_k)` of each, `(C, B, T, D)` together."""
+    """Apply `long_conv` with the taps `(D, T_k)` of each filter; returns `(C, B, T, D)`."""
     skips = [None] * len(kernel) if skip is None else skip
     return torch.stack([long_conv(u, taps, skip=weight) for taps, weight in zip(kernel, skips, strict=True)])

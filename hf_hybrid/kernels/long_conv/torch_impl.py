@@ -1,7 +1,7 @@
-"""What stands around the transforms of a long convolution, in torch; `triton_kernels` has functions of the same names.
+"""The steps around the transforms of a long convolution in torch; `triton_kernels` has functions of the same names.
 
-A block, some sequences and channels, has time innermost, so that transforms run along memory: `(b, d, ·)`, in the
-precision computed in. Between blocks and tensors `(B, T, D)` lie a prologue and an epilogue, forward and backward.
+A block of some sequences and channels has time innermost, so that transforms run along memory: `(b, d, ·)`, in the
+precision of the computation. A prologue and an epilogue convert between tensors `(B, T, D)` and blocks.
 
 b sequences and d channels of a block · B batch · T length · D width · G groups · F = n_fft / 2 + 1 frequencies
 """
@@ -14,12 +14,12 @@ from .blocks import Around, Block, Spectrum
 
 
 def arranged(x: Tensor | None) -> Tensor | None:
-    """A tensor `(B, T, D)` as the steps want it in memory: here, anyhow."""
+    """Return a tensor `(B, T, D)` in the memory layout of the steps; here any will do."""
     return x
 
 
 def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Tensor:
-    """What `multiply` takes: one spectrum for each channel of a block, or its conjugate."""
+    """Return the factor for `multiply`: one spectrum for each channel of a block, or its conjugate."""
     rows = spectrum.rows
     if spectrum.first or rows.shape[0] != width:
         rows = rows[(spectrum.first + torch.arange(width, device=rows.device)) % rows.shape[0]]
@@ -27,7 +27,7 @@ def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Tensor:
 
 
 def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """A block of `(B, T, D)`, zeros behind its shorter sequences; it may be the tensor's own memory."""
+    """Return a block of `(B, T, D)`, zeros after shorter sequences; it may share the tensor's memory."""
     sequences, rows, channels = block
     if sequences.bounds is None:
         return x[rows, :, channels].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
@@ -39,7 +39,7 @@ def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
 
 
 def _scatter(y: Tensor, block: Block, out: Tensor) -> None:
-    """Write a block to its place in `(B, T, D)`."""
+    """Write a block into `(B, T, D)`."""
     sequences, rows, channels = block
     if sequences.bounds is None:
         out[rows, :, channels] = y.transpose(1, 2)
@@ -49,20 +49,20 @@ def _scatter(y: Tensor, block: Block, out: Tensor) -> None:
 
 
 def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -> Tensor:
-    """A block of the inputs times their gate, to be read alone; zeros behind each sequence."""
+    """Return a read-only block of the inputs times their gate, zeros after each sequence."""
     x = _gather(u, block, dtype)
     return x if gate is None else x * _gather(gate, block, dtype)
 
 
 def multiply(x: Tensor, factor: Tensor, out: Tensor, add: bool = False) -> Tensor:
-    """Multiply spectra `(b, d, F)` by those of a `factor`, into `out`, which may be x, or in addition to it."""
+    """Multiply spectra `(b, d, F)` by a `factor` into `out`, which may be x, or add to it."""
     if add:
         return out.addcmul_(x, factor)
     return x.mul_(factor) if out is x else torch.mul(x, factor, out=out)
 
 
 def inverse(x: Tensor, n_fft: int) -> Tensor:
-    """Back from what `multiply` gives to `(b, d, n_fft)`."""
+    """Transform the result of `multiply` back to `(b, d, n_fft)`."""
     return torch.fft.irfft(x, n=n_fft)
 
 
@@ -72,7 +72,7 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
     Args:
         inputs: `(b, d, F)`.
         gradients: `(b, d, F)`.
-        groups: G; None where each channel is its own.
+        groups: G; None if each channel is its own.
         first: The block's first channel.
 
     Returns:
@@ -81,14 +81,14 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
     product = inputs.conj_physical().mul_(gradients).sum(0)
     if groups is None:
         return product
-    # a product, since indexed sums on a GPU have no fixed order
+    # a product, because indexed sums on a GPU have no fixed order
     group = (first + torch.arange(product.shape[0], device=product.device)) % groups
     member = torch.arange(groups, device=product.device)[:, None] == group
     return member.to(product.dtype) @ product
 
 
 def _with_skip(y: Tensor, x: Tensor | None, skip: Tensor | None, block: Block) -> Tensor:
-    """A convolution's tokens, and the skip connection's part, in place."""
+    """Return a convolution's tokens, with the skip connection added in place."""
     y = y[..., : block.sequences.length]
     if skip is None:
         return y
@@ -97,7 +97,7 @@ def _with_skip(y: Tensor, x: Tensor | None, skip: Tensor | None, block: Block) -
 
 
 def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Tensor) -> None:
-    """From a block of the convolution, which is used up, and one of its input to the op's output."""
+    """Write the op's output from blocks of the convolution, which it overwrites, and of its input."""
     y = _with_skip(y, x, around.skip, block)
     if around.silu:
         F.silu(y, inplace=True)
@@ -107,15 +107,15 @@ def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Ten
 
 
 def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None) -> Tensor:
-    """Gradient of a block of the convolution, before activation and gate, and of the gate if it is wanted.
+    """Return the gradient of a block of the convolution, before activation and gate.
 
     Args:
-        y: The convolution, used up.
+        y: The convolution, overwritten.
         x: Its input.
-        around: What is differentiated.
+        around: Gates, skip and activation.
         grad: Gradient of the output, `(B, T, D)`.
         block: The block.
-        d_gate: Where the gate's gradient goes, `(B, T, D)`.
+        d_gate: Receives the gate's gradient, `(B, T, D)`, if not None.
     """
     y = _with_skip(y, x, around.skip, block)
     g = _gather(grad, block, y.dtype)
@@ -141,18 +141,18 @@ def downstream(
     d_gate: Tensor | None,
     trains_skip: bool,
 ) -> Tensor | None:
-    """Gradients of the op's input and of its gate, and, returned, a block's part of the skip weights', `(d,)`.
+    """Write gradients of the op's input and gate, and return a block's part of the skip weights', `(d,)`.
 
     Args:
-        d_x: The transposed convolution of `d_y`, used up; None where neither input nor gate wants a gradient.
+        d_x: The transposed convolution of `d_y`, overwritten; None if neither input nor gate needs a gradient.
         d_y: Gradient of the convolution.
         x: Input of the convolution.
         u: Input of the op, `(B, T, D)`.
-        around: What is differentiated.
+        around: Gates, skip and activation.
         block: The block.
-        d_u: Where the input's gradient goes, `(B, T, D)`.
-        d_gate: Where the input gate's gradient goes, `(B, T, D)`.
-        trains_skip: Whether the skip weights' is wanted.
+        d_u: Receives the input's gradient, `(B, T, D)`.
+        d_gate: Receives the input gate's gradient, `(B, T, D)`.
+        trains_skip: Whether to return the skip weights' gradient.
     """
     if d_x is not None:
         d_x = _with_skip(d_x, d_y, around.skip, block)

@@ -1,14 +1,12 @@
 """The loops of a long convolution over blocks of channels, forward and backward: an FFT, a product, an FFT.
 
-Channels are transformed a few at a time, so that a block's spectrum stays in the CPU's cache instead of travelling to
-memory three times (2.5 times faster than one transform over the whole `(B, T, D)` tensor). The gradient of u is the
-same convolution with the conjugate spectrum of the taps, and the input's spectrum is only made where the taps are
-trained, or where an activation or a gate behind the convolution needs its output again.
+They transform a few channels at a time, so that a block's spectrum stays in the CPU's cache (2.5 times faster than
+one transform of the full `(B, T, D)` tensor). The gradient of u is the same convolution with the conjugate spectrum.
+The backward computes the input's spectrum only for trained taps, or for an activation or gate that needs the output
+again.
 
-The loops are the same on torch and on Triton, whose FFT is torch's too: what differs are the steps around the
-transforms, `torch_impl` or `triton_kernels`.
-
-Two real rows packed into one complex transform are no faster than a real transform of each, on a CPU.
+Torch and Triton share these loops and torch's FFT; the steps around the transforms differ: `torch_impl` or
+`triton_kernels`. On a CPU, packing two real rows into one complex transform is no faster.
 
 B batch · T length · D width · G groups · N packed sequences · F = n_fft / 2 + 1 frequencies
 """
@@ -26,11 +24,11 @@ from . import torch_impl
 from .blocks import Around, Block, Sequences, Spectrum, block_steps, ranges
 
 Spectra = Callable[[slice], Spectrum]
-"""Gives the spectra of some channels."""
+"""Returns the spectra of some channels."""
 
 
 def implementation(op: str, backend: str, u: Tensor, *others: Tensor | None) -> ModuleType:
-    """What stands around the transforms in one call of an op: `triton_kernels`, or else `torch_impl`."""
+    """Return the module of the steps around the transforms: `triton_kernels` or `torch_impl`."""
     return triton_if_chosen(op, __package__, backend, (u, *others), lambda kernels: kernels.why_not(u)) or torch_impl
 
 
@@ -40,13 +38,13 @@ def convolve(
     """Multiply u's spectrum by another, or by its conjugate for the adjoint; not differentiable.
 
     Args:
-        impl: That of torch or of Triton.
+        impl: `torch_impl` or `triton_kernels`.
         u: `(B, T, D)`.
-        spectra: Those to multiply by.
-        sequences: Which of u's.
-        around: What happens to input and output.
-        adjoint: Whether to apply the transposed operator, which a backward needs.
-        out: Where their outputs go, `(B, T, D)`.
+        spectra: Returns the spectra to multiply by.
+        sequences: The sequences of u to convolve.
+        around: Gates, skip and activation.
+        adjoint: Whether to apply the transposed operator, for a backward.
+        out: Receives their outputs, `(B, T, D)`.
     """
     dtype, n_fft = compute_dtype(u), sequences.n_fft
     row_step, channel_step = block_steps(u, n_fft)
@@ -59,7 +57,7 @@ def convolve(
             if around.skip is None:
                 x = None
             y = impl.inverse(impl.multiply(product, factor, product), n_fft)
-            del product  # a block is large on a GPU
+            del product  # blocks are large on a GPU
             impl.epilogue(y, x, around, block, out)
 
 
@@ -68,7 +66,7 @@ def _narrow(spectrum: Spectrum, dtype: torch.dtype) -> Spectrum:
 
 
 class Gradients(NamedTuple):
-    """Where gradients go, None where one is not wanted: `(B, T, D)` each, and the skip weights' sum, `(D,)`."""
+    """Memory for gradients, `(B, T, D)` each, and the skip weights' sum, `(D,)`; None for those not needed."""
 
     u: Tensor | None
     input_gate: Tensor | None
@@ -87,24 +85,15 @@ def differentiate(
     into: Gradients,
     products: Tensor | None,
 ) -> None:
-    """Go back through `convolve`.
+    """Compute the gradients of `convolve`, which describes the other arguments.
 
-    With x = input_gate u, y = conv(x) + skip x and dy = grad gate f'(y), where y is computed again if it is needed,
+    With x = input_gate u, y = conv(x) + skip x, recomputed if needed, and dy = grad gate f'(y):
 
     d_gate = grad f(y),  dx = conv^T(dy) + skip dy,  d_u = input_gate dx,  d_input_gate = u dx,  d_skip = sum x dy.
 
-    Args:
-        impl: That of torch or of Triton.
-        grad: Gradient of the output, `(B, T, D)`.
-        u: Input, `(B, T, D)`; may be None where only its own gradient is wanted and there is neither activation nor
-            gate behind the convolution.
-        spectra: Those that it was multiplied by.
-        sequences: Which of u's.
-        around: What happened to input and output.
-        adjoint: Whether the forward used conjugate spectra.
-        into: Where the gradients go.
-        products: Where sums of conj(rfft(x)) rfft(dy) over the sequences are added, `(D, F)`, or over each group of
-            channels too, `(G, F)`; None if they are not wanted.
+    `u` may be None if only its gradient is needed and there is neither activation nor gate. `adjoint` says whether the
+    forward used conjugate spectra. `into` receives the gradients, and `products` the sums of conj(rfft(x)) rfft(dy)
+    over sequences, `(D, F)`, or over groups of channels too, `(G, F)`.
     """
     dtype, n_fft, width = compute_dtype(grad), sequences.n_fft, grad.shape[2]
     again = around.gate is not None or around.silu
@@ -112,20 +101,16 @@ def differentiate(
     groups = None if products is None or products.shape[0] == width else products.shape[0]
     row_step, channel_step = block_steps(grad, n_fft)
     for channels in ranges(width, channel_step):
-        there = back = None
-        if again or wants_input:
-            spectrum, count = _narrow(spectra(channels), dtype), channels.stop - channels.start
-            there = impl.factor(spectrum, count, adjoint) if again else None
-            back = impl.factor(spectrum, count, not adjoint) if wants_input else None
+        count = channels.stop - channels.start
+        spectrum = _narrow(spectra(channels), dtype) if again or wants_input else None
+        there = impl.factor(spectrum, count, adjoint) if again else None
+        back = impl.factor(spectrum, count, not adjoint) if wants_input else None
         for rows in ranges(sequences.number, row_step):
             block = Block(sequences, rows, channels)
-            x: Any = None
-            inputs: Any = None
+            reads = again or products is not None
+            x = impl.prologue(u, around.input_gate, block, dtype) if reads or into.skip is not None else None
+            inputs: Any = torch.fft.rfft(x, n=n_fft) if reads else None
             d_x = None
-            if again or products is not None or into.skip is not None:
-                x = impl.prologue(u, around.input_gate, block, dtype)
-            if again or products is not None:
-                inputs = torch.fft.rfft(x, n=n_fft)
             if again:
                 product = inputs if products is None else torch.empty_like(inputs)
                 y = impl.inverse(impl.multiply(inputs, there, product), n_fft)
@@ -138,12 +123,11 @@ def differentiate(
                 if products is not None:
                     at = channels if groups is None else slice(None)
                     products[at] += impl.correlate(inputs, gradients, groups, channels.start)
-                inputs = None  # a block is large on a GPU
+                inputs = None  # blocks are large on a GPU
                 if wants_input:
                     d_x = impl.inverse(impl.multiply(gradients, back, gradients), n_fft)
                 del gradients
-            d_skip = impl.downstream(
-                d_x, d_y, x, u, around, block, into.u, into.input_gate, trains_skip=into.skip is not None
-            )
+            trained = into.skip is not None
+            d_skip = impl.downstream(d_x, d_y, x, u, around, block, into.u, into.input_gate, trains_skip=trained)
             if into.skip is not None:
                 into.skip[channels] += d_skip

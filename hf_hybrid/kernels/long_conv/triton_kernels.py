@@ -1,18 +1,17 @@
-"""A long convolution's steps around the transforms on a GPU: each tensor is read once and written once by each.
+"""A long convolution's steps around the transforms on a GPU: each reads and writes each tensor once.
 
-The transforms are torch's, of float32. Between `(B, T, D)` in any precision and blocks `(b, d, n_fft)` lie tiles of
-tokens and channels, read along the one and written along the other, transposed on the way by the compiler's own
-exchange between threads:
+The transforms are torch's, in float32. The steps convert between `(B, T, D)` in any precision and blocks
+`(b, d, n_fft)` in tiles of tokens and channels, read along one and written along the other:
 
-    prologue     x = input_gate u, zeros behind it
+    prologue     x = input_gate u, zeros after it
     multiply     in place, with the conjugate for the adjoint; channels that share taps read the same spectrum
     epilogue     gate f(y + skip x)
-    upstream     from the output's gradient to the convolution's, in the place of y
+    upstream     from the output's gradient to the convolution's, in y's memory
     correlate    sums of conj(X) dY over sequences and channels that share taps
     downstream   from the convolution's input to the op's, and sums of x dy for the skip weights
 
-The inverse transforms' division by n_fft is left to `multiply`, which saves a pass over the result. Sums over programs
-go to places of their own, and torch adds those up: no atomics, the same bits in every run.
+`multiply` also divides by n_fft for the inverse transform, which saves a pass over the result. Programs write their
+sums to separate memory, and torch adds them: no atomics, the same bits in every run.
 
 b sequences and d channels of a block · B batch · T length · D width · G groups · F = n_fft / 2 + 1 frequencies
 """
@@ -41,11 +40,11 @@ CONFIGURATIONS = {
 }
 
 _PROGRAMS = 528
-"""Programs of `correlate` that fill a GPU of 132 multiprocessors; where groups are few, several share one."""
+"""Programs of `correlate` that fill a GPU of 132 multiprocessors; with few groups, several share one."""
 
 
 def why_not(u: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     return why_not_dtype("u", u.dtype)
 
 
@@ -225,7 +224,7 @@ def correlate_kernel(x, y, sums, FIRST, ROWS, N, WIDTH, G, SLICES, BF: tl.conste
 
 
 class Factor(NamedTuple):
-    """What `multiply` takes: spectra `(G, F, 2)`, the first channel's row, and whether they are conjugated."""
+    """Factor of `multiply`: spectra `(G, F, 2)`, the first channel's row, and whether to conjugate."""
 
     rows: Tensor
     first: int
@@ -233,19 +232,19 @@ class Factor(NamedTuple):
 
 
 def arranged(x: Tensor | None) -> Tensor | None:
-    """A tensor `(B, T, D)` as the kernels want it in memory: channels innermost."""
+    """Return a tensor `(B, T, D)` in the kernels' memory layout: channels innermost."""
     return None if x is None else x.contiguous()
 
 
 def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Factor:
-    """What `multiply` takes: nothing is made, however many channels share a row."""
+    """Return the factor for `multiply`, without copies for channels that share a row."""
     return Factor(torch.view_as_real(spectrum.rows.contiguous()), spectrum.first, adjoint)
 
 
 def _plan(name: str, tensor: Tensor, block: Block, times: int) -> tuple[int, Configuration, dict[str, object]]:
-    """Number of programs, configuration, and the arguments that say where a block's tiles lie.
+    """Return the number of programs, the configuration, and the arguments that locate a block's tiles.
 
-    N is looked at by the compiler, unlike other lengths: transform lengths are few, and either divisible by 16 or not.
+    The compiler specialises on N, unlike other lengths: transform lengths are few, and divisible by 16 or not.
     """
     sequences, rows, _ = block
     configuration = CONFIGURATIONS[name]
@@ -274,7 +273,7 @@ def _float(skip: Tensor | None) -> Tensor | None:
 
 
 def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -> Tensor:
-    """A block of the inputs times their gate, `(b, d, n_fft)`; zeros behind each sequence."""
+    """Return a block of the inputs times their gate, `(b, d, n_fft)`, zeros after each sequence."""
     x = _memory(block, u.device)
     programs, configuration, plan = _plan("prologue", u, block, block.sequences.n_fft)
     launch(prologue_kernel, programs, configuration, **plan, u=u, gate=gate, x=x)
@@ -282,13 +281,13 @@ def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """A block's spectra as real and imaginary parts; torch's transforms of contiguous blocks are contiguous."""
+    """Return a block's spectra as real and imaginary parts; torch's transforms of contiguous blocks are contiguous."""
     assert x.is_contiguous()
     return torch.view_as_real(x)
 
 
 def multiply(x: Tensor, factor: Factor, out: Tensor, add: bool = False) -> Tensor:
-    """Multiply spectra `(b, d, F)` by those of a `factor`, into `out`, which may be x, or in addition to it."""
+    """Multiply spectra `(b, d, F)` by a `factor` into `out`, which may be x, or add to it."""
     rows, width, frequencies = x.shape
     n_fft = 2 * (frequencies - 1)
     configuration = CONFIGURATIONS["multiply"]
@@ -312,7 +311,7 @@ def multiply(x: Tensor, factor: Factor, out: Tensor, add: bool = False) -> Tenso
 
 
 def inverse(x: Tensor, n_fft: int) -> Tensor:
-    """Back from what `multiply` gives, divided already, to `(b, d, n_fft)`."""
+    """Transform the result of `multiply`, already divided, back to `(b, d, n_fft)`."""
     y = torch.fft.irfft(x, n=n_fft, norm="forward")
     assert y.is_contiguous()
     return y
@@ -324,7 +323,7 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
     Args:
         inputs: `(b, d, F)`.
         gradients: `(b, d, F)`.
-        groups: G; None where each channel is its own.
+        groups: G; None if each channel is its own.
         first: The block's first channel.
 
     Returns:
@@ -354,7 +353,7 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
 
 
 def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Tensor) -> None:
-    """From a block of the convolution and one of its input to the op's output."""
+    """Write the op's output from blocks of the convolution and of its input."""
     programs, configuration, plan = _plan("epilogue", out, block, block.sequences.length)
     skip = _float(around.skip)
     launch(
@@ -364,15 +363,15 @@ def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Ten
 
 
 def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: Block, d_gate: Tensor | None) -> Tensor:
-    """Gradient of a block of the convolution, before activation and gate, and of the gate if it is wanted.
+    """Return the gradient of a block of the convolution, before activation and gate.
 
     Args:
-        y: The convolution, in whose place the result is written.
+        y: The convolution, overwritten by the result.
         x: Its input.
-        around: What is differentiated.
+        around: Gates, skip and activation.
         grad: Gradient of the output, `(B, T, D)`.
         block: The block.
-        d_gate: Where the gate's gradient goes, `(B, T, D)`.
+        d_gate: Receives the gate's gradient, `(B, T, D)`, if not None.
     """
     programs, configuration, plan = _plan("upstream", grad, block, block.sequences.n_fft)
     skip = _float(around.skip)
@@ -394,18 +393,18 @@ def downstream(
     d_gate: Tensor | None,
     trains_skip: bool,
 ) -> Tensor | None:
-    """Gradients of the op's input and of its gate, and, returned, a block's part of the skip weights', `(d,)`.
+    """Write gradients of the op's input and gate, and return a block's part of the skip weights', `(d,)`.
 
     Args:
-        d_x: The transposed convolution of `d_y`; None where neither input nor gate wants a gradient.
+        d_x: The transposed convolution of `d_y`; None if neither input nor gate needs a gradient.
         d_y: Gradient of the convolution.
-        x: Input of the convolution, which is not read: the op's is half as wide in 16 bits.
+        x: Input of the convolution, not read: the op's input takes half the bytes in 16 bits.
         u: Input of the op, `(B, T, D)`.
-        around: What is differentiated.
+        around: Gates, skip and activation.
         block: The block.
-        d_u: Where the input's gradient goes, `(B, T, D)`.
-        d_gate: Where the input gate's gradient goes, `(B, T, D)`.
-        trains_skip: Whether the skip weights' is wanted.
+        d_u: Receives the input's gradient, `(B, T, D)`.
+        d_gate: Receives the input gate's gradient, `(B, T, D)`.
+        trains_skip: Whether to return the skip weights' gradient.
     """
     like = d_u if u is None else u
     if like is None or (d_x is None and not trains_skip):

@@ -1,4 +1,4 @@
-"""States of SRformer's recurrent attention: one matrix per segment of a document, from its keys and values alone."""
+"""States of SRformer's recurrent attention: one matrix per segment of a document, from its keys and values."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def segment_recurrence(
     surrogate: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Accumulate and fire over the segments that a target visits, in the order in which it visits them.
+    """Accumulate and fire over the segments that a target visits, in the order of its visits.
 
     Shapes: `B` batch · `H` heads · `M` segments · `S` segment size · `K` key dim · `V` value dim · `N` visited
     segments.
@@ -37,27 +37,25 @@ def segment_recurrence(
         R[n] = max(y[n], 0)
 
     with a[-1] = 0 and i(n) the n-th visited segment. A query that reads segment i(n) adds ``q R[n]`` to its attention.
-    The states know nothing of queries: they are made once per document, for all tokens and all beams.
-    O(M S K V + N K V^2) multiplications and N K V numbers per head; saved for the backward are the inputs alone.
+    States do not depend on queries: one call per document serves all tokens and beams. It takes
+    O(M S K V + N K V^2) multiplications and N K V numbers per head; the backward pass stores only the inputs.
 
     Args:
-        key: `(B, H, M, S, K)`, float64, float32, bfloat16 or float16; zero at keys that are to be ignored. Heads
-            come before segments, as in the states.
-        value: `(B, H, M, S, V)` in key's dtype, zero where key is.
+        key: `(B, H, M, S, K)`, float64, float32, bfloat16 or float16; zero at masked keys. Heads come before segments,
+            as in the states.
+        value: `(B, H, M, S, V)` in key's dtype, zero at masked keys.
         weight: W, `(V, V)`, shared by all heads. None with `leak` and `threshold`: no neurons, R[n] = P[i(n)].
-        leak: One number, how much of a membrane is left after a segment.
+        leak: One number, the share of a membrane that remains after a segment.
         threshold: One positive number.
         visited: i(n), `(B or 1, N)`, int64, in [0, M); all segments in order when None.
-        source: What the neurons accumulate: `"complement"` P[i], or `"segment"` K[i]^T V[i] (ablation IV).
-        clamp: Bound on the magnitude of every entry of K^T V and of K[i]^T V[i] before they are subtracted; none when
-            None.
-        surrogate: Whether the step 1[y > 0] has the derivative ``0.3 max(0, 1 - |y|)`` in the backward; it is a
-            constant otherwise.
+        source: Input of the neurons: `"complement"`, P[i], or `"segment"`, K[i]^T V[i] (ablation IV).
+        clamp: Bound on the magnitude of every entry of K^T V and of K[i]^T V[i] before subtraction; none when None.
+        surrogate: Whether the step 1[y > 0] has the derivative ``0.3 max(0, 1 - |y|)`` in the backward, instead of 0.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
 
     Returns:
-        R, `(B, H, N, K, V)` in key's dtype, computed in float32, or float64 for float64 input. It can be
-        differentiated once, in key, value, weight, leak and threshold.
+        R, `(B, H, N, K, V)` in key's dtype, computed in float32, or float64 for float64 input. Differentiable once in
+        key, value, weight, leak and threshold.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.

@@ -1,4 +1,4 @@
-"""The segments' states as an opaque op with its backward, for which nothing but the inputs is saved."""
+"""The segments' states as a custom op whose backward stores only the inputs."""
 
 from types import ModuleType
 from typing import Any
@@ -17,10 +17,10 @@ def _triton(backend: str, key: Tensor, value: Tensor, *others: Tensor | None) ->
 
 
 def _check_values(number: int, visited: Tensor | None, threshold: Tensor | None) -> None:
-    """Check what a CPU reads free of charge; a GPU asserts, or gives NaN.
+    """Check values on a CPU, where reading them is free; a GPU asserts, or gives NaN.
 
     Raises:
-        ValueError: A visited segment is none of the `number` that there are, or the threshold is not positive.
+        ValueError: A visited segment does not exist, or the threshold is not positive.
     """
     if visited is not None and visited.device.type == "cpu" and visited.numel():
         first, last = (x.item() for x in visited.aminmax())
@@ -35,7 +35,7 @@ def segment_recurrence(
     key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    """States; `complement` says what the neurons accumulate, and `surrogate` is the backward's alone."""
+    """Return the states; `complement` selects the neurons' input, and only the backward uses `surrogate`."""
     run = _triton(backend, key, value, weight, leak, threshold, visited) or torch_impl
     _check_values(key.shape[2], visited, threshold)
     with full_precision(key.device):
@@ -54,7 +54,7 @@ def segment_recurrence_backward(
     grad: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, leak: Tensor | None, threshold: Tensor | None,
     visited: Tensor | None, complement: bool, clamp: float | None, surrogate: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of key, value, weight, leak and threshold; of what is not given, an empty one."""
+    """Return gradients of key, value, weight, leak and threshold; empty ones for omitted arguments."""
     neuron = weight, leak, threshold
     run = _triton(backend, key, value, *neuron, visited) or torch_impl
     with full_precision(key.device):

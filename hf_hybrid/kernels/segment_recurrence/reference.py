@@ -1,9 +1,8 @@
-"""SRformer's recurrent attention as the loops it is: the specification of `hf_hybrid.kernels.segment_recurrence`.
+"""SRformer's recurrent attention as loops: the specification of `hf_hybrid.kernels.segment_recurrence`.
 
-`segment_recurrence` takes the op's arguments and loops over visited segments, `segment_step` those of the step of
-decoding, over rows and heads. `cross_attention` is Algorithm 1 of the paper: whole cross-attention, token by token,
-with the memory that the algorithm carries; its recurrent part is ``q R / norm(K)`` with the op's R, which the tests
-compare.
+`segment_recurrence` loops over visited segments, `segment_step`, the decoding step, over rows and heads.
+`cross_attention` is Algorithm 1 of the paper: complete cross-attention, token by token; its recurrent part is
+``q R / norm(K)`` with the op's R, which the tests compare.
 
 Shapes: `B` batch · `H` heads · `T` target length · `L` source length · `M` segments · `S` segment size · `K` key dim ·
 `V` value dim · `N` visited segments.
@@ -29,7 +28,7 @@ def segment_recurrence(
     clamp: float | None = None,
     surrogate: bool = False,
 ) -> Tensor:
-    """Compute `hf_hybrid.kernels.segment_recurrence` segment by segment; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.segment_recurrence` segment by segment, without checks."""
     wide = torch.promote_types(key.dtype, torch.float32)
     k, v = key.to(wide), value.to(wide)
     batch, _, number = k.shape[:3]
@@ -51,7 +50,7 @@ def segment_recurrence(
 def raf(
     state: Tensor, memory: Tensor, weight: Tensor, leak: Tensor, threshold: Tensor, surrogate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One step of the RAF neurons (appendix A.2): output and memory."""
+    """Advance the RAF neurons by one step (appendix A.2); return output and memory."""
     memory = leak * memory + state @ weight.T
     y = memory / threshold - 1
     fired = (y > 0).to(y.dtype)
@@ -74,7 +73,7 @@ def segment_step(
     sigma: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Compute `hf_hybrid.kernels.segment_step` row by row; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.segment_step` row by row, without checks."""
     wide = torch.promote_types(query.dtype, torch.float32)
     share = None if sigma is None else sigma.to(wide)
     outputs = []
@@ -109,7 +108,7 @@ def cross_attention(
     threshold: Tensor,
     clamp: float | None = None,
 ) -> Tensor:
-    """Algorithm 1: segmented recurrent attention of every token of a target to one batch of unpadded sources.
+    """Compute Algorithm 1: segmented recurrent attention of a target's tokens to a batch of unpadded sources.
 
     Token t reads segment ``min(floor(t M / horizon), M - 1)``. Scores are not scaled (T5); scale the query for others.
 

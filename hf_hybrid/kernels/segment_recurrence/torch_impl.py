@@ -1,8 +1,8 @@
-"""The segments' states in torch, with all products at once and a scan over segments in place, and their gradients.
+"""The segments' states and their gradients in torch: all products at once, and a scan over segments in place.
 
-The products are matrix products over all segments and heads; what is left of the recurrence is elementwise, on one
-`(B, H, K, V)` slice per segment, small enough for a cache. Nothing but the inputs is saved for the backward, which
-computes membranes anew: as many numbers as all states together would otherwise be kept per layer, several times.
+After matrix products over all segments and heads, the recurrence is elementwise on one `(B, H, K, V)` slice per
+segment, which fits a cache. The backward stores only the inputs and recomputes the membranes, which would take the
+memory of all states several times per layer.
 
 Shapes: `B` batch · `H` heads · `M` segments · `S` segment size · `K` key dim · `V` value dim · `N` visited segments.
 """
@@ -17,14 +17,14 @@ from .reference import SURROGATE_SLOPE
 
 
 class _Products(NamedTuple):
-    """What the neurons accumulate, and what its backward needs."""
+    """The neurons' input, and what its backward needs."""
 
     inputs: Tensor
     """P or K[i]^T V[i] of the visited segments, `(B, H, N, K, V)`."""
     own_within: Tensor | None
-    """Where K[i]^T V[i] was within the clamp; None without one."""
+    """Whether K[i]^T V[i] was within the clamp; None without one."""
     whole_within: Tensor | None
-    """Where K^T V was, `(B, H, 1, K, V)`."""
+    """Whether K^T V was, `(B, H, 1, K, V)`."""
 
 
 def _index(x: Tensor, visited: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def forward(
     complement: bool,
     clamp: float | None,
 ) -> Tensor:
-    """States, `(B, H, N, K, V)` in key's dtype; not differentiable."""
+    """Return states, `(B, H, N, K, V)` in key's dtype; not differentiable."""
     states = _products(key, value, visited, complement, clamp).inputs
     if weight is not None and leak is not None and threshold is not None:
         wide = states.dtype
@@ -96,7 +96,7 @@ def backward(
     clamp: float | None,
     surrogate: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of key and value in their dtype; of weight, leak and threshold, or None without neurons."""
+    """Return gradients of key and value in their dtype, and of weight, leak and threshold (None without neurons)."""
     products = _products(key, value, visited, complement, clamp)
     wide = products.inputs.dtype
     d_inputs = grad.to(wide)
@@ -129,7 +129,7 @@ def backward(
 def _unwind(
     drive: Tensor, grad: Tensor, leak: Tensor, threshold: Tensor, surrogate: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Go back through the recurrence: turn P W^T into its gradient in place, return those of leak and threshold.
+    """Turn P W^T into its gradient in place, and return those of leak and threshold.
 
     With g = dR and f = 1[y > 0]:  dm = f g / threshold + da (1 - s),  s = 0.3 max(0, 1 - |y|) or 0,
     da[n-1] = leak dm[n],  dleak = sum a[n-1] dm[n],  dthreshold = sum -f g m / threshold^2 - da (f - s m / threshold).

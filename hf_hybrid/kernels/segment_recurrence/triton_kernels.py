@@ -1,23 +1,23 @@
 """The segments' states on a GPU, and their gradients.
 
-Forward, every sum over tokens comes before the recurrence, which then has nothing left but elementwise work:
+Forward, all sums over tokens come first, so that the recurrence is elementwise:
 
-    sums      K^T V of a document, by runs of segments that know nothing of each other; torch adds those up
+    sums      K^T V of a document, by independent runs of segments, which torch adds
     drive     P[i] W^T of all visited segments at once: K[i]^T V[i] again, in registers, subtracted from K^T V
     neurons   m, y and R, one lane per entry of a state, segment after segment
 
 Backward, the first two run again, and
 
-    unwind    goes forward for the membranes and back for their gradients, in place; what it has summed for leak and
-              threshold goes to a place of each program's own, which torch adds up
-    collect   the gradient of K[i]^T V[i] for every segment of the document: over its visits in their order, times W,
-              where the clamp let it pass
+    unwind    goes forward for the membranes and back for their gradients, in place; each program writes its sums for
+              leak and threshold to separate memory, and torch adds them
+    collect   the gradient of K[i]^T V[i] for every segment of the document: over its visits in order, times W, where
+              the clamp did not act
 
-Of that the gradients of key and value are products per segment, which torch has. W's is a sum over rows as K^T V is
-one over tokens, and made by the same kernel. No atomics: the same bits in every run.
+Torch computes the gradients of key and value from that, as products per segment. The `sums` kernel also computes W's
+gradient, a sum over rows. No atomics: the same bits in every run.
 
-A difference of large products decides whether a neuron fires, so P is float32 and P W^T of three tf32 parts, whatever
-the dtype of keys, as K^T V is of float32 keys. K^T V of 16 bits is exact but for the order of its sums.
+A difference of large products decides whether a neuron fires, so P is float32 and P W^T uses three tf32 parts for keys
+of any dtype, like K^T V of float32 keys. K^T V of 16 bits is exact up to the order of its sums.
 
 B batch · H heads · M segments · S segment size · K key dim · V value dim · N visited segments
 """
@@ -34,10 +34,10 @@ from ..triton_kernels import interpreted, why_not_heads
 from .reference import SURROGATE_SLOPE
 
 _PROGRAMS = 528
-"""Programs that fill a GPU: four for each of the 132 multiprocessors of the one in mind."""
+"""Programs that fill a GPU: four for each of 132 multiprocessors."""
 
 _SHORTEST_SPAN = 256
-"""Tokens; a sum over fewer would be written more often than it saves time."""
+"""Fewest tokens per span: writing more sums would cost more than it saves."""
 
 _SLOPE = tl.constexpr(SURROGATE_SLOPE)
 
@@ -56,12 +56,12 @@ CONFIGURATIONS = {
         Configuration("visits", "instead of collect, without neurons and clamp", _NARROW, 4, 1),
     )
 }
-"""Wide tiles, where they fit into registers without spilling one. Tiles of 32 are avoided in products: compilers have
-got several of them wrong on sm_90."""
+"""Wide tiles if they fit the registers. No tiles of 32 in products: compilers have got several of them wrong on
+sm_90."""
 
 
 def why_not(key: Tensor, value: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     return why_not_heads("key", key.dtype, key.shape[4], value.shape[4])
 
 
@@ -319,16 +319,16 @@ def collect_kernel(
 
 
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
-    """How products of a dtype are made."""
+    """Return the arguments that choose the arithmetic of products of a dtype."""
     wide = dtype == torch.float32
     widened = wide or (dtype == torch.bfloat16 and interpreted())
     return {"FLOAT32": widened, "PRECISION": "tf32x3" if wide else "tf32"}
 
 
 def _summed(x: Tensor, y: Tensor, run: int, precise: torch.dtype) -> Tensor:
-    """X^T Y over the rows of `(groups, T, X)` and `(groups, T, Y)`, in spans of whole runs of rows, in float32.
+    """Return X^T Y over the rows of `(groups, T, X)` and `(groups, T, Y)`, in spans of complete runs, in float32.
 
-    Factors of float32 are multiplied as those of the dtype `precise` are.
+    Float32 factors are multiplied like those of the dtype `precise`.
     """
     groups, length, width = x.shape
     configuration = CONFIGURATIONS["sums"]
@@ -356,10 +356,10 @@ def _summed(x: Tensor, y: Tensor, run: int, precise: torch.dtype) -> Tensor:
 
 
 class _Call:
-    """What all launches for one set of inputs share."""
+    """State shared by all launches for one set of inputs."""
 
     def __init__(self, key: Tensor, value: Tensor, visited: Tensor | None, complement: bool, clamp: float | None):
-        """Sum K^T V of the documents, where their complements are wanted."""
+        """Sum K^T V of the documents if complements are needed."""
         self.key, self.value = key.contiguous(), value.contiguous()
         self.visited = None if visited is None else visited.contiguous()
         self.batch, self.heads, self.segments, self.size, self.width = key.shape
@@ -380,7 +380,7 @@ class _Call:
             self.whole = whole.contiguous()
 
     def _launch(self, name: str, kernel: Any, each: int, **arguments: Any) -> None:
-        """One program per tile of `(K, V)` of each segment or slot."""
+        """Launch one program per tile of `(K, V)` of each segment or slot."""
         spills = not like_hopper(capability_of(self.key)) or (
             self.key.dtype == torch.float32 and self.value_width > 64
         )
@@ -421,7 +421,7 @@ class _Call:
         return drive
 
     def collect(self, grad: Tensor, weight: Tensor | None, d_whole: Tensor | None) -> Tensor:
-        """Gradient of K[i]^T V[i], `(B, H, M, K, V)`: as a factor of bfloat16 it is rounded to that anyway."""
+        """Return the gradient of K[i]^T V[i], `(B, H, M, K, V)`; bfloat16 products would round it anyway."""
         order = starts = None
         if self.visited is not None:
             visited, order = self.visited.clamp(0, self.segments - 1).sort(dim=1, stable=True)
@@ -445,7 +445,7 @@ class _Call:
 
 
 def _lanes(name: str, states: Tensor) -> tuple[int, Configuration, dict[str, int]]:
-    """Programs, configuration and sizes of a kernel that has a lane per entry of `(B, H, N, K, V)`."""
+    """Return programs, configuration and sizes of a kernel with a lane per entry of `(B, H, N, K, V)`."""
     configuration = CONFIGURATIONS[name]
     batch, heads, slots, width, value_width = states.shape
     programs = batch * heads * blocks(width * value_width, configuration.tiles["BLOCK"])
@@ -462,7 +462,7 @@ def forward(
     complement: bool,
     clamp: float | None,
 ) -> Tensor:
-    """States, `(B, H, N, K, V)` in key's dtype."""
+    """Return states, `(B, H, N, K, V)` in key's dtype."""
     call = _Call(key, value, visited, complement, clamp)
     states = call.empty(call.slots, key.dtype)
     if weight is None:
@@ -494,7 +494,7 @@ def backward(
     clamp: float | None,
     surrogate: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of key and value in their dtype; of weight, leak and threshold in float32, or None without neurons."""
+    """Return gradients of key and value in their dtype; of weight, leak, threshold in float32 or None."""
     call = _Call(key, value, visited, complement, clamp)
     grad = grad.contiguous()
     d_weight = d_leak = d_threshold = None

@@ -1,7 +1,7 @@
-"""Depthwise convolution of a sequence with a few taps per channel, and the SiLU behind it, in one pass.
+"""Depthwise convolution of a sequence with a few taps per channel and an optional SiLU, in one pass.
 
-`merge_kernels` makes one filter of several parallel ones, which is what structural reparameterisation is: it costs a
-few numbers, so that training can afford it in every step.
+`merge_kernels` adds parallel filters into one (structural reparameterisation), cheaply enough for every training
+step.
 
 B batch · T length · J taps · D width · N packed sequences
 """
@@ -21,11 +21,11 @@ ACTIVATIONS = (None, "silu")
 
 
 def merge_kernels(kernels: Sequence[torch.Tensor], *, causal: bool) -> torch.Tensor:
-    """Add filters of different lengths, lag by lag: their sum convolves as all of them side by side do.
+    """Add filters of different lengths, lag by lag, into one that replaces them all.
 
     Args:
-        kernels: Taps `(D, J_i)` of each, as for `short_conv`.
-        causal: Whether tap 0 lies at lag 0 rather than the middle tap.
+        kernels: Taps `(D, J_i)` of each, see `short_conv`.
+        causal: Whether tap 0 is at lag 0; otherwise the middle tap is.
 
     Returns:
         `(D, max J_i)`. Differentiable.
@@ -61,22 +61,20 @@ def short_conv(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Convolve each channel with a few taps.
 
-    y[t] = f(sum_j kernel[:, j] u[t - j + c] + bias),  c = 0 when causal and (J - 1) / 2 otherwise
-    (CHELA, eq. 8, K_s with its activation)
+    y[t] = f(sum_j kernel[:, j] u[t - j + c] + bias),  c = 0 when causal and (J - 1) / 2 otherwise (CHELA, eq. 8, K_s)
 
-    O(T J) multiplications per channel. Saved for the backward are the inputs alone.
+    O(T J) multiplications per channel. The backward pass stores only the inputs.
 
     Args:
-        u: Input, `(B, T, D)`, any floating dtype; zeros lie around it.
-        kernel: Taps by lag, `(D, J)`: tap 0 meets the current token, or the one J - 1 tokens after the last of the
-            past where the filter is centred.
+        u: Input, `(B, T, D)`, any floating dtype; zeros surround it.
+        kernel: Taps by lag, `(D, J)`: tap 0 multiplies the current token, or in a centred filter the token
+            (J - 1) / 2 ahead.
         bias: `(D,)`; none when None.
-        causal: Whether only the past is read. A centred filter has an odd number of taps.
+        causal: Whether to read only the past. A centred filter has an odd number of taps.
         activation: f, None or ``"silu"``.
         state: The J - 1 inputs before the first, `(B, J - 1, D)`; zeros when None. Causal only.
-        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64: sequence n has the tokens
-            from cu_seqlens[n] up to cu_seqlens[n + 1]. B is 1, states have N rows, and the result is that of each
-            sequence alone.
+        cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)` of int32 or int64, see `kernels.packed`. B is
+            1, states have N rows, and the result is that of each sequence alone.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
@@ -97,13 +95,12 @@ def short_conv(
     past = kernel.shape[1] - 1
     shape = (check_cu_seqlens(cu_seqlens, u, "u"), past, u.shape[2])
     if state is not None and not causal:
-        raise ValueError("state must be None for a convolution that is not causal")
+        raise ValueError("state must be None unless causal")
     if state is not None and state.shape != shape:
         rows = "B" if cu_seqlens is None else "N"
         raise ValueError(f"state must be ({rows}, J - 1, D) = {shape}; got {tuple(state.shape)}")
     check_devices(u, kernel=kernel, bias=bias, state=state)
-    if state is not None:
-        state = state.to(u.dtype)
+    state = None if state is None else state.to(u.dtype)
     if u.shape[1] == 1 and state is not None and cu_seqlens is None and not forces_triton(backend):
         y = torch_impl.one_token(torch.cat([state, u], dim=1), kernel, bias, activation == "silu")
     else:
@@ -116,14 +113,14 @@ def short_conv(
 def _last_inputs(
     u: torch.Tensor, past: int, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
-    """The state behind the last token, `(B or N, J - 1, D)`: a copy, so that who keeps it does not keep all of u."""
+    """Return the state after the last token, `(B or N, J - 1, D)`: a copy, so that it does not keep u alive."""
     if cu_seqlens is None:
         last = u[:, max(0, u.shape[1] - past) :] if past else u[:, :0]
         missing = past - last.shape[1]
         if state is None or missing == 0:
             return F.pad(last, (0, 0, missing, 0)).clone()
         return torch.cat([state[:, past - missing :], last], dim=1)
-    # place of each in its sequence; negative ones lie in the state
+    # position in the sequence; negative ones are in the state
     ends, lengths = cu_seqlens[1:, None], cu_seqlens.diff()[:, None]
     place = lengths - past + torch.arange(past, device=u.device)
     last = u[0, (ends - lengths + place).clamp(0, u.shape[1] - 1)]

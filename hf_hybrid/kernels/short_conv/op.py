@@ -1,4 +1,4 @@
-"""The short convolution as an opaque op with its own backward, which keeps nothing but the inputs."""
+"""The short convolution as a custom op whose backward stores only the inputs."""
 
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ def short_conv(
     silu: bool,
     backend: str,
 ) -> Tensor:
-    """The convolution with its activation; `ahead` is the number of taps on later tokens."""
+    """Convolve and activate; `ahead` is the number of taps on later tokens."""
     run = _triton(backend, u, kernel, bias, state, cu_seqlens) or torch_impl
     return run.forward(u, kernel, bias, state, cu_seqlens, ahead, silu)
 
@@ -49,10 +49,9 @@ def short_conv_backward(
     trained: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, the taps, the bias and the state, which is empty where there is no state.
+    """Return gradients of u, the taps, the bias and the state (empty without a state).
 
-    Those of taps and bias are computed only if `trained`, and otherwise may be zeros, where leaving them out is
-    cheaper.
+    Unless `trained`, those of taps and bias may be zeros.
     """
     run = _triton(backend, u, kernel, bias, state, cu_seqlens) or torch_impl
     d_u, d_kernel, d_bias, d_state = run.backward(grad, u, kernel, bias, state, cu_seqlens, ahead, silu, trained)

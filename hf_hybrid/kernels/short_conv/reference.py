@@ -1,4 +1,4 @@
-"""Short convolution as the sum it is: the specification of `hf_hybrid.kernels.short_conv`.
+"""Short convolution as a sum over lags: the specification of `hf_hybrid.kernels.short_conv`.
 
 B batch · T length · J taps · D width
 """
@@ -19,7 +19,7 @@ def short_conv(
     state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `hf_hybrid.kernels.short_conv` one lag at a time; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.short_conv` one lag at a time, without checks."""
     if cu_seqlens is not None:
         parts = []
         for n, at in enumerate(bounds(cu_seqlens, u.shape[1])):

@@ -1,9 +1,9 @@
 """The short convolution and its gradient in torch.
 
-On a CPU in float32 the convolution runs as torch's two-dimensional one with channels last, the layout the tokens
-already have: three times as fast as one multiplication per tap, and twenty times as fast as `conv1d`, which wants them
-transposed. Elsewhere it is one multiplication per tap over the whole tensor. The taps' gradient is a sum over shifted
-products, block by block, since torch's own costs more than everything else together.
+On a CPU in float32 it uses torch's two-dimensional convolution with channels last, the layout of the tokens: three
+times as fast as one multiplication per tap, and twenty times as fast as `conv1d`, which needs a transpose. Elsewhere
+it is one multiplication per tap over the full tensor. The taps' gradient is a sum over shifted products, block by
+block, since torch's own costs more than everything else together.
 
 B batch · T length · J taps · D width
 """
@@ -18,11 +18,11 @@ from ..packed import run_each
 from ..precision import compute_dtype
 
 _BLOCK = 1 << 18
-"""Numbers multiplied at once in the taps' gradient."""
+"""Elements per block in the taps' gradient."""
 
 
 def _shifts(length: int, taps: int, ahead: int) -> Iterator[tuple[int, slice, slice]]:
-    """For every tap, the outputs that it reaches and the inputs that it takes there."""
+    """Yield each tap with the outputs that it reaches and the inputs that it reads there."""
     for tap in range(taps):
         lag = tap - ahead
         start, stop = max(0, lag), min(length, length + lag)
@@ -31,7 +31,7 @@ def _shifts(length: int, taps: int, ahead: int) -> Iterator[tuple[int, slice, sl
 
 
 def _convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int) -> Tensor:
-    """The convolution in x's own dtype, `(B, T, D)`; not differentiable."""
+    """Convolve in x's dtype, `(B, T, D)`; not differentiable."""
     taps = kernel.shape[1]
     if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         padded = F.pad(x, (0, 0, taps - 1 - ahead, ahead))
@@ -47,7 +47,7 @@ def _convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, ahead: int) -> Ten
 
 
 def one_token(x: Tensor, kernel: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """The output at the last of as many inputs as there are taps: `(B, J, D)` to `(B, 1, D)`."""
+    """Return the output at the last of J inputs: `(B, J, D)` to `(B, 1, D)`."""
     wide = compute_dtype(x)
     y = (x.to(wide) * kernel.to(wide).flip(1).mT).sum(1, keepdim=True)
     y = y if bias is None else y + bias.to(wide)
@@ -73,7 +73,7 @@ def forward(
     ahead: int,
     silu: bool,
 ) -> Tensor:
-    """The convolution with its activation; not differentiable."""
+    """Convolve and activate; not differentiable."""
 
     def alone(u: Tensor, state: Tensor | None) -> tuple[Tensor]:
         if u.shape[1] == 0:
@@ -95,7 +95,7 @@ def _differentiate(
         gate = torch.sigmoid(y)
         # (y s)' = s (1 + y (1 - s))
         g = g * gate * (1 + y * (1 - gate))
-    # the adjoint reads the other way: its tap at lag -j is the tap at lag j
+    # the adjoint's tap at lag -j is the tap at lag j
     grad_u = _convolve(g.contiguous(), taps.flip(1), None, kernel.shape[1] - 1 - ahead)
     grad_taps, grad_bias = torch.zeros_like(taps.mT), torch.zeros_like(taps[:, 0])
     if trained:
@@ -120,7 +120,7 @@ def backward(
     silu: bool,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of u, the taps, the bias and the state; those of taps and bias are zeros unless `trained`."""
+    """Return gradients of u, the taps, the bias and the state; zeros for taps and bias unless `trained`."""
     wide = compute_dtype(u)
     d_kernel, d_bias = kernel.new_zeros(kernel.shape, dtype=wide), kernel.new_zeros(kernel.shape[0], dtype=wide)
 

@@ -1,11 +1,10 @@
 """Short convolution on a GPU: each tensor is read once from memory and written once, forward and backward.
 
-Forward, a program owns a tile of tokens and channels and reads it once per tap, shifted; all but the first reading
-come out of the cache. Backward, the activation's derivative needs the convolution again, at every token whose gradient
-reaches the tile. A program therefore walks over its tokens, with the last J inputs and the last J gradients of the
-convolution in registers: one multiplication per tap for each of the convolution, the inputs' gradient and the taps'.
-What it has summed for taps and bias goes to a place of its own, and torch adds those up: no atomics, the same bits in
-every run.
+Forward, a program owns a tile of tokens and channels and reads it once per tap, shifted; all reads but the first hit
+the cache. Backward, the activation's derivative needs the convolution again, at every token whose gradient reaches the
+tile. A program therefore walks over its tokens with the last J inputs and the last J gradients of the convolution in
+registers: one multiplication per tap for each of the convolution, the inputs' gradient and the taps'. It writes its
+sums for taps and bias to separate memory, and torch adds them: no atomics, the same bits in every run.
 
 B batch · T length · J taps · D width · S spans of tokens
 """
@@ -28,11 +27,11 @@ CONFIGURATIONS = {
 
 _FORWARD_SPAN = 32
 _BACKWARD_SPAN = 128
-"""Tokens that a program walks over: J - 1 are walked over twice, and sums for taps and bias are written once."""
+"""Tokens per program: it visits J - 1 of them twice, and writes sums for taps and bias once."""
 
 
 def why_not(u: Tensor, kernel: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     if kernel.shape[1] > MOST_TAPS:
         return f"the kernel holds at most {MOST_TAPS} taps in registers; got {kernel.shape[1]}"
     return why_not_dtype("u", u.dtype)
@@ -178,7 +177,7 @@ def forward(
     ahead: int,
     silu: bool,
 ) -> Tensor:
-    """The convolution with its activation, `(B, T, D)` in u's dtype."""
+    """Convolve and activate; returns `(B, T, D)` in u's dtype."""
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
     configuration = CONFIGURATIONS["forward"]
     number, plan = span_arguments(cu_seqlens, u.shape[0], u.shape[1], _FORWARD_SPAN)
@@ -206,7 +205,7 @@ def backward(
     silu: bool,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of u, the taps, the bias in float32, and the state: all in one pass, whether `trained` or not."""
+    """Return gradients of u, the taps, the bias in float32, and the state, in one pass, even if not `trained`."""
     d_u = torch.empty_like(u, memory_format=torch.contiguous_format)
     # a state of a sequence without tokens is reached by no program
     d_state = None if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)

@@ -2,10 +2,10 @@
 
 x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t],  hence y = K * u with K[l] = C Abar^l Bbar      (SPADE, eqs. 3 and 4)
 
-`s4_kernel` gives K for training and prompts, `s4_step` one token of the recurrence in O(N), `ssm_step` one token of
-either model with all its outputs, on a GPU as a single kernel; `s4_final_state` and `s4_state_response` hand a state
-over between stretches of tokens: ``f(a ++ b) == f(b | state after f(a))``; `s4_window_states` gives the state at the
-end of every window. S4D, whose dynamics are diagonal, has the others under its own name.
+`s4_kernel` computes K for training and prompts, `s4_step` one token of the recurrence in O(N), `ssm_step` one token of
+either model with all outputs (a single kernel on a GPU). `s4_final_state` and `s4_state_response` pass a state between
+parts of a sequence: ``f(a ++ b) == f(b | state after f(a))``. `s4_window_states` returns the state at the end of every
+window. S4D, with diagonal dynamics, has the same functions under its own name.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
 """
@@ -75,15 +75,15 @@ def s4_kernel(
     algorithm: str | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The first taps of S4's convolution kernel.
+    """Return the first taps of S4's convolution kernel.
 
     K[l] = C Abar^l Bbar = 2 Re sum over one of each conjugate pair,  A = diag(w) - P P^H, bilinear transform
     (SPADE, eqs. 3 to 5)
 
-    Torch computes in float64 and rounds the result once. Triton takes the sums of ``"cauchy"``, prepared in float64,
-    in float32: taps are wrong by some 1e-6 of a channel's largest. Memory beside the result stays under a few hundred
-    MiB. A backward of ``"two_level"`` is computed in C's precision and keeps O(N sqrt(L)) numbers per channel and
-    filter; one of ``"cauchy"`` is computed in the forward's, keeps O(N) and sums everything again.
+    Torch computes in float64 and rounds the result once. Triton computes the sums of ``"cauchy"``, prepared in
+    float64, in float32, with errors of about 1e-6 of a channel's largest tap. Extra memory stays below a few hundred
+    MiB. The backward of ``"two_level"`` uses C's precision and stores O(N sqrt(L)) numbers per channel and filter;
+    that of ``"cauchy"`` uses the forward's precision, stores O(N) and recomputes the sums.
 
     Args:
         C: Output filters, `(C, H, M)`, complex.
@@ -93,7 +93,7 @@ def s4_kernel(
         dt: Step per channel, `(H,)`, positive.
         length: Number of taps L in tokens, positive.
         algorithm: ``"two_level"`` (products of powers of Abar) or ``"cauchy"`` (S4's generating function); they agree
-            to rounding. When None, ``"cauchy"`` where Triton runs, which has no other, and ``"two_level"`` elsewhere.
+            to rounding. When None, ``"cauchy"`` on Triton, which has no other, and ``"two_level"`` elsewhere.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The discretised S4 system: what its kernel, its decode step and its state hand-over are all made of.
+"""The discretised S4 system, for its kernel, its decode step and passing on its state.
 
-The bilinear transform of a diagonal plus rank-one matrix is again diagonal plus rank-one, so one channel's step needs
-four vectors of N/2 complex numbers instead of an N x N matrix.
+The bilinear transform of a diagonal plus rank-one matrix is diagonal plus rank-one, so one channel's step needs four
+vectors of N/2 complex numbers instead of an N x N matrix.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · R block length
 """
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..precision import full_precision
 
 BLOCK = 64
-"""Tokens that `s4_final_state` and `s4_state_response` advance at a time."""
+"""Tokens per block in `s4_final_state` and `s4_state_response`."""
 
 
 class S4Step(NamedTuple):
@@ -29,7 +29,7 @@ class S4Step(NamedTuple):
 
 
 class S4Blocks(NamedTuple):
-    """What advancing a whole block at once needs, over the N = 2M real coordinates of the state.
+    """Constants that advance a state by a block, over its N = 2M real coordinates.
 
     Attributes:
         transition: ``Abar^R``, `(H, N, N)`.
@@ -43,7 +43,7 @@ class S4Blocks(NamedTuple):
 
 
 def check_system(C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> None:
-    """Raise ValueError where the shapes of a system do not fit together."""
+    """Raise ValueError if the shapes of a system do not fit."""
     if dt.dim() != 1 or dt.is_complex():
         raise ValueError(f"dt must be real (H,); got {tuple(dt.shape)} of {dt.dtype}")
     channels, modes = dt.shape[0], w.shape[-1]
@@ -84,7 +84,7 @@ def s4_step_constants(B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: tor
 
 
 def two_re(product: torch.Tensor) -> torch.Tensor:
-    """2Re of the sum over modes, `(..., 1)`: an inner product over both conjugate halves."""
+    """Return 2Re of the sum over modes, `(..., 1)`: an inner product over both conjugate halves."""
     return 2 * product.sum(-1, keepdim=True).real
 
 
@@ -98,46 +98,46 @@ def s4_step(state: torch.Tensor, u: torch.Tensor, C: torch.Tensor, step: S4Step)
         step: From `s4_step_constants`, in the state's dtype.
 
     Returns:
-        y `(B, C, H)`, real, which includes the token itself (lag 0), and the next state `(B, H, M)`.
+        y `(B, C, H)`, real, including the token itself (lag 0), and the next state `(B, H, M)`.
     """
     state = step.decay * state + step.column * two_re(step.row * state) + step.input * u[..., None]
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
 def to_real(x: torch.Tensor) -> torch.Tensor:
-    """Real coordinates of a state or input vector: `(..., M)` complex to `(..., N)`, real parts first."""
+    """Return real coordinates of a state or input vector: `(..., M)` complex to `(..., N)`, real parts first."""
     return torch.cat([x.real, x.imag], dim=-1)
 
 
 def to_complex(x: torch.Tensor) -> torch.Tensor:
-    """Inverse of `to_real`."""
+    """Invert `to_real`."""
     modes = x.shape[-1] // 2
     return torch.complex(x[..., :modes].contiguous(), x[..., modes:].contiguous())
 
 
 def to_real_row(x: torch.Tensor) -> torch.Tensor:
-    """The real row vector that acts on `to_real` as ``2Re(x . state)``."""
+    """Return the real row vector that acts on `to_real` as ``2Re(x . state)``."""
     return 2 * torch.cat([x.real, -x.imag], dim=-1)
 
 
 def dense_diagonal(decay: torch.Tensor) -> torch.Tensor:
-    """A complex diagonal `(H, M)` over real coordinates, `(H, N, N)`."""
+    """Return a complex diagonal `(H, M)` over real coordinates, `(H, N, N)`."""
     real, imag = torch.diag_embed(decay.real), torch.diag_embed(decay.imag)
     return torch.cat([torch.cat([real, -imag], dim=-1), torch.cat([imag, real], dim=-1)], dim=-2)
 
 
 def dense_transition(step: S4Step) -> torch.Tensor:
-    """Abar over real coordinates, `(H, N, N)`: a contraction, so that its powers stay accurate."""
+    """Return Abar over real coordinates, `(H, N, N)`: a contraction, whose powers stay accurate."""
     return dense_diagonal(step.decay) + to_real(step.column)[..., None] * to_real_row(step.row)[..., None, :]
 
 
 def s4_block_constants(C: torch.Tensor, step: S4Step, dtype: torch.dtype = torch.float32) -> S4Blocks:
-    """Precompute what advances the state by a block of `BLOCK` tokens.
+    """Compute the constants that advance a state by `BLOCK` tokens.
 
     Args:
         C: `(C, H, M)`, complex.
         step: From `s4_step_constants`, complex128.
-        dtype: Real dtype of the result; the powers are taken in float64.
+        dtype: Real dtype of the result; powers are computed in float64.
     """
     power = dense_transition(step)
     columns = to_real(step.input)[..., None]
@@ -150,7 +150,7 @@ def s4_block_constants(C: torch.Tensor, step: S4Step, dtype: torch.dtype = torch
 
 
 def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch.Tensor | None = None) -> torch.Tensor:
-    """State after the last token of `u`, in O(T N) multiplications per channel and T / BLOCK sequential steps.
+    """Return the state after the last token of `u`: O(T N) multiplications per channel, T / BLOCK sequential steps.
 
     x[T] = Abar^T x[0] + sum_t Abar^(T-1-t) Bbar u[t]
 
@@ -170,13 +170,13 @@ def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch
     u = u.permute(2, 1, 0).to(dtype)
     transition = blocks.transition.transpose(1, 2)
     with full_precision(u.device):
-        # the odd tokens come first, so that every later block is whole
+        # the incomplete block comes first
         x = (blocks.inputs[..., BLOCK - head :] @ u[:, :head]).transpose(1, 2)
         if state is not None:
             for _ in range(head):
                 state = step.decay * state + step.column * two_re(step.row * state)
             x = x + to_real(state).transpose(0, 1).to(dtype)
-        # what every block adds, in one product per channel
+        # one product per channel for what every block adds
         whole = u[:, head:].reshape(channels, -1, BLOCK, batch).transpose(1, 2)
         added = blocks.inputs @ whole.reshape(channels, BLOCK, -1)
         for block in added.view(channels, added.shape[1], -1, batch).unbind(2):
@@ -185,7 +185,7 @@ def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch
 
 
 def s4_state_response(state: torch.Tensor, length: int, blocks: S4Blocks) -> torch.Tensor:
-    """What the state alone adds to the next `length` outputs, ``C Abar^(t+1) x``.
+    """Return the state's contribution to the next `length` outputs, ``C Abar^(t+1) x``.
 
     Args:
         state: `(B, H, M)`, complex.
@@ -210,19 +210,19 @@ def s4_state_response(state: torch.Tensor, length: int, blocks: S4Blocks) -> tor
 
 
 _CPU_TILE = 1 << 22
-"""Float64 numbers that one tile may hold: 32 MiB."""
+"""Largest number of float64 numbers per tile on a CPU: 32 MiB."""
 
 _GPU_TILE = 1 << 25
-"""The same elsewhere, where each tile costs hundreds of launches."""
+"""The same on other devices, where each tile costs hundreds of launches."""
 
 
 def tile_numbers(device: torch.device) -> int:
-    """Float64 numbers that one tile may hold."""
+    """Return the largest number of float64 numbers per tile."""
     return _CPU_TILE if device.type == "cpu" else _GPU_TILE
 
 
 def recomputed(function: Callable[..., Any], *args: torch.Tensor | int) -> Any:
-    """Call a function; where a gradient is needed, keep its arguments only and call it again in the backward."""
+    """Call a function; if a gradient is needed, store only its arguments and call it again in the backward."""
     if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return function(*args)

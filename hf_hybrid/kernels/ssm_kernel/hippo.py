@@ -1,4 +1,4 @@
-"""HiPPO-LegS: the state matrix that S4 starts from, and its normal plus low-rank form.
+"""HiPPO-LegS, S4's initial state matrix, and its normal plus low-rank form.
 
 N state size · N/2 modes, one of each conjugate pair
 """
@@ -15,7 +15,7 @@ def check_state_size(state_size: int) -> None:
 def hippo_legs(
     state_size: int, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """HiPPO-LegS as a normal matrix minus a rank-one term.
+    """Return HiPPO-LegS as a normal matrix minus a rank-one term.
 
     P_i = sqrt(i + 1/2),  B_i = sqrt(2i + 1),
     S_ij = -P_i P_j (i > j), -1/2 (i = j), P_i P_j (i < j),  A = S - P P^T          (SPADE, eq. 5)
@@ -37,22 +37,22 @@ def hippo_legs(
 
 
 def diagonalize_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues and eigenvectors of the normal part S of HiPPO-LegS.
+    """Return eigenvalues and eigenvectors of the normal part S of HiPPO-LegS.
 
-    S + I/2 is skew, so ``-i (S + I/2)`` is Hermitian and its eigenvectors are orthonormal to rounding. A itself must
-    never be diagonalised: its eigenvectors are singular to working precision (condition number 6e19 at N = 64).
+    S + I/2 is skew, so ``-i (S + I/2)`` is Hermitian and its eigenvectors are orthonormal to rounding. Never
+    diagonalise A itself: its eigenvectors are singular to working precision (condition number 6e19 at N = 64).
 
     Returns:
         w `(N/2,)` with ``Re w = -1/2`` and ``Im w > 0``, and V `(N, N/2)`, both complex128 on the CPU. The other half
-        is the conjugate. Each eigenvector's phase is chosen such that ``V^H B`` is real and positive, which makes the
-        result independent of the linear algebra library.
+        is the conjugate. The eigenvectors' phases make ``V^H B`` real and positive, so that the result does not depend
+        on the linear algebra library.
     """
     check_state_size(state_size)
     _, B, _, S = hippo_legs(state_size)
     skew = S + 0.5 * torch.eye(state_size, dtype=torch.float64, device="cpu")
     frequencies, vectors = torch.linalg.eigh(-1j * skew)
     half = vectors[:, state_size // 2 :]
-    # orthogonal to their conjugates but for rounding times |S| over the gap of frequencies; this squares that
+    # orthogonal to their conjugates up to rounding times |S| over the frequency gap; this step squares the error
     full = torch.cat([half, half.conj()], dim=1)
     half = 1.5 * half - 0.5 * full @ (full.mH @ half)
     phase = half.mH @ B.to(half.dtype)
@@ -61,7 +61,7 @@ def diagonalize_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dplr_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """HiPPO-LegS in the basis where it is diagonal plus low rank: ``V^H A V = diag(w) - P P^H``.
+    """Return HiPPO-LegS in diagonal plus low-rank form: ``V^H A V = diag(w) - P P^H``.
 
     Returns:
         w, ``V^H P`` and ``V^H B``, each `(N/2,)` complex128 on the CPU, for one of each conjugate pair of modes.

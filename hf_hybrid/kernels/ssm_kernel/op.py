@@ -1,4 +1,4 @@
-"""The sums of S4's generating function as an opaque op with its own backward, which keeps nothing but the inputs."""
+"""The sums of S4's generating function as a custom op whose backward stores only the inputs."""
 
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ from . import torch_impl
 
 
 def triton(backend: str, x: Tensor, dtype: torch.dtype, algorithm: str | None) -> ModuleType | None:
-    """The Triton kernels, where they run for taps of a dtype on a tensor's device."""
+    """Return the Triton kernels if they run for taps of a dtype on a tensor's device."""
     return triton_if_chosen("s4_kernel", __package__, backend, [x], lambda k: k.why_not(dtype, algorithm))
 
 
@@ -27,9 +27,9 @@ def s4_cauchy(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """The taps of a few channels, `(C, H, L)`, from Ct and 2 / dt of `cauchy.truncated`; all tensors are wide.
+    """Return the taps of a few channels, `(C, H, L)`, from Ct and 2 / dt of `cauchy.truncated`; all tensors are wide.
 
-    Torch computes in float64 and rounds once, in tiles of so many numbers; Triton computes in float32.
+    Torch computes in float64, in tiles, and rounds once; Triton computes in float32.
     """
     run = triton(backend, C, dtype, "cauchy") or torch_impl
     return run.forward(C, B, P, w, rate, length, tile, dtype)
@@ -46,7 +46,7 @@ def _(
 def s4_cauchy_backward(
     grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, tile: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `s4_cauchy`'s tensors."""
+    """Return gradients of `s4_cauchy`'s tensors."""
     run = triton(backend, C, grad.dtype, "cauchy") or torch_impl
     return run.backward(grad, C, B, P, w, rate, tile)
 

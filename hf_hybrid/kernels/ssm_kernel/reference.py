@@ -1,6 +1,6 @@
-"""S4 and S4D written as the linear recurrences they are: the specification of `hf_hybrid.kernels.ssm_kernel`.
+"""S4 and S4D as linear recurrences: the specification of `hf_hybrid.kernels.ssm_kernel`.
 
-For S4, dense N x N matrices over both halves of the conjugate pairs; for S4D, one mode after the other; in complex128.
+S4 uses dense N x N matrices over both halves of the conjugate pairs, S4D one mode after the other, in complex128.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters per channel
 """
@@ -50,9 +50,9 @@ def s4_scan(
     Args:
         u: `(B, T, H)`.
         C: `(C, H, M)`, complex.
-        B: As for `dense_system`, like P, w and dt.
-        P: As B.
-        w: As B.
+        B: See `dense_system`.
+        P: See `dense_system`.
+        w: See `dense_system`.
         dt: Step per channel, `(H,)`.
         state: x before the first token, `(B, H, M)` complex; zeros when None.
 
@@ -74,7 +74,7 @@ def s4_scan(
 def s4_kernel(
     C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int
 ) -> torch.Tensor:
-    """The first `length` taps ``K[l] = C Abar^l Bbar``: the recurrence's answer to an impulse.
+    """Return the first `length` taps ``K[l] = C Abar^l Bbar``: the recurrence's impulse response.
 
     Returns:
         `(C, H, length)`, float64.
@@ -118,7 +118,7 @@ def s4d_scan(
     discretization: str = "zoh",
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run S4D's recurrence token by token; arguments and results are those of `s4_scan` and `s4d_system`."""
+    """Run S4D's recurrence token by token; see `s4_scan` and `s4d_system` for arguments and results."""
     Abar, Bbar = s4d_system(B, w, dt, discretization)
     x = torch.zeros(u.shape[0], *Bbar.shape, dtype=Bbar.dtype, device=u.device) if state is None else state.to(Bbar)
     outputs = []
@@ -131,7 +131,7 @@ def s4d_scan(
 def s4d_kernel(
     C: torch.Tensor, B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int, *, discretization: str = "zoh"
 ) -> torch.Tensor:
-    """The first `length` taps ``K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l``: the recurrence's answer to an impulse.
+    """Return the first `length` taps ``K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l``: the recurrence's impulse response.
 
     Returns:
         `(C, H, length)`, float64.

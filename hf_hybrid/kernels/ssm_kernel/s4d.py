@@ -1,11 +1,11 @@
-"""S4D: S4 without its low-rank term, so that every mode is a recurrence of its own.
+"""S4D: S4 without its low-rank term, so that every mode is an independent recurrence.
 
 x[t] = Abar x[t-1] + Bbar u[t],  y[t] = 2 Re C x[t],  hence y = K * u with K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l
 (Gu et al. 2022, "On the Parameterization and Initialization of Diagonal State Space Models", section 3)
 
 The functions mirror those of S4: `s4d_kernel` for training and prompts, `s4d_step` for one token in O(N),
-`s4d_final_state` and `s4d_state_response` to hand a state over between stretches of tokens. Powers of Abar are taken
-in complex128 by repeated squaring, then rounded; matrix products act on real and imaginary parts side by side.
+`s4d_final_state` and `s4d_state_response` to pass a state between parts of a sequence. Powers of Abar are computed in
+complex128 by repeated squaring, then rounded; matrix products act on real and imaginary parts side by side.
 
 B batch · T length · H channels · S copies of (A, B) · N state size · M = N/2 modes · C output filters · R block length
 """
@@ -39,7 +39,7 @@ def discretize(w: torch.Tensor, dt: torch.Tensor, discretization: str) -> tuple[
     Args:
         w: Complex.
         dt: Step, positive; broadcasts with w.
-        discretization: ``"zoh"`` (the input is held over a step) or ``"bilinear"`` (trapezoidal rule).
+        discretization: ``"zoh"`` (constant input during a step) or ``"bilinear"`` (trapezoidal rule).
 
     Returns:
         decay and gain, complex. Differentiable, also at w = 0.
@@ -64,7 +64,7 @@ def s4d_step_constants(B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, discr
         B: `(S, M)`, complex.
         w: `(S, M)`, complex, negative real parts.
         dt: Step per channel, `(H,)`; channel c reads copy ``c % S``.
-        discretization: As for `discretize`.
+        discretization: See `discretize`.
 
     Returns:
         The step in complex128. Differentiable.
@@ -87,14 +87,14 @@ def s4d_step(
         step: From `s4d_step_constants`, in the state's dtype.
 
     Returns:
-        y `(B, C, H)`, real, which includes the token itself (lag 0), and the next state `(B, H, M)`.
+        y `(B, C, H)`, real, including the token itself (lag 0), and the next state `(B, H, M)`.
     """
     state = step.decay * state + step.input * u[..., None]
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
 def _powers(base: torch.Tensor, count: int) -> torch.Tensor:
-    """Powers 0 to count - 1 of `(..., M)` as `(..., count, M)`, by squaring: log2(count) roundings deep."""
+    """Return powers 0 to count - 1 of `(..., M)` as `(..., count, M)`, by squaring, with log2(count) roundings."""
     table = torch.ones_like(base)[..., None, :]
     while table.shape[-2] < count:
         rest = table[..., : count - table.shape[-2], :]
@@ -104,21 +104,21 @@ def _powers(base: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """Real and imaginary parts side by side: `(..., M)` complex to `(..., N)`."""
+    """Put real and imaginary parts side by side: `(..., M)` complex to `(..., N)`."""
     return torch.view_as_real(x).flatten(-2)
 
 
 def _complex(x: torch.Tensor) -> torch.Tensor:
-    """Inverse of `_real`."""
+    """Invert `_real`."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 def s4d_block_powers(step: S4DStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Precompute what advances the state by a block of `BLOCK` tokens: ``1, Abar, ..., Abar^R``.
+    """Compute the powers that advance a state by up to `BLOCK` tokens: ``1, Abar, ..., Abar^R``.
 
     Args:
         step: From `s4d_step_constants`, complex128.
-        dtype: Real dtype whose complex form the result takes.
+        dtype: Real dtype of the result's parts.
 
     Returns:
         `(H, R + 1, M)`, complex.
@@ -129,7 +129,7 @@ def s4d_block_powers(step: S4DStep, dtype: torch.dtype = torch.float32) -> torch
 def s4d_final_state(
     u: torch.Tensor, step: S4DStep, powers: torch.Tensor, state: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """State after the last token of `u`, in O(T N) multiplications per channel and T / BLOCK sequential steps.
+    """Return the state after the last token of `u`: O(T N) multiplications per channel, T / BLOCK sequential steps.
 
     x[T] = Abar^T x[0] + sum_t Abar^(T-1-t) Bbar u[t]; memory grows with T N / BLOCK.
 
@@ -148,11 +148,11 @@ def s4d_final_state(
     u = u.permute(2, 0, 1).to(powers.real.dtype)
     gain, transition = step.input[:, None], powers[:, BLOCK:]
     with full_precision(u.device):
-        # the odd tokens come first, so that every later block is whole
+        # the incomplete block comes first
         x = gain * _complex(u[..., :head] @ _real(powers[:, :head].flip(1)))
         if state is not None:
             x = x + powers[:, head : head + 1] * state.transpose(0, 1)
-        # what every block adds, in one product per channel
+        # one product per channel for what every block adds
         whole = u[..., head:].reshape(channels, -1, BLOCK) @ _real(powers[:, :BLOCK].flip(1))
         added = gain * _complex(whole)
         for block in added.unflatten(1, (batch, length // BLOCK)).unbind(2):
@@ -161,7 +161,7 @@ def s4d_final_state(
 
 
 def s4d_state_response(state: torch.Tensor, length: int, C: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """What the state alone adds to the next `length` outputs, ``2 Re C Abar^(t+1) x``.
+    """Return the state's contribution to the next `length` outputs, ``2 Re C Abar^(t+1) x``.
 
     Args:
         state: `(B, H, M)`, complex.
@@ -187,7 +187,7 @@ def s4d_state_response(state: torch.Tensor, length: int, C: torch.Tensor, powers
 def _two_level_kernel(
     C: torch.Tensor, B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int, discretization: str
 ) -> torch.Tensor:
-    """The taps of a few channels: with l = i R + j, a product of the tables ``C Bbar Abar^(iR)`` and ``Abar^j``."""
+    """Return the taps of a few channels: with l = i R + j, a product of ``C Bbar Abar^(iR)`` and ``Abar^j``."""
     step = s4d_step_constants(B, w, dt, discretization)
     block = isqrt(length - 1) + 1
     fine = _powers(step.decay, block + 1)
@@ -205,13 +205,13 @@ def s4d_kernel(
     *,
     discretization: str = "zoh",
 ) -> torch.Tensor:
-    """The first taps of S4D's convolution kernel.
+    """Return the first taps of S4D's convolution kernel.
 
     K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l      (S4D, section 3: a vector times a Vandermonde matrix)
 
-    The matrix is never formed: O(N sqrt(L)) powers and one matrix product of O(N L) per channel. Always computed in
-    float64, whose products no setting of the GPU rounds to TF32; the result is rounded once. Memory stays under a few
-    hundred MiB, also in a backward, which recomputes tiles of channels.
+    It takes O(N sqrt(L)) powers and one matrix product of O(N L) per channel, without forming the matrix. It always
+    computes in float64, which no GPU setting rounds to TF32, and rounds the result once. Memory stays below a few
+    hundred MiB, also in the backward, which recomputes tiles of channels.
 
     Args:
         C: Output filters, `(C, H, M)`, complex.
@@ -230,7 +230,7 @@ def s4d_kernel(
     check_system(C, B, B, w, dt)
     if length < 1:
         raise ValueError(f"length must be a positive integer; got {length}")
-    # the size of the tables depends on the length: a trace for a symbolic one does not exist
+    # the size of the tables depends on the length, so a symbolic one cannot be traced
     length = index(length)
     out_dtype, copies = C.real.dtype, dt.shape[0] // w.shape[0]
     C, dt = C.to(torch.complex128), dt.to(torch.float64)

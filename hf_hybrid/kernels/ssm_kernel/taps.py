@@ -1,10 +1,10 @@
-"""Two ways to S4's kernel, both from float64 and in tiles of channels.
+"""Two algorithms for S4's kernel, both from float64 and in tiles of channels.
 
 ``two_level`` splits the tap's index, l = i R + j with R near sqrt(L), and multiplies ``C Abar^(iR)`` with
 ``Abar^j Bbar``: O(N^2 sqrt(L) + N L) multiplications per channel, see `two_level`. ``cauchy`` is S4's own
 algorithm, the truncated generating function on the unit circle, O(N L) divisions, see `cauchy`. They agree to
-rounding. On a CPU the first is several times faster; on a GPU it is hundreds of small launches in a chain, and the
-second one launch.
+rounding. The first is several times faster on a CPU; on a GPU it is a chain of hundreds of small launches, and the
+second is one launch.
 
 H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps · R taps of a block
 """
@@ -24,10 +24,10 @@ ALGORITHMS = ("two_level", "cauchy")
 
 @torch.compiler.assume_constant_result
 def choose_algorithm(wish: str | None, backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose before the op chooses its backend, on which the algorithm depends; a tracer keeps the answer.
+    """Choose the algorithm, which depends on the backend; a tracer keeps the answer.
 
     Raises:
-        ValueError: The backend cannot run the algorithm that is wished for.
+        ValueError: The backend cannot run the requested algorithm.
     """
     on_triton = op.triton(backend, torch.empty(0, device=device), dtype, wish)
     return wish or ("cauchy" if on_triton else "two_level")
@@ -43,8 +43,8 @@ def taps(
     algorithm: str,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """Run an algorithm over tiles of channels, ``"two_level"`` on torch whatever the backend."""
-    # the number of matrix products depends on the length: a trace for a symbolic one does not exist
+    """Run an algorithm over tiles of channels; ``"two_level"`` always runs on torch."""
+    # the number of matrix products depends on the length, so a symbolic one cannot be traced
     length = index(length)
     out_dtype = C.real.dtype
     copies = dt.shape[0] // w.shape[0]

@@ -1,4 +1,4 @@
-"""The sums of S4's generating function in torch, in float64 and by tiles of frequencies; see `cauchy`.
+"""The sums of S4's generating function in torch, in float64, by tiles of frequencies; see `cauchy`.
 
 H channels · M = N/2 modes · C output filters · L taps · F = L // 2 + 1 frequencies
 """
@@ -12,7 +12,7 @@ from .cauchy import nodes, spectrum_gradient
 def forward(
     C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int, tile: int, dtype: torch.dtype
 ) -> Tensor:
-    """The taps, `(C, H, L)`, rounded once; arguments as for `op.s4_cauchy`."""
+    """Return the taps, `(C, H, L)`, rounded once; see `op.s4_cauchy` for the arguments."""
     sections = [_Section(C, B, P, w, rate, at).values for _, at in _tiles(w, length, tile)]
     taps = torch.fft.irfft(torch.cat(sections, dim=1), n=length, dim=1)
     return taps.permute(2, 0, 1).to(dtype).contiguous()
@@ -21,7 +21,7 @@ def forward(
 def backward(
     grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, tile: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of C, B, P, w and the rate from that of the taps."""
+    """Return gradients of C, B, P, w and the rate from that of the taps."""
     spectrum = spectrum_gradient(grad.double()).permute(1, 2, 0)
     like = torch.contiguous_format
     d_c, d_b, d_p, d_w, d_rate = totals = [torch.zeros_like(x, memory_format=like) for x in (C, B, P, w, rate)]
@@ -33,7 +33,7 @@ def backward(
 
 
 def _tiles(w: Tensor, length: int, numbers: int) -> list[tuple[slice, Tensor]]:
-    """Frequencies in tiles of so many float64 numbers, and `nodes` of each."""
+    """Return tiles of frequencies of at most `numbers` float64 numbers, with their `nodes`."""
     size = max(1, numbers // (32 * w.numel()))
     stop = length // 2 + 1
     tiles = [slice(start, min(start + size, stop)) for start in range(0, stop, size)]
@@ -41,9 +41,9 @@ def _tiles(w: Tensor, length: int, numbers: int) -> list[tuple[slice, Tensor]]:
 
 
 class _Section:
-    """The generating function at a few frequencies; arguments as for `forward` and from `nodes`.
+    """The generating function at a few frequencies; see `forward` and `nodes` for the arguments.
 
-    Conjugates are made at once: where a compiled graph calls an op, lazy ones are taken for what they conjugate.
+    Conjugates are computed, because compiled graphs ignore lazy ones when they call an op.
     """
 
     def __init__(self, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, at: Tensor):
@@ -59,13 +59,13 @@ class _Section:
         self.weight = self.cosine / (1 + self.cosine * self.by_p[..., -1:])
         self.low_rank = self.weight * by_b[..., -1:]
         self.values = self.phase * (by_b - self.by_p * self.low_rank)[..., :-1]
-        """Khat, `(H, frequencies, C)`."""
+        """Return Khat, `(H, frequencies, C)`."""
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """Those of C, B, P, w and rate from that of Khat."""
+        """Return gradients of C, B, P, w and rate from that of Khat."""
         grad = grad.conj_physical() * self.phase
         own = (grad * self.by_p[..., :-1]).sum(-1, keepdim=True) * self.weight
-        # of one half of the modes, and of the other, whose constants are conjugate
+        # of both halves of the modes, whose constants are conjugate
         constants = self.C, self.B, self.P
         twins = [x.conj_physical() for x in constants]
         x, z = self._states(grad, own, self.inverses[0], *constants)
@@ -80,5 +80,5 @@ class _Section:
     def _states(
         self, grad: Tensor, own: Tensor, inverse: Tensor, C: Tensor, B: Tensor, P: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """x, and z of all filters by their conjugate gradients, `(H, frequencies, M)`."""
+        """Return x, and z of all filters times their conjugate gradients, `(H, frequencies, M)`."""
         return (B - self.low_rank * P) * inverse, (grad @ C - own * P.conj_physical()) * inverse

@@ -1,10 +1,10 @@
-"""S4's generating function on a GPU: every denominator is inverted once, for all that is summed over it.
+"""S4's generating function on a GPU: every denominator is inverted once for all sums.
 
 A program owns a tile of frequencies of one channel and a group of its filters. It walks over the modes with the sums
-in registers, all of them from the one inverse that a pair of modes and a frequency have, and puts them together
-(Woodbury) before it writes the spectrum, its only result. Backward, a program sums again, and walks over the modes a
-second time with what it knows then: each mode's state, on both sides. What a tile adds to a mode's gradients goes to a
-place of its own, and torch adds those up in float64. No atomics, the same bits in every run.
+in registers, all from one inverse per pair of modes and frequency, combines them (Woodbury) and writes the spectrum,
+its only result. Backward, a program sums again and walks over the modes a second time, now with each mode's state on
+both sides. Each tile writes its part of a mode's gradients to separate memory, and torch adds the parts in float64. No
+atomics, the same bits in every run.
 
 H channels · M modes · C output filters · F frequencies · G groups of filters
 """
@@ -35,7 +35,7 @@ CONFIGURATIONS = {
 
 
 def why_not(dtype: torch.dtype, algorithm: str | None) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     if algorithm == "two_level":
         return "two_level is an algorithm of torch alone"
     if dtype != torch.float32:
@@ -204,12 +204,12 @@ def backward_kernel(
 
 
 def _tables(C: Tensor, B: Tensor, P: Tensor, w: Tensor, filters: int) -> tuple[Tensor, Tensor]:
-    """What the kernels read per mode, for groups of so many filters, of which the last is filled up with zeros.
+    """Return what the kernels read per mode, for groups of `filters` filters, the last padded with zeros.
 
     Returns:
         `(H, G, M, 2 + 2 (2 filters + 2))`: Re w and |w|^2, then alpha = 2 Re(a b) and beta = -2 Re(a b conj w) of the
         sums, first those of filters with P, conj P with B and conj P with P, then filters with B. And the constants,
-        `(H, G, M, 2 (3 + filters))`: w, B, P and the filters. Formed in float64, rounded to float32.
+        `(H, G, M, 2 (3 + filters))`: w, B, P and the filters. Computed in float64, rounded to float32.
     """
     groups = blocks(len(C), filters)
     C = F.pad(C.permute(1, 0, 2), (0, 0, 0, groups * filters - len(C))).unflatten(1, (groups, filters))
@@ -225,7 +225,7 @@ def _tables(C: Tensor, B: Tensor, P: Tensor, w: Tensor, filters: int) -> tuple[T
 def _plan(
     direction: str, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int
 ) -> tuple[int, int, Configuration, dict[str, object], Tensor]:
-    """Groups of filters, tiles of frequencies, the configuration, arguments of both kernels, and the constants."""
+    """Return groups of filters, tiles of frequencies, the configuration, arguments of both kernels, and constants."""
     configuration = CONFIGURATIONS[direction, len(C) > 1]
     each = configuration.tiles["FILTERS"]
     table, constants = _tables(C, B, P, w, each)
@@ -245,7 +245,7 @@ def _plan(
 def forward(
     C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int, _tile: int, _dtype: torch.dtype
 ) -> Tensor:
-    """The taps, `(C, H, L)`, float32; arguments as for `op.s4_cauchy`."""
+    """Return the taps, `(C, H, L)`, float32; see `op.s4_cauchy` for the arguments."""
     groups, tiles, configuration, arguments, _ = _plan("forward", C, B, P, w, rate, length)
     spectrum = torch.empty(*C.shape[:2], length // 2 + 1, 2, dtype=torch.float32, device=rate.device)
     launch(forward_kernel, len(rate) * groups * tiles, configuration, **arguments, spectrum=spectrum)
@@ -255,7 +255,7 @@ def forward(
 def backward(
     grad: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, _tile: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of C, B, P, w and the rate, in their precision, from that of the taps."""
+    """Return gradients of C, B, P, w and the rate, in their precision, from that of the taps."""
     filters, channels, modes = C.shape
     groups, tiles, configuration, arguments, constants = _plan("backward", C, B, P, w, rate, grad.shape[-1])
     shape = channels, groups, tiles, modes, constants.shape[-1]

@@ -1,12 +1,13 @@
-"""Powers of Abar without squarings: taps of S4's kernel, and what advances a state by a block of tokens.
+"""Powers of Abar without squarings, for the taps of S4's kernel and for advancing a state by a block of tokens.
 
-Abar is diagonal plus ``g f``, a column times a row, so that an orbit ``Abar^j x`` takes O(N) per step and a power
+Abar is diagonal plus ``g f``, a column times a row, so an orbit ``Abar^j x`` takes O(N) per step, and a power
 ``Abar^R = D^R + sum_j (Abar^j g) (f D^(R-1-j))`` is a product of N x R and R x N, whose left factor is an orbit too.
-It is a contraction in these coordinates (its generator's Hermitian part is negative): powers cost accuracy only as
-fast as the recurrence itself does.
+Abar is a contraction in these coordinates (its generator's Hermitian part is negative), so powers lose accuracy no
+faster than the recurrence.
 
-Forwards are computed in float64 and rounded once. Backwards run the orbits back, ``la_j = dx_j + Abar' la_(j+1)``, in
-the precision that their caller works in, and keep no more than rounded orbits and rows, O(N (R + C n)) per channel.
+The forward computes in float64 and rounds once. The backward runs the orbits in reverse,
+``la_j = dx_j + Abar' la_(j+1)``, in the caller's precision, and stores only rounded orbits and rows, O(N (R + C n))
+per channel.
 
 H channels · M = N/2 modes · C output filters · L taps · R tokens of a block · n blocks
 """
@@ -22,7 +23,7 @@ from .discrete import S4Step, dense_diagonal, to_complex, to_real, to_real_row, 
 
 
 def two_level_kernel(C: torch.Tensor, step: S4Step, length: int) -> torch.Tensor:
-    """The taps of a few channels, as ``C Abar^(iR)`` times ``Abar^j Bbar`` for l = i R + j.
+    """Return the taps of a few channels, as ``C Abar^(iR)`` times ``Abar^j Bbar`` for l = i R + j.
 
     Args:
         C: `(C, H, M)`, complex, in the precision of the backward.
@@ -38,7 +39,7 @@ def two_level_kernel(C: torch.Tensor, step: S4Step, length: int) -> torch.Tensor
 
 
 def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What advances the states of a few channels by a block of tokens.
+    """Return the constants that advance the states of a few channels by a block of tokens.
 
     Args:
         step: In complex128.
@@ -52,18 +53,15 @@ def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return states[:, :, 0], power
 
 
-# orbits
-
-
 def _advance(x: torch.Tensor, decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """One step without an input; with ``(conj D, conj f, conj g)`` for ``(D, g, f)``, its adjoint."""
+    """Advance by one step without input; ``(conj D, conj f, conj g)`` for ``(D, g, f)`` gives the adjoint."""
     return torch.addcmul(column * two_re(row * x), decay, x)
 
 
 def _orbits(
     decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
+    """Return ``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
     states = [torch.stack([input, column], dim=1)]
     constants = [x[:, None] for x in (decay, column, row)]
     while len(states) < block:
@@ -74,9 +72,10 @@ def _orbits(
 def _power(
     states: torch.Tensor, decay: torch.Tensor, row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Abar^R `(H, N, N)`, its factors, each `(H, R, N)`, and ``D^(R-1), ..., 1``, `(R, H, M)`, in states' precision.
+    """Return Abar^R `(H, N, N)`, its factors, each `(H, R, N)`, and ``D^(R-1), ..., 1``, `(R, H, M)`.
 
-    Powers of D come from complex128: those of a rounded D would be wrong by R times as much.
+    The precision is that of `states`, but powers of D are computed in complex128: a rounded D would multiply the
+    error by R.
     """
     block, square, powers = len(states), decay, torch.ones_like(decay)[None]
     while len(powers) < block:
@@ -102,18 +101,18 @@ def _orbits_grad(
     right: torch.Tensor,
     powers: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of decay, column, row and input, in complex128, from those of the orbits and of Abar^R.
+    """Return gradients of decay, column, row and input, in complex128, from those of the orbits and of Abar^R.
 
     Args:
         orbit_grad: `(R, H, 2, M)`; overwritten.
         power_grad: `(H, N, N)`.
         decay: D, `(H, M)`.
-        column: g, alike.
-        row: f, alike.
+        column: g, `(H, M)`.
+        row: f, `(H, M)`.
         states: From `_orbits`.
         left: From `_power`.
-        right: Alike.
-        powers: Alike.
+        right: From `_power`.
+        powers: From `_power`.
     """
     block = len(states)
     powers, decay, column, row = (x.to(states.dtype).conj_physical() for x in (powers, decay, column, row))
@@ -143,14 +142,11 @@ def _dense_diagonal_grad(grad: torch.Tensor) -> torch.Tensor:
     return torch.complex(diagonals[0] + diagonals[3], diagonals[2] - diagonals[1])
 
 
-# a block as an op
-
-
 @torch.library.custom_op(f"{NAMESPACE}::s4_block", mutates_args=())
 def _block(
     decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both orbits, `(R, H, 2, M)`, and Abar^R; arguments as the fields of an `S4Step`."""
+    """Return both orbits, `(R, H, 2, M)`, and Abar^R; the arguments are the fields of an `S4Step`."""
     states = _orbits(decay, column, row, input, block)
     power = _power(states, decay, row)[0]
     rounded = states.to(dtype)
@@ -175,7 +171,7 @@ def _block_grad(
     row: torch.Tensor,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `_block`'s tensors."""
+    """Return gradients of `_block`'s tensors."""
     with full_precision(decay.device):
         _, *factors = _power(states, decay, row)
         orbit_grad = orbit_grad.clone(memory_format=torch.contiguous_format)
@@ -205,9 +201,6 @@ def _block_backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None
 _block.register_autograd(_block_backward, setup_context=_block_context)
 
 
-# from block to block
-
-
 def _run(added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int) -> torch.Tensor:
     states = [added[0]]
     for i in range(1, len(added)):
@@ -224,14 +217,14 @@ def _by_channel(x: torch.Tensor) -> torch.Tensor:
 def s4_block_scan(
     added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int
 ) -> torch.Tensor:
-    """``x_i = x_(i-1) P_i + added_i``, where P_i is `first` if the group divides i + offset and `power` otherwise.
+    """Scan ``x_i = x_(i-1) P_i + added_i``, where P_i is `first` if the group divides i + offset, or `power`.
 
     Args:
         added: `(n, H, B, N)`.
-        power: `(H, N, N)`, which acts on rows.
-        first: Alike.
-        group: Blocks of a group, whose first one may be of another length.
-        offset: Place of the first block in its group.
+        power: `(H, N, N)`, acts on rows.
+        first: The same, for the first block of a group.
+        group: Blocks of a group; the first may have another length.
+        offset: Position of the first block in its group.
 
     Returns:
         Like `added`. Differentiable.
@@ -253,7 +246,7 @@ def _scan_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _scan_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     states, power, first = ctx.saved_tensors
     count = len(states)
-    # backwards, block k of the reversed order is multiplied with what led to the block before it there
+    # in reverse, block k is multiplied by the matrix that led to the block before it
     added_grad = s4_block_scan(grad.flip(0), power.mT, first.mT, ctx.group, -count - ctx.offset).flip(0)
     leads = [i for i in range(1, count) if (i + ctx.offset) % ctx.group == 0]
     others = [i for i in range(1, count) if (i + ctx.offset) % ctx.group]
@@ -268,9 +261,6 @@ def _scan_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
 s4_block_scan.register_autograd(_scan_backward, setup_context=_scan_context)
 
 
-# taps as an op
-
-
 @torch.library.custom_op(f"{NAMESPACE}::s4_two_level", mutates_args=())
 def _two_level(
     decay: torch.Tensor,
@@ -281,9 +271,9 @@ def _two_level(
     block: int,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``C Abar^(iR)`` times ``Abar^j Bbar``, `(H, n, C, R)`, both orbits of a block, and the rows `(n, H, C, N)`.
+    """Return ``C Abar^(iR)`` times ``Abar^j Bbar``, `(H, n, C, R)`, both orbits of a block, and rows `(n, H, C, N)`.
 
-    Only the first result is float64; the others are what the backward needs, in C's precision.
+    The first result is float64; the others are for the backward, in C's precision.
     """
     states = _orbits(decay, column, row, input, block)
     rows = to_real_row(C.to(states.dtype)).transpose(0, 1)
@@ -320,7 +310,7 @@ def _two_level_grad(
     states: torch.Tensor,
     rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `_two_level`'s tensors."""
+    """Return gradients of `_two_level`'s tensors."""
     grad = grad.to(rows.dtype).flatten(1, 2)
     with full_precision(grad.device):
         power, *factors = _power(states, decay, row)

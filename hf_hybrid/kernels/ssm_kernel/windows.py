@@ -1,4 +1,4 @@
-"""S4's state at the ends of windows, without an output in between.
+"""S4's state at the ends of windows, without outputs in between.
 
 B batch · T length · W window · n = T // W windows · H channels · S copies of (A, B) · M = N/2 modes
 """
@@ -20,11 +20,11 @@ def s4_window_states(
     window: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """State after the last token of every whole window, from a state of zeros before the first token.
+    """Return the state after the last token of each full window, starting from zeros.
 
-    x_i = Abar^R x_(i-1) + sum_{j<R} Abar^(R-1-j) Bbar u[iR + j]  for blocks of R = `BLOCK` tokens, the first one of a
-    window being as much shorter as must be: O(T N + N^2 (R + T / R)) multiplications per channel and T / R sequential
-    steps. A filter's output there is 2Re C x_i, so that many filters cost no more than one.
+    x_i = Abar^R x_(i-1) + sum_{j<R} Abar^(R-1-j) Bbar u[iR + j]  for blocks of R = `BLOCK` tokens, where the first
+    block of a window may be shorter: O(T N + N^2 (R + T / R)) multiplications per channel and T / R sequential steps.
+    A filter's output at that token is 2Re C x_i, so many filters cost no more than one.
 
     Args:
         u: `(B, T, H)`.
@@ -33,7 +33,7 @@ def s4_window_states(
         w: `(S, M)`, complex, negative real parts.
         dt: Step per channel, `(H,)`; channel c reads copy ``c % S``.
         window: W in tokens, positive.
-        dtype: Real dtype of the computation; powers of Abar are taken in float64.
+        dtype: Real dtype of the computation; powers of Abar are computed in float64.
 
     Returns:
         `(B, n, H, M)`, complex. Differentiable once.
@@ -63,7 +63,7 @@ def s4_window_states(
 def _window_states(
     u: torch.Tensor, states: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int
 ) -> torch.Tensor:
-    """The states of a few channels after every group of blocks, `(n, H, B, N)`, of u `(H, n group R, B)`."""
+    """Return the states of a few channels after each group of blocks, `(n, H, B, N)`, of u `(H, n group R, B)`."""
     inputs = to_real(states.flip(0)).permute(1, 2, 0)
     with full_precision(u.device):
         blocks = u.unflatten(1, (-1, len(states))).transpose(1, 2).flatten(2)

@@ -1,6 +1,6 @@
-"""Local attention of one decoded token to cached keys and values: on a GPU a single kernel.
+"""Local attention of one decoded token to cached keys and values, a single kernel on a GPU.
 
-For tokens that want no gradient. Where one is needed, the same runs, and is differentiated, in plain torch.
+With gradients it runs in plain torch.
 
 B batch · S cached keys · P positions of a mask · H heads · K key dim · V value dim
 """
@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...dispatch import check_devices, check_integer, may_run_triton, needs_gradient
+from ...dispatch import check_devices, check_dtypes, may_run_triton, needs_gradient
+from ..settings import check_neighbourhood
 from . import op, torch_impl
 
 __all__ = ["local_attention_step"]
@@ -35,26 +36,27 @@ def local_attention_step(
 
     o = sum_{j in N(t)} softmax_j(scale * q.k[j] + b[j - t]) v[j],  t = query_start
 
-    with the N(t) of `hf_hybrid.kernels.local_attention`, restricted to kept keys j <= t, or j < t. On Triton it
-    reads what is seen, whatever S is, and copies nothing, whatever the strides are; torch goes over all S keys.
+    with the N(t) of `hf_hybrid.kernels.local_attention`, restricted to kept keys j <= t, or j < t. Triton reads only
+    the visible keys, with any strides and without copies; torch reads all S keys.
 
     Args:
         query: `(B, 1, H, K)`, float64, float32, bfloat16 or float16.
-        key: `(B, S, H, K)` in query's dtype; entry i has the position key_start + i. What lies behind t is not used.
+        key: `(B, S, H, K)` in query's dtype; entry i has the position key_start + i. Later positions than t are not
+            used.
         value: `(B, S, H, V)` in query's dtype.
-        query_start: t, for all rows; as a tensor of one integer on query's device it is never read by the host.
+        query_start: t, for all rows: an int, or a tensor of one integer on query's device, which the host never reads.
         key_start: Position of the first key, given like t; 0 or more.
         bias: `(H, reach + 1)` with reach = radius or chunk_size - 1; column i holds key - query = i - reach.
-        radius: Tokens that are seen before t; may exceed S. Excludes `chunk_size`.
+        radius: Tokens visible before t; may exceed S. Excludes `chunk_size`.
         chunk_size: Tokens per chunk. The grid starts at each row's first kept token. Excludes `radius`.
-        include_self: Whether position t itself is seen.
-        attention_mask: `(B, P)`, bool, integer or float, nonzero = keep, by position from 0 on; those behind its end
-            are as its last one. It says nothing of the query.
+        include_self: Whether t sees itself.
+        attention_mask: `(B, P)`, bool, integer or float, nonzero = keep, for keys by position from 0 on; positions
+            past its end are like its last one.
         scale: Factor on the dot products; `K ** -0.5` when None.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`; `"triton"` has no gradient.
 
     Returns:
-        `(B, 1, H, V)` in query's dtype; zeros where nothing is seen.
+        `(B, 1, H, V)` in query's dtype; zeros if no key is visible.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
@@ -68,11 +70,11 @@ def local_attention_step(
     differentiated = needs_gradient("local_attention_step", backend, query, key, value, bias)
     if not differentiated and may_run_triton(backend, query):
         return op.local_attention_step(*tensors, *settings, backend)
-    return torch_impl.forward(*tensors, *settings)  # on a CPU the door of an op costs as much as a short window
+    return torch_impl.forward(*tensors, *settings)  # on a CPU calling a custom op costs as much as a short window
 
 
 def _place(start: int | Tensor) -> tuple[Tensor | None, int]:
-    """A position as the sum of what a tensor holds, if any, and of a number."""
+    """Split a position into a tensor or None and a number, whose sum it is."""
     return (start, 0) if isinstance(start, Tensor) else (None, start)
 
 
@@ -90,19 +92,8 @@ def _check(
         raise ValueError(
             f"value must be (B, S, H, V) with key's (B, S, H) = {tuple(key.shape[:3])}; got {tuple(value.shape)}"
         )
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
-    if (radius is None) == (chunk_size is None):
-        raise ValueError(
-            f"exactly one of radius and chunk_size must be given; got radius={radius}, chunk_size={chunk_size}"
-        )
-    check_integer("radius", radius)
-    check_integer("chunk_size", chunk_size)
-    if radius is not None and radius < 0:
-        raise ValueError(f"radius must be at least 0; got {radius}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    check_dtypes(query, key=key, value=value)
+    check_neighbourhood(radius, chunk_size)
     columns = radius + 1 if radius is not None else chunk_size
     if bias is not None and (bias.dim() != 2 or bias.shape[0] != query.shape[2] or bias.shape[1] != columns):
         raise ValueError(f"bias must be (H, reach + 1) = {(query.shape[2], columns)}; got {tuple(bias.shape)}")

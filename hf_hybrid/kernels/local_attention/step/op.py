@@ -1,4 +1,4 @@
-"""Local attention of one decoded token as an opaque op, which has no gradient."""
+"""Local attention of one decoded token as a custom op without a gradient."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def local_attention_step(
     key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
-    """The step; a position is the sum of the number and of what its tensor holds, if any."""
+    """Compute the step; a position is the sum of its number and its tensor, if any."""
     tensors = query, key, value, bias, mask, query_place, key_place
     settings = query_start, key_start, radius, chunk_size, include_self, scale
     asked = ("local_attention_step", __package__, backend, tensors)

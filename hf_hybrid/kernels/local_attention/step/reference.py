@@ -1,4 +1,4 @@
-"""One decoded token's local attention, row by row over the keys it sees: the specification of the op.
+"""One decoded token's local attention, row by row over its visible keys: the specification of the op.
 
 B batch · S cached keys · H heads · K key dim · V value dim
 """
@@ -21,7 +21,7 @@ def local_attention_step(
     attention_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute `hf_hybrid.kernels.local_attention_step`; arguments as there, not checked again."""
+    """Compute `hf_hybrid.kernels.local_attention_step`, without checks."""
     wide = torch.promote_types(query.dtype, torch.float32)
     t, first = int(query_start), int(key_start)
     reach = chunk_size - 1 if chunk_size is not None else radius or 0

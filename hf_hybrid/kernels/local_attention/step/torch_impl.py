@@ -1,4 +1,4 @@
-"""One decoded token's local attention in plain torch: all cached keys, and a mask of what is seen of them.
+"""One decoded token's local attention in plain torch: all cached keys under a mask.
 
 B batch · S cached keys · H heads · K key dim · V value dim
 """
@@ -13,11 +13,7 @@ def forward(
     key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Compute `local_attention_step`; a position is the sum of the number and of what its tensor holds, if any.
-
-    Returns:
-        `(B, 1, H, V)`.
-    """
+    """Compute `local_attention_step`, `(B, 1, H, V)`; a position is the sum of its number and its tensor, if any."""
     at: int | Tensor = query_start if query_place is None else query_place.reshape(()) + query_start
     first: int | Tensor = key_start if key_place is None else key_place.reshape(()) + key_start
     position = torch.arange(key.shape[1], device=query.device) + first
@@ -37,7 +33,7 @@ def forward(
     if kept is not None:
         visible = visible & kept
     own = query.new_zeros(1, 1) if bias is None else bias[:, (offset + reach).clamp(0, reach)].to(query.dtype)
-    # where nothing is seen, a mean instead of NaN
+    # if no key is visible, a mean instead of NaN
     added = torch.where(visible[:, None], own, torch.finfo(query.dtype).min)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, added[:, :, None], scale=scale).transpose(1, 2)

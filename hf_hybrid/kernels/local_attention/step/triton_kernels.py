@@ -1,12 +1,12 @@
-"""One decoded token's local attention on a GPU: one launch, which reads the keys and values that are seen, once.
+"""One decoded token's local attention on a GPU: one launch, which reads the visible keys and values once.
 
-A program has one row and head. It walks over the keys of the neighbourhood BS at a time, and each of the BS places has
-a softmax of its own: its largest score, its sum of weights and of weighted values. Threads exchange nothing but parts
-of the dot products, until the places are put together at the end, always in the same order. There are no matrix
-products here, whose tiles would be full of padding.
+A program has one row and head. It walks over the keys of the neighbourhood BS at a time, and each of the BS lanes has
+its own softmax: its largest score, sum of weights and sum of weighted values. Threads exchange only parts of the dot
+products until the lanes are combined at the end, always in the same order. Matrix products are not used, since their
+tiles would be mostly padding.
 
-Where the token and the first key lie are numbers, or integers that the kernel reads on the device. Every shape follows
-from the arguments', and the host reads nothing: a CUDA graph can hold it, and a cache of any strides is read in place.
+The positions of the token and the first key are numbers, or integers that the kernel reads on the device. The host
+reads nothing, so a CUDA graph can capture the launch, and a cache with any strides is read in place.
 
 B batch · S cached keys · P positions of a mask · H heads · K key dim · V value dim
 """
@@ -28,11 +28,11 @@ CONFIGURATIONS = {
         Configuration("token k256 float32", "K and V <= 256", {"BS": 16, "D": 256}, num_warps=8, num_stages=1),
     )
 }
-"""BS keys at a time, D columns that registers hold of each."""
+"""BS keys per step, D columns of each in registers."""
 
 
 def why_not(query: Tensor, value: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
 
 
@@ -118,7 +118,7 @@ def forward(
     key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """The output `(B, 1, H, V)`; a position is the sum of the number and of what its tensor holds, if any."""
+    """Return the output `(B, 1, H, V)`; a position is the sum of its number and its tensor, if any."""
     (batch, _, heads, width), value_width = query.shape, value.shape[3]
     output = torch.empty(batch, 1, heads, value_width, dtype=query.dtype, device=query.device)
     widest = max(width, value_width)

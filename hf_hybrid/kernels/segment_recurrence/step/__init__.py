@@ -1,13 +1,13 @@
-"""What a token that is decoded reads of its document: one segment's keys and values, and that segment's state.
+"""Attention of a decoded token to its document: to one segment's keys and values, and to that segment's state.
 
-Shapes: `B` rows of the target · `D` documents · `H` heads · `N` slots, the segments that a target visits · `S` keys of
-a slot · `K` key dim · `V` value dim.
+Shapes: `B` rows of the target · `D` documents · `H` heads · `N` slots (visited segments) · `S` keys of a slot · `K`
+key dim · `V` value dim.
 """
 
 import torch
 from torch import Tensor
 
-from ...dispatch import check_devices, may_run_triton, needs_gradient
+from ...dispatch import check_devices, check_dtypes, may_run_triton, needs_gradient
 from . import op, torch_impl
 
 __all__ = ["segment_step"]
@@ -32,21 +32,20 @@ def segment_step(
         o_S = softmax(scale q K_i^T) V_i,  o_R = scale q R_i / norm       (SRformer, section 3.2, eq. 4 and 13)
         o = o_S + o_R,  or sigma o_S + (1 - sigma) o_R                    (eq. 11, eq. 10)
 
-    O(S (K + V) + K V) multiplications per row and head, and as many numbers read, however long the document is. On a
-    GPU one kernel reads them where they lie. The host waits for nothing, so that a CUDA graph can hold it.
+    O(S (K + V) + K V) multiplications and reads per row and head, for documents of any length. On a GPU one kernel
+    reads everything in place, without synchronisation, so that a CUDA graph can capture it.
 
-    Where gradients are to be had torch runs, through whose parts they flow; the Triton kernel has no backward.
+    With gradients it runs in plain torch; the Triton kernel has no backward.
 
     Args:
         query: `(B, H, K)`, float64, float32, bfloat16 or float16.
         key: `(D, H, N, S, K)` in query's dtype; None, with `value`, without segmented attention.
         value: `(D, H, N, S, V)` in query's dtype.
         state: R, `(D, H, N, K, V)` in query's dtype; None without recurrent attention.
-        index: Slot i of each row and head among all of them, ``(document H + head) N + slot``, `(B, H)`, int64, on the
-            device.
-        visible: Which keys a row sees, `(B or 1, S)`, boolean; all when None. A row that sees none has o_S = 0.
+        index: Slot i of each row and head, ``(document H + head) N + slot``, `(B, H)`, int64, on the device.
+        visible: The keys that a row sees, `(B or 1, S)`, boolean; all when None. A row without any has o_S = 0.
         norm: `(D, H, 1, V or 1)` in query's dtype; 1 when None.
-        documents: Document of each row, whose norm it reads, `(B,)`, int64; row b reads document b's when None.
+        documents: The document whose norm each row reads, `(B,)`, int64; row b reads that of document b when None.
         sigma: One number in any dtype; see above.
         scale: See above.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`.
@@ -70,10 +69,10 @@ def segment_step(
 
 
 def _check_within(name: str, index: Tensor | None, size: int) -> None:
-    """Check what a CPU reads almost free of charge; a GPU asserts.
+    """Check indices on a CPU, where reading them is cheap; a GPU asserts.
 
     Raises:
-        ValueError: An index points at nothing.
+        ValueError: An index is out of range.
     """
     if index is None or index.numel() == 0:
         return
@@ -100,7 +99,7 @@ def _check(
             f"index must be (B, H) = {tuple(query.shape[:2])} of int64; got {tuple(index.shape)} of {index.dtype}"
         )
     if (key is None) != (value is None) or (key is None and state is None):
-        raise ValueError("key and value must be given together, or state without them; got neither or one of the two")
+        raise ValueError("key and value must be given together, or state without them; got neither or one of them")
     heads, width = query.shape[1:]
     if key is not None and (key.dim() != 5 or key.shape[1] != heads or key.shape[4] != width):
         raise ValueError(f"key must be (D, H, N, S, K) with H = {heads} and K = {width}; got {tuple(key.shape)}")
@@ -117,9 +116,7 @@ def _check(
             raise ValueError(f"state must have value's V = {value.shape[4]}; got {state.shape[4]}")
         if norm is not None and norm.shape not in ((*state.shape[:2], 1, state.shape[4]), (*state.shape[:2], 1, 1)):
             raise ValueError(f"norm must be (D, H, 1, V or 1) with state's D, H and V; got {tuple(norm.shape)}")
-    for name, tensor in (("key", key), ("value", value), ("state", state), ("norm", norm)):
-        if tensor is not None and tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
+    check_dtypes(query, key=key, value=value, state=state, norm=norm)
     if norm is not None and state is None:
         raise ValueError("norm must be None without state")
     if documents is not None and (documents.shape != query.shape[:1] or documents.dtype != torch.int64):
@@ -128,7 +125,7 @@ def _check(
             f"of {documents.dtype}"
         )
     if norm is not None and documents is None and norm.shape[0] != query.shape[0]:
-        raise ValueError(f"documents must be given where norm has not query's B = {query.shape[0]}; got None")
+        raise ValueError(f"documents must be given if norm does not have query's B = {query.shape[0]}; got None")
     if visible is not None:
         fits = key is not None and visible.dim() == 2 and visible.shape[1] == key.shape[3]
         if not fits or visible.shape[0] not in (1, query.shape[0]) or visible.dtype != torch.bool:
@@ -139,4 +136,4 @@ def _check(
         query, key=key, value=value, state=state, index=index, visible=visible, norm=norm, documents=documents
     )
     if sigma is not None and (sigma.numel() != 1 or key is None or state is None):
-        raise ValueError(f"sigma must hold one number, beside key and state; got {tuple(sigma.shape)}")
+        raise ValueError(f"sigma must hold one number, and needs key and state; got {tuple(sigma.shape)}")

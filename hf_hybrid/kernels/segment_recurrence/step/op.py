@@ -1,4 +1,4 @@
-"""A decoding step of segmented and recurrent attention as an opaque op, which has no gradient."""
+"""A decoding step of segmented and recurrent attention as a custom op without a gradient."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def segment_step(
     scale: float,
     backend: str,
 ) -> Tensor:
-    """What one token per row reads."""
+    """Return the attention of one token per row."""
     tensors = query, key, value, state, index, visible, norm, documents, sigma
     width = _value_width(value, state)
     asked = ("segment_step", __package__, backend, tensors)

@@ -1,4 +1,4 @@
-"""A decoded token's attention to one segment and its state in plain torch, which gradients flow through.
+"""A decoded token's attention to one segment and its state in plain torch, differentiable.
 
 Shapes: `B` rows of the target · `D` documents · `H` heads · `N` slots · `S` keys of a slot · `K` key dim · `V` value
 dim.
@@ -22,7 +22,7 @@ def forward(
     sigma: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Compute `segment_step`; arguments as there, not checked again."""
+    """Compute `segment_step`, without checks."""
     flat = index.flatten()
     q = (query if scale == 1 else query * scale)[:, :, None]
 
@@ -37,7 +37,7 @@ def forward(
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1, dtype=compute_dtype(scores)).to(value.dtype)
         if hidden is not None:
-            weights = weights.masked_fill(hidden, 0)  # where a segment has no key at all
+            weights = weights.masked_fill(hidden, 0)  # a segment may have no visible key
         segmented = torch.matmul(weights, read(value))
     if state is not None:
         recurrent = torch.matmul(q, read(state))

@@ -1,7 +1,7 @@
-"""The step of decoding on a GPU, which reads a segment and its state where they lie.
+"""The decoding step on a GPU, which reads a segment and its state in place.
 
-One program has one row and one head. A matrix times a vector is bound by memory, and summed in float32 without tensor
-cores.
+One program has one row and one head. Products of a matrix and a vector are bound by memory, so they are summed in
+float32 without tensor cores.
 
 B batch · H heads · S segment size · K key dim · V value dim · N visited segments · D documents
 """
@@ -27,7 +27,7 @@ CONFIGURATIONS = {
 
 
 def why_not(query: Tensor, value_width: int) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     return why_not_heads("query", query.dtype, query.shape[2], value_width)
 
 
@@ -102,7 +102,7 @@ def forward(
     sigma: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """What one token per row reads, `(B, H, V)` in query's dtype."""
+    """Return the attention of one token per row, `(B, H, V)` in query's dtype."""
     batch, heads, width = query.shape
     value_width = next(x.shape[4] for x in (value, state) if x is not None)
     output = torch.empty(batch, heads, value_width, dtype=query.dtype, device=query.device)

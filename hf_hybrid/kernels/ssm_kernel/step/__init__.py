@@ -1,6 +1,6 @@
-"""One decoded token of an S4 or S4D system: on a GPU a single kernel, from the token's dtype to the outputs'.
+"""One decoded token of an S4 or S4D system, a single kernel on a GPU.
 
-For tokens that want no gradient. Where one is needed, the same formulas run, and are differentiated, in plain torch.
+With gradients it runs in plain torch.
 
 B batch · H channels · M = N/2 modes · C output filters
 """
@@ -30,14 +30,14 @@ def ssm_step(
 
     Args:
         state: x as real and imaginary parts, `(B, H, M, 2)`; zeros when None.
-        u: One token, `(B, H)`, any floating dtype, with any strides.
+        u: One token, `(B, H)`, any floating dtype and strides.
         C: `(C, H, M)`, complex.
         step: From `s4_step_constants` or `s4d_step_constants`, in C's dtype.
         skip: `(C, H)` or None.
         backend: `"auto"`, `"torch"` or `"triton"`, see `hf_hybrid.kernels.dispatch`; `"triton"` has no gradient.
 
     Returns:
-        y `(B, C, H)` in u's dtype, and the next state `(B, H, M, 2)` in the real dtype of C, in which all is computed.
+        y `(B, C, H)` in u's dtype, and the next state `(B, H, M, 2)` in the real dtype of C, that of the computation.
 
     Raises:
         ValueError: A shape does not fit; the message names the argument, its value and the rule.
@@ -54,7 +54,7 @@ def ssm_step(
     if not needs_gradient("ssm_step", backend, state, u, C, *step, skip) and may_run_triton(backend, u):
         column, row = (step.column, step.row) if isinstance(step, S4Step) else (None, None)
         return _ssm_step(state, u, C, step.decay, column, row, step.input, skip, backend)
-    return _advance(state, u, C, step, skip)  # on a CPU the door of an op costs as much as the step
+    return _advance(state, u, C, step, skip)  # on a CPU calling a custom op costs as much as the step
 
 
 def _real_dtype(C: Tensor) -> torch.dtype:
@@ -64,7 +64,7 @@ def _real_dtype(C: Tensor) -> torch.dtype:
 def _advance(
     state: Tensor | None, u: Tensor, C: Tensor, step: S4Step | S4DStep, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`ssm_step` in plain torch."""
+    """Compute `ssm_step` in plain torch."""
     wide = _real_dtype(C)
     token = u.to(wide)
     x = None if state is None else torch.view_as_complex(state.to(wide).contiguous())
@@ -86,7 +86,7 @@ def _ssm_step(
     skip: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """One token further, not differentiable; `column` and `row` are S4's alone, `gain` is the step's input vector."""
+    """Advance by one token, not differentiable; only S4 has `column` and `row`; `gain` is the step's input vector."""
 
     def why_not() -> str | None:
         from .triton_kernels import why_not

@@ -1,9 +1,8 @@
 """One token of a state space model on a GPU: one launch, which reads the state once and writes it once.
 
-A program has a few channels of one sequence with all their modes. What bounds it is the launch; programs of one block
-of channels lie side by side, so that the constants come from memory once and out of the cache after that. Complex
-numbers are pairs of float32, loaded side by side and split in registers. Nothing is read by the host, and every shape
-follows from the arguments': a CUDA graph can hold it.
+A program has a few channels of one sequence with all their modes. The launch dominates its time. Programs of one block
+of channels are adjacent, so that the constants come from memory once and then from the cache. Complex numbers are
+pairs of float32, loaded together and split in registers. The host reads nothing, so a CUDA graph can capture it.
 
 B batch · H channels · M = N/2 modes · C output filters
 """
@@ -26,11 +25,11 @@ CONFIGURATIONS = {
         Configuration("token m256", "M <= 256", {"BH": 1, "BM": 256}, num_warps=4, num_stages=1),
     )
 }
-"""BH channels of a program, BM modes that its registers hold."""
+"""BH channels of a program, BM modes in registers."""
 
 
 def why_not(u: Tensor, C: Tensor) -> str | None:
-    """The op's objection to running here, or None."""
+    """Return the op's objection to Triton, or None."""
     objection = why_not_dtype("u", u.dtype)
     if objection is not None:
         return objection
@@ -89,7 +88,7 @@ def forward(
     state: Tensor | None, u: Tensor, C: Tensor, decay: Tensor, column: Tensor | None, row: Tensor | None,
     gain: Tensor, skip: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs `(B, C, H)` in u's dtype, and the next state `(B, H, M, 2)` in float32."""
+    """Return outputs `(B, C, H)` in u's dtype, and the next state `(B, H, M, 2)` in float32."""
     (batch, channels), (filters, _, modes) = u.shape, C.shape
     y = torch.empty(batch, filters, channels, dtype=u.dtype, device=u.device)
     after = torch.empty(batch, channels, modes, 2, dtype=torch.float32, device=u.device)

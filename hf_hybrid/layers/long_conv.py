@@ -42,7 +42,7 @@ class LongConv(StateSpaceLayer):
         bidirectional: Whether a second kernel reads the future.
         init: ``"double_exp"``: normal with deviation 0.02, decaying over L to 1/e in the first group and faster in
             each later one; or ``"random"``: normal with deviation 0.002.
-        lam: Threshold of the soft shrinkage on the taps ("squash").
+        squash: Threshold of the soft shrinkage on the taps.
         kernel_dropout: Probability of dropping a tap in training.
         smoothing: Odd width of a moving average over the taps; 1 turns it off.
         use_D: Whether to add a skip connection D, initially 1.
@@ -51,7 +51,7 @@ class LongConv(StateSpaceLayer):
         ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        With `lam` or `smoothing`, the resulting taps are cached between calls while no gradient is recorded.
+        With `squash` or `smoothing`, the resulting taps are cached between calls while no gradient is recorded.
     """
 
     TRAINED: ClassVar = {"none": ("long_kernel", "D")}
@@ -67,7 +67,7 @@ class LongConv(StateSpaceLayer):
         groups: int | None = None,
         bidirectional: bool = False,
         init: str = "double_exp",
-        lam: float = 0.0,
+        squash: float = 0.0,
         kernel_dropout: float = 0.0,
         smoothing: int = 1,
         use_D: bool = True,
@@ -78,13 +78,13 @@ class LongConv(StateSpaceLayer):
         if hidden_size % groups:
             raise ValueError(f"groups must divide hidden_size {hidden_size}; got {groups}")
         check_choice("init", init, INITS)
-        if lam < 0:
-            raise ValueError(f"lam must not be negative; got {lam}")
+        if squash < 0:
+            raise ValueError(f"squash must not be negative; got {squash}")
         if not 0 <= kernel_dropout < 1:
             raise ValueError(f"kernel_dropout must lie in [0, 1); got {kernel_dropout}")
         if smoothing < 1 or smoothing % 2 == 0:
             raise ValueError(f"smoothing must be a positive odd integer; got {smoothing}")
-        self.kernel_size, self.groups, self.init, self.lam = kernel_size, groups, init, lam
+        self.kernel_size, self.groups, self.init, self.squash = kernel_size, groups, init, squash
         self.kernel_dropout, self.smoothing = kernel_dropout, smoothing
         self._kept_taps: tuple[tuple[Any, ...], torch.Tensor, torch.Tensor] | None = None
         self._declare(self._shapes(use_D))
@@ -133,7 +133,7 @@ class LongConv(StateSpaceLayer):
 
     def _taps(self, length: int) -> torch.Tensor:
         """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
-        plain = not self.lam and self.smoothing == 1
+        plain = not self.squash and self.smoothing == 1
         if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._regularised(length)
         key = fingerprint([self.long_kernel])
@@ -146,8 +146,8 @@ class LongConv(StateSpaceLayer):
         taps = self.long_kernel
         if self.smoothing == 1:
             taps = taps[..., :length]
-        if self.lam:
-            taps = F.softshrink(taps, float(self.lam))
+        if self.squash:
+            taps = F.softshrink(taps, float(self.squash))
         taps = F.dropout(taps, self.kernel_dropout, self.training)
         if self.smoothing > 1:
             taps = F.avg_pool1d(taps, self.smoothing, stride=1, padding=self.smoothing // 2)[..., :length]

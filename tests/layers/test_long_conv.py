@@ -17,7 +17,7 @@ LAYERS = {
     "long": lambda **options: LongConv(H, 9, **options),
     "long, one tap": lambda **options: LongConv(H, 1, **options),
     "groups and regularisation": lambda **options: LongConv(
-        H, 9, groups=2, lam=0.001, smoothing=3, init="random", **options
+        H, 9, groups=2, squash=0.001, smoothing=3, init="random", **options
     ),
     "short-long": lambda **options: ShortLongConv(H, 9, short_kernel_sizes=(3, 5), **options),
     "three branches, no biases": lambda **options: ShortLongConv(
@@ -65,7 +65,7 @@ def by_definition(layer, u):
             total = total + y
         x = F.silu(total)
     taps = layer.long_kernel
-    taps = taps.sign() * (taps.abs() - layer.lam).clamp_min(0)
+    taps = taps.sign() * (taps.abs() - layer.squash).clamp_min(0)
     half = layer.smoothing // 2
     taps = F.pad(taps, (half, half)).unfold(-1, layer.smoothing, 1).mean(-1)
     taps = taps.repeat(1, H // layer.groups, 1)
@@ -231,7 +231,7 @@ def test_long_taps_alone_shape_memory():
 
 
 def test_squashed_taps():
-    layer = LongConv(H, 50, lam=0.01).double()
+    layer = LongConv(H, 50, squash=0.01).double()
     taps = layer._taps(50)
     small = layer.long_kernel.abs() <= 0.01
     assert small.any()

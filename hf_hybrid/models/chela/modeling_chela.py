@@ -658,7 +658,7 @@ def make_mixer(config: ChelaConfig) -> StateSpaceLayer:
         "groups": config.long_kernel_groups,
         "bidirectional": bidirectional,
         "init": config.long_kernel_init,
-        "lam": config.kernel_squash,
+        "squash": config.kernel_squash,
         "kernel_dropout": config.kernel_dropout,
         "smoothing": config.kernel_smoothing,
         "use_D": config.long_conv_skip,

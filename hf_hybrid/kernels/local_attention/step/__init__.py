@@ -63,9 +63,9 @@ def local_attention_step(
     """
     _check(query, key, value, bias, radius, chunk_size, attention_mask, query_start, key_start, scale)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    query_place, query_number = _place(query_start)
-    key_place, key_number = _place(key_start)
-    tensors = query, key, value, bias, attention_mask, query_place, key_place
+    query_base, query_number = _base_and_number(query_start)
+    key_base, key_number = _base_and_number(key_start)
+    tensors = query, key, value, bias, attention_mask, query_base, key_base
     settings = query_number, key_number, radius, chunk_size, include_self, scale
     differentiated = needs_gradient("local_attention_step", backend, query, key, value, bias)
     if not differentiated and may_run_triton(backend, query):
@@ -73,7 +73,7 @@ def local_attention_step(
     return torch_impl.forward(*tensors, *settings)  # on a CPU calling a custom op costs as much as a short window
 
 
-def _place(start: int | Tensor) -> tuple[Tensor | None, int]:
+def _base_and_number(start: int | Tensor) -> tuple[Tensor | None, int]:
     """Split a position into a tensor or None and a number, whose sum it is."""
     return (start, 0) if isinstance(start, Tensor) else (None, start)
 

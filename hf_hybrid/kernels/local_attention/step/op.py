@@ -11,12 +11,12 @@ from . import torch_impl
 
 @torch.library.custom_op(f"{NAMESPACE}::local_attention_step", mutates_args=())
 def local_attention_step(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
-    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_base: Tensor | None,
+    key_base: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
     """Compute the step; a position is the sum of its number and its tensor, if any."""
-    tensors = query, key, value, bias, mask, query_place, key_place
+    tensors = query, key, value, bias, mask, query_base, key_base
     settings = query_start, key_start, radius, chunk_size, include_self, scale
     asked = ("local_attention_step", __package__, backend, tensors)
     run = triton_if_chosen(*asked, lambda kernels: kernels.why_not(query, value)) or torch_impl

@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
-    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_base: Tensor | None,
+    key_base: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """Compute `local_attention_step`, `(B, 1, H, V)`; a position is the sum of its number and its tensor, if any."""
-    at: int | Tensor = query_start if query_place is None else query_place.reshape(()) + query_start
-    first: int | Tensor = key_start if key_place is None else key_place.reshape(()) + key_start
+    at: int | Tensor = query_start if query_base is None else query_base.reshape(()) + query_start
+    first: int | Tensor = key_start if key_base is None else key_base.reshape(()) + key_start
     position = torch.arange(key.shape[1], device=query.device) + first
     offset = position - at
     visible = (offset <= 0 if include_self else offset < 0)[None]

@@ -52,7 +52,7 @@ def _first_kept(kept, P, STRIDE, BLOCK: tl.constexpr):
 # a mask grows by one position per token, and its rows' stride with it
 @triton.jit(do_not_specialize=["query_start", "key_start", "S", "P", "BACK", "CHUNK", "KEPT_B", "KEPT_P"])
 def step_kernel(
-    q, k, v, bias, kept, query_place, key_place, output,
+    q, k, v, bias, kept, query_base, key_base, output,
     query_start, key_start, S, H, P, BACK, CHUNK, SCALE,
     Q_B, Q_H, Q_K, K_B, K_S, K_H, K_K, V_B, V_S, V_H, V_V, BIAS_H, BIAS_R, KEPT_B, KEPT_P,
     K: tl.constexpr, V: tl.constexpr, SELF: tl.constexpr, BS: tl.constexpr, D: tl.constexpr,
@@ -60,10 +60,10 @@ def step_kernel(
     """The output of one row and head."""
     row = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
-    if query_place is not None:
-        query_start += tl.load(query_place).to(tl.int32)
-    if key_place is not None:
-        key_start += tl.load(key_place).to(tl.int32)
+    if query_base is not None:
+        query_start += tl.load(query_base).to(tl.int32)
+    if key_base is not None:
+        key_start += tl.load(key_base).to(tl.int32)
     if kept is not None:
         kept += row * KEPT_B
     # the run of keys that are seen, counted from the first key
@@ -114,8 +114,8 @@ def step_kernel(
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_place: Tensor | None,
-    key_place: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_base: Tensor | None,
+    key_base: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
     include_self: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """Return the output `(B, 1, H, V)`; a position is the sum of its number and its tensor, if any."""
@@ -143,8 +143,8 @@ def forward(
         v=value,
         bias=bias,
         kept=mask,
-        query_place=query_place,
-        key_place=key_place,
+        query_base=query_base,
+        key_base=key_base,
         output=output,
         query_start=query_start,
         key_start=key_start,

@@ -275,7 +275,7 @@ def test_fused_is_unfused_and_back(name, bidirectional):
     assert_close(layer(u), expected, "exact")
 
 
-@pytest.mark.parametrize("options", [{"lam": 0.01}, {"smoothing": 3}])
+@pytest.mark.parametrize("options", [{"squash": 0.01}, {"smoothing": 3}])
 def test_regularised_taps_are_made_once_and_follow_the_kernel(options, monkeypatch):
     layer, other = (LongConv(H, 9, **options).double().eval() for _ in range(2))
     u, made = draw(2, 20, H), []
@@ -366,7 +366,7 @@ def test_branch_norms_use_their_own_statistics_in_training():
         ({"groups": 0}, "groups must be a positive integer; got 0"),
         ({"groups": 4}, "groups must divide hidden_size 6; got 4"),
         ({"init": "ones"}, "init must be one of double_exp, random; got 'ones'"),
-        ({"lam": -1.0}, "lam must not be negative; got -1.0"),
+        ({"squash": -1.0}, "squash must not be negative; got -1.0"),
         ({"kernel_dropout": 1.0}, r"kernel_dropout must lie in \[0, 1\); got 1.0"),
         ({"smoothing": 2}, "smoothing must be a positive odd integer; got 2"),
         ({"short_kernel_sizes": ()}, "short_kernel_sizes must be one or more positive integers"),

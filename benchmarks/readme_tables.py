@@ -31,11 +31,11 @@ FAMILIES = {
 }
 TASKS = {
     "AutoModelForSeq2SeqLM": "text from a document",
-    "AutoModelForCausalLM": "text that goes on",
+    "AutoModelForCausalLM": "the rest of a text",
     "AutoModelForMaskedLM": "masked tokens",
     "AutoModelForSequenceClassification": "a class for a text",
     "AutoModelForTokenClassification": "a class for each token",
-    "AutoModelForQuestionAnswering": "a span that answers",
+    "AutoModelForQuestionAnswering": "the span of an answer",
     "AutoModelForTextEncoding": "an encoder alone",
     "AutoModel": "hidden states",
 }
@@ -45,10 +45,10 @@ FEATURES = {
     "`generate` from a cache of constant size": ("language model", "yes", "yes", ""),
     "gradient checkpointing": ("yes", "yes", "yes", "yes"),
     "several GPUs": ("DDP, FSDP", "DDP, FSDP", "DDP, FSDP", "DDP; FSDP by transformers"),
-    "LoRA, DoRA, IA3 know where to go": ("yes", "yes", "yes", "as in T5, BART"),
+    "LoRA, DoRA, IA3 without naming modules": ("yes", "yes", "yes", "as in T5, BART"),
     "loads without this package (`export_remote_code`)": ("yes", "yes", "yes", "yes"),
     "padding": ("both sides", "both sides", "both sides", "both; BART's: right"),
-    "begins with a checkpoint of": ("the T5 family", "", "", "T5, BART"),
+    "starts from a checkpoint of": ("the T5 family", "", "", "T5, BART"),
     "Triton kernels of": (
         "local attention, S4's taps, S5's scan, around Hyena's FFT",
         "linear attention, short convolutions, around the FFT",

@@ -433,13 +433,13 @@ def test_the_readmes_table_of_architectures_is_true():
         constant = bool(sizes) and all(before == after for before, after in sizes)
         assert bool(has["`generate` from a cache of constant size"]) == constant
         starts = hasattr(classes[0], "from_t5") or "srformer" in model_types[0]
-        assert bool(has["begins with a checkpoint of"]) == starts
+        assert bool(has["starts from a checkpoint of"]) == starts
         assert ("FSDP" in has["several GPUs"]) == ({*model_types} <= {name for name, *_ in SHARDED})
         adapted = all({*model_types} <= table.keys() for table in ADAPTER_TABLES)
         inherited = all(table[name] == table[PARENTS[name]] for table in ADAPTER_TABLES for name in model_types
                         if name in PARENTS)  # fmt: skip
         word = "as in T5, BART" if {*model_types} <= PARENTS.keys() and inherited else "yes" if adapted else ""
-        assert has["LoRA, DoRA, IA3 know where to go"] == word
+        assert has["LoRA, DoRA, IA3 without naming modules"] == word
         exported = {*model_types} <= EXPORTED.keys()
         assert (has["loads without this package (`export_remote_code`)"] == "yes") == exported
 

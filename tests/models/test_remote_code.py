@@ -238,7 +238,7 @@ def test_adapters_are_merged_first(tmp_path):
     inputs = tiny_inputs(base)
     with torch.no_grad():
         expected = adapted(**inputs).logits
-    with pytest.raises(ValueError, match="got PeftModel, an adapter around a model: export what its merge_and_unload"):
+    with pytest.raises(ValueError, match="got PeftModel, an adapter around a model: export the result of its merge"):
         hf_hybrid.export_remote_code(adapted, tmp_path / "out")
     with pytest.raises(
         ValueError, match=r"a plain ChelaForCausalLM .* adapters merged .*base_layer.* instead of none"
@@ -269,7 +269,7 @@ def test_other_models_are_refused(tmp_path):
         hf_hybrid.export_remote_code(empty, tmp_path)
     resized = tiny_model("bst", "AutoModel")
     resized.config.intermediate_size *= 2
-    with pytest.raises(ValueError, match=r"agrees with its config.* instead of "):
+    with pytest.raises(ValueError, match=r"matches its config.* instead of "):
         hf_hybrid.export_remote_code(resized, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

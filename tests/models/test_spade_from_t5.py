@@ -374,7 +374,7 @@ def test_what_the_source_fixes_may_be_repeated():
     ("field", "value", "rule"),
     [
         ("local_radius", -1, "local_radius must not be negative; got -1"),
-        ("global_layers", "bottom-4", "global_layers must not ask for more than the 3 layers"),
+        ("global_layers", "bottom-4", "global_layers must select at most 3 layers"),
         ("combine_mode", "residul", "combine_mode must be one of concat, add, stack, residual; got 'residul'"),
         ("eos_token_id", 64, "eos_token_id must lie in the vocabulary"),
     ],

@@ -185,7 +185,7 @@ class TokenContext(BstContext):
             query,
             key,
             value,
-            whole=state is None,
+            complete=state is None,
             attention_mask=place.mask,
             query_start=place.past,
             key_start=place.past - held,

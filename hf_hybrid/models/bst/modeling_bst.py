@@ -4,8 +4,6 @@ Shapes: B batch · T length · P tokens already read · D width · H heads · K 
 C filters · S states that a window attends to.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,10 +20,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ...layers.feed_forward import FeedForward
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
-from ...layers.state_space import ssm_parameters
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
-from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
+from ..heads import CausalLMForward, SequenceClassificationForward, StateSpaceModelMixin, make_embedding, make_lm_head
 from ..local_attention import (
     LocalSelfAttention,
     first_kept,
@@ -109,7 +106,7 @@ class BstLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
-class BstPreTrainedModel(ModelCardMixin, PreTrainedModel):
+class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
     """Base of all Block-State Transformers: initialisation, and what transformers wants to know about them."""
 
     config: BstConfig
@@ -141,15 +138,6 @@ class BstPreTrainedModel(ModelCardMixin, PreTrainedModel):
             if module.lift_weight is not None:
                 init.normal_(module.lift_weight)
                 init.zeros_(module.lift_bias)
-
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Leave the padding mask as it is: each layer makes its own."""
-        return attention_mask
-
-    def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
-        """Yield the filters' trained tensors, which want no weight decay; see `layers.state_space`."""
-        return ssm_parameters(self, dynamics=dynamics)
 
 
 class BstModel(BstPreTrainedModel):

@@ -5,8 +5,6 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid.suggestions import did_you_mean
-
 from ..checks import (
     MAX_NUMBER,
     MAX_STATE_SIZE,
@@ -20,8 +18,10 @@ from ..checks import (
     check_probabilities,
     check_token_ids,
     check_unknown_fields,
+    fill_defaults,
     forget_code,
     in_float32,
+    preset_fields,
 )
 from ..state_cache import LAYER_TYPE
 
@@ -335,31 +335,28 @@ class ChelaConfig(PreTrainedConfig):
         Raises:
             ValueError: No preset has this name.
         """
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**preset_fields(PRESETS, name), **overrides})
 
     def __post_init__(self, **kwargs):
-        """Fill in the fields whose default depends on others."""
+        """Set the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
         forget_code(self, kwargs)
         check_number_of_layers(self, ("num_hidden_layers",))
-        for field, default in {
-            "final_norm": self.norm_position == "pre",
-            "long_kernel_groups": self.hidden_size,
-            "mixer_state_size": 64 if self.mixer == "s4d" else 16,
-            "classifier_size": 2 * self.hidden_size,
-            "classifier_dropout": self.dropout,
-            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
-        }.items():
-            if getattr(self, field) is None:
-                setattr(self, field, default)
+        fill_defaults(
+            self,
+            final_norm=self.norm_position == "pre",
+            long_kernel_groups=self.hidden_size,
+            mixer_state_size=64 if self.mixer == "s4d" else 16,
+            classifier_size=2 * self.hidden_size,
+            classifier_dropout=self.dropout,
+            initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
+        )
         if self.short_kernel_sizes is None and self.training_length > 0:
             self.short_kernel_sizes = [3, short_kernel_size(self.training_length, self.short_kernel_rounding)]
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Check every field against its rule; part of the strict dataclass validation."""
+        """Check every field; part of the strict dataclass validation."""
         check_positive_integers(self, ("mixer_state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         for field, divided in {"num_attention_heads": "heads", "long_kernel_groups": "groups"}.items():
@@ -399,18 +396,18 @@ class ChelaConfig(PreTrainedConfig):
         if self.is_decoder and (self.norm_type == "batch_norm" or self.short_branch_norm):
             field = "norm_type" if self.norm_type == "batch_norm" else "short_branch_norm"
             raise ValueError(
-                f"{field} must not ask for batch normalisation in a causal model, whose statistics over time would "
-                f"show it the future; got {getattr(self, field)!r} and is_decoder True"
+                f"{field} must not be batch normalisation in a causal model: its statistics include the future; "
+                f"got {getattr(self, field)!r} and is_decoder True"
             )
 
     def _validate_convolutions(self):
         sizes = self.short_kernel_sizes
         if not sizes or any(size < 1 for size in sizes):
-            raise ValueError(f"short_kernel_sizes must be positive integers, one at least; got {sizes}")
+            raise ValueError(f"short_kernel_sizes must be one or more positive integers; got {sizes}")
         check_not_absurd("short_kernel_sizes", max(sizes))
         if not self.is_decoder and any(size % 2 == 0 for size in sizes):
             raise ValueError(
-                f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
+                f"short_kernel_sizes must be odd unless is_decoder is True: they are centred; got {sizes}"
             )
         if not 0 <= self.kernel_squash <= MAX_NUMBER:
             hint = in_float32(self.kernel_squash) if self.kernel_squash > 0 else ""
@@ -425,7 +422,7 @@ class ChelaConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str] | None:
-        """What each layer of a causal model keeps in a cache; None for other models."""
+        """Cache type of each layer of a causal model; None for other models."""
         return [LAYER_TYPE] * self.num_hidden_layers if self.is_decoder else None
 
     def validate_layer_type(self):

@@ -4,7 +4,6 @@ Shapes: B batch · T length · P tokens already read · D width · H heads · K 
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.s4d import S4D
-from ...layers.state_space import StateSpaceLayer, ssm_parameters
+from ...layers.state_space import StateSpaceLayer
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
 from ..heads import (
@@ -36,6 +35,7 @@ from ..heads import (
     MaskedLMForward,
     QuestionAnsweringForward,
     SequenceClassificationForward,
+    StateSpaceModelMixin,
     TokenClassificationForward,
     make_embedding,
     make_lm_head,
@@ -271,7 +271,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask)
 
 
-class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
+class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
     """Base of all CHELA models: initialisation, and what transformers wants to know about them."""
 
     config: ChelaConfig
@@ -310,15 +310,6 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
         super().post_init()
         if self.config.input_size is not None:
             self.main_input_name = "input_values"
-
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Leave the padding mask as it is: nothing else is masked."""
-        return attention_mask
-
-    def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
-        """Yield the mixers' trained tensors, which want no weight decay; see `layers.state_space`."""
-        return ssm_parameters(self, dynamics=dynamics)
 
     def fuse_short_convs(self, *, keep_branches: bool = True):
         """Make one convolution of the parallel short ones of every layer, for inference (CHELA, section 4.2).

@@ -1,4 +1,4 @@
-"""Local self-attention, its masks and biases, for several architectures.
+"""Local self-attention, its masks and biases, and a feed-forward network, for several architectures.
 
 Shapes: B batch · T length · S keys · P tokens already cached · D width · H heads · K head width.
 """
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
@@ -15,6 +16,7 @@ from transformers.utils import TransformersKwargs, logging
 from ..kernels import local_attention, local_attention_step
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
 from .state_cache import cached_length
@@ -166,6 +168,18 @@ def make_bias_table(config: PreTrainedConfig) -> RelativePositionBias:
         num_buckets=config.relative_attention_num_buckets,
         max_distance=config.relative_attention_max_distance,
         bidirectional=not config.is_decoder,
+    )
+
+
+def make_feed_forward(config: PreTrainedConfig) -> FeedForward:
+    """Build the feed-forward network of one layer."""
+    return FeedForward(
+        config.hidden_size,
+        config.intermediate_size,
+        ACT2FN[config.hidden_act],
+        gated=config.gated_feed_forward,
+        bias=config.feed_forward_bias,
+        dropout=config.activation_dropout,
     )
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -17,7 +16,6 @@ from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ...layers.feed_forward import FeedForward
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ..checks import check_not_empty
@@ -27,6 +25,7 @@ from ..local_attention import (
     LocalSelfAttention,
     first_kept,
     init_shared,
+    make_feed_forward,
 )
 from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer
 from .configuration_bst import BstConfig
@@ -66,14 +65,7 @@ class BstLayer(GradientCheckpointingLayer):
         self.context = make_context(config) if has_context else None
         gated = has_context and config.context_mixing == "gate"
         self.gate_bias = nn.Parameter(torch.zeros(config.hidden_size)) if gated else None
-        self.feed_forward = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            ACT2FN[config.hidden_act],
-            gated=config.gated_feed_forward,
-            bias=config.feed_forward_bias,
-            dropout=config.activation_dropout,
-        )
+        self.feed_forward = make_feed_forward(config)
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -211,8 +203,7 @@ class BstModel(BstPreTrainedModel):
 class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedModel):
     """Block-State Transformer as a language model.
 
-    With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
-    the loss needs only those of each label's cluster.
+    With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
 
     Args:
         config: The config.

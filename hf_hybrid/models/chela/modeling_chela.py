@@ -442,8 +442,7 @@ class ChelaModel(ChelaPreTrainedModel):
 class ChelaForCausalLM(CausalLMForward, StatefulGenerationMixin, ChelaPreTrainedModel):
     """CHELA causal language model (CHELA, section 5.3).
 
-    With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
-    the loss needs only those of each label's cluster.
+    With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
 
     Args:
         config: The config; whatever it says about that, this model is causal.

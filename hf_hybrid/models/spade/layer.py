@@ -5,14 +5,12 @@ Shapes: B batch · T length of the stack's input · S source length · D width �
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
-from ...layers.feed_forward import FeedForward
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
 from ...layers.norms import make_norm
@@ -21,12 +19,12 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer
-from ..local_attention import LocalSelfAttention, eager_attention_forward
+from ..local_attention import LocalSelfAttention, eager_attention_forward, make_feed_forward
 from .configuration_spade import SpadeConfig
 
 
 def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
-    """Build the state space model of one global layer."""
+    """Build the state space model of a global layer."""
     shared = {"bidirectional": not config.is_decoder, "postact": config.ssm_postact, "freeze": config.ssm_freeze}
     steps = {"dt_min": config.ssm_dt_min, "dt_max": config.ssm_dt_max, "use_D": config.ssm_use_D}
     if config.ssm_type == "lstm":
@@ -86,7 +84,7 @@ class SpadeCrossAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
         if not config.scale_attention:
-            # scores start at the size scaled ones would have
+            # scores start as large as scaled ones
             self.q_proj.init_std = config.initializer_range * config.head_dim**-0.5
 
     def forward(
@@ -103,11 +101,11 @@ class SpadeCrossAttention(nn.Module):
             hidden_states: `(B, T, D)`.
             encoder_hidden_states: `(B, S, D)`.
             attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
-            past_key_values: Cache; keys and values of the encoder's output are computed once and kept there.
+            past_key_values: Cache, which keeps the keys and values of the encoder's output.
             **kwargs: Passed on to the attention function.
 
         Returns:
-            Output `(B, T, D)`, and probabilities `(B, H, T, S)` where the attention function gives them.
+            Output `(B, T, D)`, and probabilities `(B, H, T, S)` if the attention function returns them.
         """
         batch, length, _ = hidden_states.shape
         heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
@@ -137,11 +135,10 @@ class SpadeCrossAttention(nn.Module):
 
 
 class SpadeTokenMixer(nn.Module):
-    """What mixes tokens within a stack's layer: local attention, a state space model, or in a global layer both.
+    """Local attention l, in a global layer joined with a state space model g of the same input x.
 
-    In a global layer, with local attention ``l`` and state space model ``g`` of the same input x (SPADE, section 3.2):
-    concat ``W [LN(l(x)), LN(g(x))] + b``, add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``,
-    residual ``l(x) + W LN(g(x))`` with W zero at first.
+    `config.combine_mode` joins them (SPADE, section 3.2): concat ``W [LN(l(x)), LN(g(x))] + b``,
+    add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``, residual ``l(x) + W LN(g(x))`` with W zero at first.
 
     Args:
         config: The stack's config.
@@ -168,12 +165,11 @@ class SpadeTokenMixer(nn.Module):
             self.global_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         if config.combine_mode == "concat":
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
-            # that of torch's own draw, which the published code leaves: both branches are normalised, and what they
-            # add begins smaller than what it is added to
+            # as torch initialises it, like the published code: the update starts smaller than the residual
             self.aggregate.init_std = (6 * config.hidden_size) ** -0.5
         if config.combine_mode == "residual":
             self.global_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-            self.global_proj.init_std = 0  # the layer starts as its local attention
+            self.global_proj.init_std = 0  # the layer starts as local attention
 
     def forward(
         self,
@@ -184,7 +180,7 @@ class SpadeTokenMixer(nn.Module):
         bias_table: RelativePositionBias | None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Mix the tokens of `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
+        """Map `(B, T, D)` to `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
         attend = {
             "bias_table": bias_table,
             "attention_mask": attention_mask,
@@ -204,7 +200,7 @@ class SpadeTokenMixer(nn.Module):
             return local_states + self.global_proj(global_states)
         local_states = self.local_norm(local_states)
         if self.config.combine_mode == "add":
-            # not torch.lerp, which refuses the mixed precisions of autocast
+            # not torch.lerp, which refuses the mixed dtypes of autocast
             return local_states + self.config.combine_alpha * (global_states - local_states)
         branches = (local_states, global_states)
         if self.config.concat_order == "global_local":
@@ -214,7 +210,7 @@ class SpadeTokenMixer(nn.Module):
     def _state_space(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
     ) -> torch.Tensor:
-        """Run the state space model, from and to the state in the cache when there is one."""
+        """Run the state space model, with the state in the cache if there is one."""
         if self.config.ssm_stop_gradient:
             hidden_states = hidden_states.detach()
         if attention_mask is not None:
@@ -237,14 +233,14 @@ class SpadeTokenMixer(nn.Module):
         layer.update_recurrent_state(state)
         layer.has_previous_state[0] = True
         if self.attention is None:
-            # keys without width, by which the cache still counts its tokens
+            # the cache counts tokens by its keys: append keys of width 0
             nothing = output.new_empty(output.shape[0], 1, output.shape[1], 0)
             layer.update(nothing, nothing)
         return output
 
 
 class SpadeLayer(GradientCheckpointingLayer):
-    """One layer: token mixing, in a decoder cross-attention, and a feed-forward network, each with a residual.
+    """One layer: token mixer, cross-attention in a decoder, and feed-forward network, each with a residual.
 
     Post-norm ``x <- LN(x + sublayer(x))``, pre-norm ``x <- x + sublayer(LN(x))``.
 
@@ -264,14 +260,7 @@ class SpadeLayer(GradientCheckpointingLayer):
         if has_cross_attention:
             self.cross_attention = SpadeCrossAttention(config, layer_idx)
             self.cross_attention_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        self.feed_forward = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            ACT2FN[config.hidden_act],
-            gated=config.gated_feed_forward,
-            bias=config.feed_forward_bias,
-            dropout=config.activation_dropout,
-        )
+        self.feed_forward = make_feed_forward(config)
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -37,12 +37,12 @@ class SpadeModel(SpadePreTrainedModel):
     """SPADE encoder-decoder without a head (SPADE, section 5.1).
 
     Args:
-        config: The config; `get_text_config` gives each stack its view of it.
+        config: The config; each stack gets its part from `get_text_config`.
     """
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
-        config.validate()  # from_pretrained may have set fields without checking them
+        config.validate()  # from_pretrained may set fields without checking them
         if not config.is_encoder_decoder:
             other = "SpadeForCausalLM" if config.is_decoder else "SpadeEncoderModel"
             raise ValueError(
@@ -110,7 +110,7 @@ class SpadeModel(SpadePreTrainedModel):
 
 
 class SpadeGenerationMixin(StatefulGenerationMixin):
-    """Decoding of a model whose global layers, if it has any, keep a state."""
+    """Generation mixin: global layers, if any, keep a state."""
 
     @property
     def _is_stateful(self) -> bool:
@@ -172,7 +172,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
                 logits=logits,
                 labels=labels,
                 vocab_size=self.config.vocab_size,
-                shift_labels=labels,  # the decoder's inputs are shifted already
+                shift_labels=labels,  # the decoder's inputs are shifted
                 num_items_in_batch=num_items_in_batch,
             )
         return Seq2SeqLMOutput(
@@ -188,7 +188,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
         )
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
-        """Shift labels `(B, T)` right behind the start token; ignored positions (-100) become padding."""
+        """Put the start token before labels `(B, T)`, drop the last; ignored positions (-100) become padding."""
         for field in ("decoder_start_token_id", "pad_token_id"):
             if getattr(self.config, field) is None:
                 raise ValueError(f"{field} must be set in the config to make decoder inputs from labels; got None")
@@ -201,7 +201,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, EncoderDecoderCache) and cache is not given:
-            # transformers builds the cross-attention's cache with the decoder's layer types; this one is always full
+            # transformers builds this cache with the decoder's layer types, but cross-attention is always full
             config = copy.deepcopy(self.config)
             config.decoder_attention_type, config.decoder_global_layers = "full", []
             if isinstance(cache.cross_attention_cache, StaticCache):
@@ -212,7 +212,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
 
 
 class SpadeEncoderModel(SpadePreTrainedModel):
-    """SPADE's encoder alone; loads from an encoder-decoder's checkpoint.
+    """SPADE's encoder alone; also loads the checkpoint of an encoder-decoder.
 
     Args:
         config: The config.
@@ -222,7 +222,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
-        config.validate()  # from_pretrained may have set fields without checking them
+        config.validate()  # from_pretrained may set fields without checking them
         if config.is_decoder and not config.is_encoder_decoder:
             raise ValueError(
                 f"is_decoder must be False for SpadeEncoderModel; got {config.is_decoder}: use SpadeForCausalLM"
@@ -256,12 +256,11 @@ class SpadeEncoderModel(SpadePreTrainedModel):
 class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedModel):
     """SPADE causal language model (SPADE, section 4.2): a decoder without cross-attention, and a head.
 
-    With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
-    the loss needs only those of each label's cluster.
+    With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
 
     Args:
-        config: The config, with `is_encoder_decoder` False. Its `is_decoder` should be True when it is made, since the
-            defaults of a language model depend on it; whatever it says, this model is causal.
+        config: The config, with `is_encoder_decoder` False. Create it with `is_decoder=True`, which sets the defaults
+            of a language model; this model is causal in any case.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -269,19 +268,19 @@ class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedMod
     def __init__(self, config: SpadeConfig):
         if config.is_encoder_decoder:
             raise ValueError(
-                f"is_encoder_decoder must be False for SpadeForCausalLM; got {config.is_encoder_decoder}: give "
-                "SpadeConfig is_decoder=True, is_encoder_decoder=False"
+                f"is_encoder_decoder must be False for SpadeForCausalLM; got {config.is_encoder_decoder}: use "
+                "SpadeConfig(is_decoder=True, is_encoder_decoder=False)"
             )
         if not config.is_decoder:
             logger.warning_once(
                 "SpadeForCausalLM sets is_decoder=True. The config was made without it and has an encoder's defaults "
-                f"(norm_position {config.norm_position!r}, local_radius {config.local_radius}): give SpadeConfig "
-                "is_decoder=True for a language model's."
+                f"(norm_position {config.norm_position!r}, local_radius {config.local_radius}). For the defaults of a "
+                "language model use SpadeConfig(is_decoder=True, is_encoder_decoder=False)."
             )
             config = copy.deepcopy(config)
             config.is_decoder = True
         super().__init__(config)
-        config.validate()  # from_pretrained may have set fields without checking them
+        config.validate()  # from_pretrained may set fields without checking them
         self.model = SpadeStack(config)
         self.lm_head = make_lm_head(config, self.model.embed_tokens)
         if config.adaptive_cutoffs is not None:
@@ -313,10 +312,9 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
 
 
 class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrainedModel):
-    """SPADE encoder that classifies whole sequences (SPADE, section 5.2).
+    """SPADE encoder that classifies sequences (SPADE, section 5.2).
 
-    A pooled vector passes through a dense layer and tanh before the classifier, as in BERT. `config.pooling` says what
-    is pooled; `config.num_labels` and `config.problem_type` as everywhere in transformers.
+    The vector that `config.pooling` selects passes through a dense layer and tanh before the classifier, as in BERT.
 
     Args:
         config: The config.
@@ -371,7 +369,7 @@ class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
 
 
 def scale_head_inputs(config: SpadeConfig, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Scale what a language modelling head reads, where the config asks for it."""
+    """Scale the input of a language modelling head if the config asks for it."""
     return hidden_states * config.hidden_size**-0.5 if config.scale_decoder_outputs else hidden_states
 
 

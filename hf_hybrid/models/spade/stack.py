@@ -27,13 +27,13 @@ from .layer import SpadeCrossAttention, SpadeLayer
 
 
 class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
-    """Base of all SPADE models: initialisation and what transformers wants to know about them."""
+    """Base class of all SPADE models."""
 
     config: SpadeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SpadeLayer"]
-    _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a table that layers share stays where it is
+    _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a shared table stays on its device
     _keep_in_fp32_modules_strict = ["ssm"]
     _supports_sdpa = True
     _can_record_outputs = {
@@ -49,46 +49,46 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
 
     @classmethod
     def from_t5(cls, name_or_model: str | os.PathLike | PreTrainedModel, **options) -> Self:
-        """Start from T5, mT5, UMT5, or LongT5 with local attention: its weights, with SPADE's attention and S4 added.
+        """Start from T5, mT5, UMT5, or LongT5 with local attention: take its weights, add a state space model.
 
-        The encoder's attention becomes local, the state space model of the global layers enters through a projection
-        that is zero at first (`combine_mode="residual"`), and the decoder stays as it is. Where no input is longer
-        than ``local_radius + 1``, the model therefore computes at first what its source does. With LongT5, whose
-        reach `local_radius` takes over, it does so at any length. New weights are drawn from the current seed.
+        The encoder's attention becomes local and the decoder stays as it is. The state space model of the global
+        layers enters through a projection that is zero at first (`combine_mode="residual"`). So the new model computes
+        the outputs of its source at first, for inputs of at most ``local_radius + 1`` tokens; with LongT5, whose
+        `local_radius` is used, for any length. New weights are drawn from the current seed.
 
         Args:
-            name_or_model: Name on the Hub, folder, or loaded model of transformers. A loaded model is left alone and
+            name_or_model: Name on the Hub, folder, or loaded model of transformers. A loaded model is not changed and
                 shares no memory with the new one. An encoder takes the encoder of an encoder-decoder.
-            **options: Of `from_pretrained`: `dtype` (that of the source by default), `attn_implementation`,
+            **options: Options of `from_pretrained`: `dtype` (default: the source's), `attn_implementation`,
                 `device_map`, and for a name `revision`, `token`, `subfolder`, `variant`, `use_safetensors`,
                 `cache_dir`, `force_download`, `local_files_only`. All others are fields of `SpadeConfig`, except
-                those that the source fixes, such as `hidden_size`. Another `combine_mode` gives up the start at the
-                source's outputs.
+                those that the source fixes, such as `hidden_size`. With another `combine_mode` the outputs differ from
+                the source's.
 
         Returns:
-            The model, in evaluation mode, with the source's token ids and, where it has one, generation config.
+            The model in evaluation mode, with the token ids and the generation config, if any, of the source.
 
         Raises:
-            ValueError: The source is of another kind, SPADE has no place for one of its weights or it lacks one that
-                SPADE needs, or an option is unknown or contradicts it.
+            ValueError: The source is of another kind, has a weight that SPADE lacks or lacks one that SPADE needs; or
+                an option is unknown or contradicts the source.
             huggingface_hub.errors.StrictDataclassError: A field of the config breaks its rule.
         """
         return start_from_t5(cls, name_or_model, **options)
 
 
 class SpadeStack(SpadePreTrainedModel):
-    """Embedding, layers and final norm: an encoder, a language model, or a decoder, which is given embeddings.
+    """Embedding, layers and final norm of an encoder, a language model or a decoder.
 
     Args:
-        config: The stack's view of the config (`SpadeConfig.get_text_config`).
+        config: Config of the stack, from `SpadeConfig.get_text_config`.
     """
 
-    # embedding and head, which may share tables, stay in the model's own group
+    # embedding and head may share tables, so they stay in the model's own group
     _fsdp_plan = {"layers.*": "free_full_weight"}
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
-        reads_embeddings = config.is_decoder and config.is_encoder_decoder  # of the encoder's table
+        reads_embeddings = config.is_decoder and config.is_encoder_decoder  # from the encoder's table
         self.embed_tokens = None
         if not reads_embeddings:
             self.embed_tokens = make_embedding(config)
@@ -96,7 +96,7 @@ class SpadeStack(SpadePreTrainedModel):
         self.embed_positions = None
         if absolute:
             self.embed_positions = nn.Embedding(config.max_decoder_position_embeddings, config.hidden_size)
-            # as large as the embeddings that they are added to
+            # as large as the token embeddings
             scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
             self.embed_positions.init_std = scale * config.initializer_range
         self.embedding_norm = None
@@ -134,6 +134,7 @@ class SpadeStack(SpadePreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
+        """Run the stack on tokens or embeddings; `encoder_hidden_states` is `(B, S, D)`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
@@ -144,13 +145,8 @@ class SpadeStack(SpadePreTrainedModel):
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
-        if (
-            has_cross_attention
-            and past_key_values is not None
-            and not isinstance(past_key_values, EncoderDecoderCache)
-        ):
+        if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
-
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -160,14 +156,8 @@ class SpadeStack(SpadePreTrainedModel):
         hidden_states = self.dropout(hidden_states)
 
         if encoder_attention_mask is not None:
-            kept = kept_pairs(encoder_attention_mask)
-            if kept.shape[2] not in (1, hidden_states.shape[1]):
-                raise ValueError(
-                    f"attention_mask must be of shape (batch, length) or (batch, 1, 1, length) for a model with a "
-                    f"decoder, which uses it in cross-attention too; got {tuple(encoder_attention_mask.shape)}"
-                )
-            encoder_attention_mask = additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer where generation asks for an early exit
+            encoder_attention_mask = self._cross_attention_mask(encoder_attention_mask, hidden_states)
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,
@@ -185,8 +175,19 @@ class SpadeStack(SpadePreTrainedModel):
             last_hidden_state=hidden_states, past_key_values=past_key_values
         )
 
+    @staticmethod
+    def _cross_attention_mask(attention_mask: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the additive mask of cross-attention, `(B, 1, 1 or T, S)`."""
+        kept = kept_pairs(attention_mask)
+        if kept.shape[2] not in (1, hidden_states.shape[1]):
+            raise ValueError(
+                f"attention_mask must be of shape (batch, length) or (batch, 1, 1, length) for a model with a "
+                f"decoder, which uses it in cross-attention too; got {tuple(attention_mask.shape)}"
+            )
+        return additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
+
     def _positions(self, length: int, past: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
+        """Return absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
         if past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
                 f"the decoder reads {past + length} tokens, more than max_decoder_position_embeddings "

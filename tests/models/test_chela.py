@@ -500,7 +500,7 @@ def test_real_values_come_with_one_number_per_position_or_several():
         (
             {},
             {"input_ids": torch.zeros(1, 3).long(), "inputs_embeds": torch.zeros(1, 3, 32)},
-            "only one of input_ids, input_values and inputs_embeds may be given",
+            "exactly one of input_ids, input_values and inputs_embeds must be given",
         ),
         (
             {},

@@ -1,7 +1,6 @@
-"""BST: sliding-window attention, and in some layers attention to a state space model's states (Fathi et al. 2023).
+"""BST: sliding-window attention, in some layers also attention to a state space model's states (Fathi et al. 2023).
 
-Shapes: B batch · T length · P tokens already read · D width · H heads · K head width · W window · n windows ·
-C filters · S states that a window attends to.
+Shapes: B batch · T length · D width.
 """
 
 import torch
@@ -30,18 +29,18 @@ from ..local_attention import (
 from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
-from .windows import Place
+from .windows import Span
 
 logger = logging.get_logger(__name__)
 
-STATES_STD = 0.1  # of what is trained in place of states: the first window's, as in block-recurrent transformers
+STATES_STD = 0.1  # of the trained states that the first window reads, as in block-recurrent transformers
 
 
 class BstLayer(GradientCheckpointingLayer):
-    """One layer: attention and a feed-forward network, each behind a norm and with a residual.
+    """One layer: attention and a feed-forward network, each after a norm and with a residual.
 
-    Block layer ``x <- x + W_o a``; with context states ``x <- x + W_o a + W_c c`` for attention to them c, that is,
-    one projection of both side by side; with a gate ``x <- g x + (1 - g) (W_o a + W_c c)``, g = sigmoid(b).
+    With self-attention a: ``x <- x + W_o a``; with attention c to context states: ``x <- x + W_o a + W_c c``; with a
+    gate: ``x <- g x + (1 - g) (W_o a + W_c c)``, g = sigmoid(b).
 
     Args:
         config: The config.
@@ -72,7 +71,7 @@ class BstLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        place: Place,
+        span: Span,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
@@ -82,14 +81,16 @@ class BstLayer(GradientCheckpointingLayer):
             cached = state_layer(past_key_values, self.layer_idx, SlidingStateCacheLayer)
             cached.sliding_window = self.config.sliding_window
         normed = self.attention_norm(hidden_states)
-        mixed, _ = self.attention(normed, attention_mask=place.mask, past_key_values=past_key_values, **kwargs)
+        mixed, _ = self.attention(
+            normed, attention_mask=span.attention_mask, past_key_values=past_key_values, **kwargs
+        )
         if self.context is not None:
             inputs = normed if self.config.context_input == "normed" else hidden_states
             state = None if cached is None else cached.state
-            attended, state = self.context(normed, inputs, place, state, cached is not None, **kwargs)
+            attended, state = self.context(normed, inputs, span, state, cached is not None, **kwargs)
             mixed = mixed + attended
             if cached is not None:
-                cached.store(state, tokens=0)  # self-attention's keys have counted them
+                cached.store(state, tokens=0)  # self-attention counts them
         mixed = self.dropout(mixed)
         if self.gate_bias is None:
             hidden_states = hidden_states + mixed
@@ -99,7 +100,7 @@ class BstLayer(GradientCheckpointingLayer):
 
 
 class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
-    """Base of all Block-State Transformers: initialisation, and what transformers wants to know about them."""
+    """Base class of all Block-State Transformers."""
 
     config: BstConfig
     base_model_prefix = "model"
@@ -141,7 +142,7 @@ class BstModel(BstPreTrainedModel):
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
-        config.validate()  # from_pretrained may have set fields without checking them
+        config.validate()  # from_pretrained may set fields without checking them
         self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList(BstLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
@@ -168,15 +169,15 @@ class BstModel(BstPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)
-        place = self._place(attention_mask, past_key_values, *hidden_states.shape[:2])
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer where generation asks for an early exit
-            hidden_states = layer(hidden_states, place, past_key_values=past_key_values, **kwargs)
+        span = self._span(attention_mask, past_key_values, *hidden_states.shape[:2])
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
+            hidden_states = layer(hidden_states, span, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(
             last_hidden_state=self.final_norm(hidden_states), past_key_values=past_key_values
         )
 
-    def _place(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Place:
-        """Say where the next tokens lie; with a shift and a mask, that is one question to the device."""
+    def _span(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Span:
+        """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
         if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
             raise ValueError(
@@ -186,18 +187,18 @@ class BstModel(BstPreTrainedModel):
         limit = self.config.filter_length
         if self.config.bst_layers and self.config.context_filter == "unstructured" and past + length > limit:
             logger.warning_once(
-                f"a sequence is longer than filter_length {limit}: unstructured filters see that many tokens back, "
-                f"nothing further; train with a larger filter_length, or use context_filter='s4'."
+                f"A sequence is longer than filter_length {limit}, beyond which unstructured filters see nothing. "
+                f"Train with a larger filter_length, or use context_filter='s4'."
             )
-        first = rows = None
+        first = starts = None
         if self.config.bst_layers and self.config.context_shift == "window":
             if attention_mask is not None:
                 first = first_kept(attention_mask)
             if past:
-                rows = [past] * batch if first is None else [past - index for index in first.tolist()]
+                starts = [past] * batch if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
-                first = None  # the common case, which needs no rearranging
-        return Place(attention_mask, past, first, rows)
+                first = None  # the common case needs no index
+        return Span(attention_mask, past, first, starts)
 
 
 class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedModel):
@@ -217,7 +218,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
         self.lm_head = make_lm_head(config, self.model.embed_tokens)
         if config.adaptive_cutoffs is not None:
             self._tied_weights_keys = None  # a tied softmax has no tables of its own
-        elif config.scale_decoder_outputs:  # as large as the table it would be tied to
+        elif config.scale_decoder_outputs:  # as large as a tied table
             self.lm_head.init_std = config.embedding_initializer_range
         self.post_init()
 
@@ -230,9 +231,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
 
 
 class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedModel):
-    """Block-State Transformer that classifies whole sequences, by what `config.pooling` makes of all tokens.
-
-    `config.num_labels` and `config.problem_type` are as everywhere in transformers.
+    """Block-State Transformer that classifies sequences, by the tokens that `config.pooling` selects.
 
     Args:
         config: The config.

@@ -113,7 +113,7 @@ def test_a_cache_keeps_its_horizon(model_type):
     }
     model(**step, past_key_values=explicit.past_key_values)
     model(**step, past_key_values=explicit.past_key_values, decoder_horizon=9)
-    with pytest.raises(ValueError, match="decoder_horizon must be 9, for which past_key_values was made; got 5"):
+    with pytest.raises(ValueError, match="decoder_horizon must be 9, as in past_key_values; got 5"):
         model(**step, past_key_values=explicit.past_key_values, decoder_horizon=5)
     longer = model.generate(inputs["input_ids"], max_new_tokens=4, return_dict_in_generate=True)
     more = model.generate(

@@ -461,7 +461,7 @@ class LocalSelfAttention(LocalAttention):
             _, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-            complete = key.shape[1] == query.shape[1]  # the cache was empty
+            complete = key.shape[1] == query.shape[1]  # no earlier tokens, and no empty keys of a static cache
         output, probabilities = self.attend(
             query,
             key,

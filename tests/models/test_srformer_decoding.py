@@ -154,7 +154,7 @@ def test_skipped_segments_are_told_once(caplog, monkeypatch):
         model(**padded, attention_mask=(torch.arange(40) < 16).long().expand(2, -1))
         assert "segments" not in caplog.text
         model(**tiny_inputs(model, length=23))
-        assert "12 segments and its target only 8 tokens" in caplog.text
+        assert "12 segments, but its target only 8 tokens" in caplog.text
         assert "4 segments are skipped" in caplog.text
         caplog.clear()
         model(**tiny_inputs(model, length=40))

@@ -21,6 +21,11 @@ from ..state_cache import without_first
 from .configuration_bst import BstConfig
 from .windows import Span, from_windows, to_windows, window_of
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+PairAt = Callable[[int, torch.Tensor], Pair]
+"""Keys and values of the windows of some rows, from the index of a stop and the rows."""
+
 
 class ContextState(NamedTuple):
     """Cached state of attention to context states.
@@ -135,7 +140,7 @@ class BstContext(LocalAttention):
         """
         raise NotImplementedError
 
-    def _project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _project(self, states: torch.Tensor) -> Pair:
         """Project the filters' outputs `(C, B, T, D)` to keys and values, each `(B, T, H, K)`."""
         if self.headwise:
             key, value = self.k_heads(states), self.v_heads(states)
@@ -155,11 +160,7 @@ class BstContext(LocalAttention):
 
 
 class TokenContext(BstContext):
-    """Attention to one state per token of the query's window, up to the query (single and multi head).
-
-    Args:
-        config: The config.
-    """
+    """Attention to one state per token of the query's window, up to the query (single and multi head)."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config, headwise=config.context_type == "multi_head")
@@ -224,11 +225,11 @@ class WindowBeforeContext(BstContext):
             return self._attend_sequence(query, u, span.first, return_state, **kwargs)
         return self._attend_from_state(query, u, span.starts, state, **kwargs)
 
-    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _first_pair(self, batch: int) -> Pair:
         """Return keys and values `(B, 1, S, H, K)` for the first window."""
         raise NotImplementedError
 
-    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window_pairs(self, u: torch.Tensor) -> Pair:
         """Return keys and values `(B, n, S, H, K)` of the states of complete windows, from inputs `(B, n W, D)`."""
         raise NotImplementedError
 
@@ -238,9 +239,7 @@ class WindowBeforeContext(BstContext):
         """Add to the state after a sequence what is needed of its windows' keys and values `(B, n, S, H, K)`."""
         return state
 
-    def _read(
-        self, u: torch.Tensor, state: ContextState, stops: list[int]
-    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         """Read inputs after a state.
 
         Args:
@@ -332,22 +331,18 @@ class WindowBeforeContext(BstContext):
 
 
 class ShiftedTokenContext(WindowBeforeContext, TokenContext):
-    """Attention to the states of all tokens of the window before (single and multi head).
-
-    Args:
-        config: The config.
-    """
+    """Attention to the states of all tokens of the window before (single and multi head)."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
         filters = config.num_attention_heads if self.headwise else 1
         self.initial_states = nn.Parameter(torch.empty(filters, config.window, config.hidden_size))
 
-    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _first_pair(self, batch: int) -> Pair:
         key, value = (x[:, None] for x in self._project(self.initial_states[:, None]))
         return key.expand(batch, -1, -1, -1, -1), value.expand(batch, -1, -1, -1, -1)
 
-    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window_pairs(self, u: torch.Tensor) -> Pair:
         key, value, _ = self._filtered_pair(u, None, False)
         return key.unflatten(1, (-1, self.config.window)), value.unflatten(1, (-1, self.config.window))
 
@@ -357,9 +352,7 @@ class ShiftedTokenContext(WindowBeforeContext, TokenContext):
         own = (self._last_of(from_windows(x, first, length)) for x in (key, value))
         return ContextState(*state[:3], *own)
 
-    def _read(
-        self, u: torch.Tensor, state: ContextState, stops: list[int]
-    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         *new, after = self._filtered_pair(u, state.filter, True)
         own = [torch.cat(pair, dim=1) for pair in zip(state[3:], new, strict=True)]
         state = state._replace(filter=after, next_key=self._last_of(own[0]), next_value=self._last_of(own[1]))
@@ -375,9 +368,6 @@ class MultiFilterContext(WindowBeforeContext):
     """Attention to the outputs of S filters at the end of the window before.
 
     Keys and values of every head come from [Y_c at the window's end + e_c] for all c, with trained e_c.
-
-    Args:
-        config: The config.
     """
 
     def __init__(self, config: BstConfig):
@@ -387,26 +377,24 @@ class MultiFilterContext(WindowBeforeContext):
         self.state_embedding = nn.Parameter(torch.empty(states, width))
         self.initial_states = nn.Parameter(torch.empty(states, width))
 
-    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _first_pair(self, batch: int) -> Pair:
         key, value = self._pair(self.initial_states[None, None])
         return key.expand(batch, -1, -1, -1, -1), value.expand(batch, -1, -1, -1, -1)
 
-    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window_pairs(self, u: torch.Tensor) -> Pair:
         return self._pair(self.filter.sample(u, self.config.window))
 
-    def _read(
-        self, u: torch.Tensor, state: ContextState, stops: list[int]
-    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         states = self.filter.follow(u, state.filter, stops)
 
-        def pair_at(index: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def pair_at(index: int, rows: torch.Tensor) -> Pair:
             sampled = self.filter.read(states[index][rows], u[rows, stops[index] - 1])
             key, value = self._pair(sampled[:, None])
             return key[:, 0], value[:, 0]
 
         return state._replace(filter=states[-1]), pair_at
 
-    def _pair(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair(self, states: torch.Tensor) -> Pair:
         """Project outputs at the ends of windows, `(B, n, S, D)`, to keys and values `(B, n, S, H, K)`."""
         count = states.shape[1]
         states = (states.to(self.state_embedding.dtype) + self.state_embedding).flatten(1, 2)

@@ -41,10 +41,6 @@ class BstLayer(GradientCheckpointingLayer):
 
     With self-attention a: ``x <- x + W_o a``; with attention c to context states: ``x <- x + W_o a + W_c c``; with a
     gate: ``x <- g x + (1 - g) (W_o a + W_c c)``, g = sigmoid(b).
-
-    Args:
-        config: The config.
-        layer_idx: Index of the layer.
     """
 
     def __init__(self, config: BstConfig, layer_idx: int):
@@ -134,11 +130,7 @@ class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
 
 
 class BstModel(BstPreTrainedModel):
-    """Block-State Transformer without a head: embedding, layers and final norm.
-
-    Args:
-        config: The config.
-    """
+    """Block-State Transformer without a head: embedding, layers and final norm."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
@@ -205,9 +197,6 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
     """Block-State Transformer as a language model.
 
     With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
-
-    Args:
-        config: The config.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -231,11 +220,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
 
 
 class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedModel):
-    """Block-State Transformer that classifies sequences, by the tokens that `config.pooling` selects.
-
-    Args:
-        config: The config.
-    """
+    """Block-State Transformer that classifies sequences, by the tokens that `config.pooling` selects."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)

@@ -45,10 +45,6 @@ class ChelaLayer(GradientCheckpointingLayer):
     """One layer: CHELA's unit, with a gate as residual path, and a feed-forward network with a residual.
 
     Pre-norm ``u = unit(N1(x), x)``, ``y = u + ffn(N2(u))``; post-norm ``u = N1(unit(x, x))``, ``y = N2(u + ffn(u))``.
-
-    Args:
-        config: The config.
-        layer_idx: Index of the layer, for the cache.
     """
 
     def __init__(self, config: ChelaConfig, layer_idx: int):
@@ -170,9 +166,6 @@ class ChelaModel(ChelaPreTrainedModel):
     """CHELA without a head: embedding, layers and final norm, bidirectional or, with `config.is_decoder`, causal.
 
     Pass sequences of real values, such as pixels or audio, as `input_values` `(B, T)` or `(B, T, config.input_size)`.
-
-    Args:
-        config: The config.
     """
 
     def __init__(self, config: ChelaConfig):
@@ -272,11 +265,7 @@ class ChelaForCausalLM(CausalLMForward, StatefulGenerationMixin, ChelaPreTrained
 
 
 class ChelaForMaskedLM(MaskedLMForward, ChelaPreTrainedModel):
-    """Bidirectional CHELA with a language modelling head, for masked language modelling.
-
-    Args:
-        config: The config.
-    """
+    """Bidirectional CHELA with a language modelling head, for masked language modelling."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -317,9 +306,6 @@ class ChelaForSequenceClassification(SequenceClassificationForward, ChelaPreTrai
     """CHELA that classifies sequences of tokens or real values (CHELA, sections 5.1 and 5.2).
 
     `config.pooling` selects the classifier's input.
-
-    Args:
-        config: The config.
     """
 
     def __init__(self, config: ChelaConfig):
@@ -355,9 +341,6 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
 
     The classifier reads both pooled vectors, concatenated with the second sequence's first, as Mega's does. Hidden
     states are not returned.
-
-    Args:
-        config: The config.
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
@@ -406,11 +389,7 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
 
 
 class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedModel):
-    """CHELA that classifies every token.
-
-    Args:
-        config: The config.
-    """
+    """CHELA that classifies every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
@@ -423,11 +402,7 @@ class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedMod
 
 
 class ChelaForQuestionAnswering(QuestionAnsweringForward, ChelaPreTrainedModel):
-    """CHELA that marks an answer's first and last token.
-
-    Args:
-        config: The config.
-    """
+    """CHELA that marks an answer's first and last token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch

@@ -84,9 +84,6 @@ class ChelaUnit(nn.Module):
     M = Norm(Q (K^T V)) ⊙ SiLU(Z W_g + b_g),  U = M ⊙ G + r ⊙ (1 - G),  G = sigmoid(Z W_o + b_o)    (eqs. 9 to 15)
 
     with a residual r from the caller; Q (K^T V) has causal sums in a causal model.
-
-    Args:
-        config: The config.
     """
 
     def __init__(self, config: ChelaConfig):

@@ -65,12 +65,7 @@ def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
 
 
 class SpadeCrossAttention(nn.Module):
-    """Full attention of the decoder to the encoder's output.
-
-    Args:
-        config: The decoder's config.
-        layer_idx: Index of the layer, for the cache.
-    """
+    """Full attention of the decoder to the encoder's output."""
 
     def __init__(self, config: SpadeConfig, layer_idx: int):
         super().__init__()

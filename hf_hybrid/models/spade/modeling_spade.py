@@ -118,11 +118,7 @@ class SpadeGenerationMixin(StatefulGenerationMixin):
 
 
 class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
-    """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks.
-
-    Args:
-        config: The config.
-    """
+    """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
 
@@ -175,17 +171,8 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
                 shift_labels=labels,  # the decoder's inputs are shifted
                 num_items_in_batch=num_items_in_batch,
             )
-        return Seq2SeqLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.decoder_hidden_states,
-            decoder_attentions=outputs.decoder_attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
-            encoder_hidden_states=outputs.encoder_hidden_states,
-            encoder_attentions=outputs.encoder_attentions,
-        )
+        others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
         """Put the start token before labels `(B, T)`, drop the last; ignored positions (-100) become padding."""
@@ -212,11 +199,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
 
 
 class SpadeEncoderModel(SpadePreTrainedModel):
-    """SPADE's encoder alone; also loads the checkpoint of an encoder-decoder.
-
-    Args:
-        config: The config.
-    """
+    """SPADE's encoder alone; also loads the checkpoint of an encoder-decoder."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\."]
 
@@ -292,11 +275,7 @@ class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedMod
 
 
 class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
-    """SPADE encoder with a language modelling head, for masked language modelling.
-
-    Args:
-        config: The config.
-    """
+    """SPADE encoder with a language modelling head, for masked language modelling."""
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\."]
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
@@ -315,9 +294,6 @@ class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrai
     """SPADE encoder that classifies sequences (SPADE, section 5.2).
 
     The vector that `config.pooling` selects passes through a dense layer and tanh before the classifier, as in BERT.
-
-    Args:
-        config: The config.
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
@@ -335,11 +311,7 @@ class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrai
 
 
 class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedModel):
-    """SPADE encoder that classifies every token.
-
-    Args:
-        config: The config.
-    """
+    """SPADE encoder that classifies every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
 
@@ -352,11 +324,7 @@ class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedMod
 
 
 class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
-    """SPADE encoder that marks an answer's first and last token.
-
-    Args:
-        config: The config.
-    """
+    """SPADE encoder that marks an answer's first and last token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch

@@ -1,6 +1,7 @@
 """SRformer based on BART: its decoder reads the document by segments.
 
-Modules have BART's names, so that its checkpoints load; `cross_attention.py` and `modeling_srformer.py` have the additions.
+Modules have BART's names, so that its checkpoints load. New parts are in `cross_attention.py` and
+`modeling_srformer.py`.
 
 Shapes: B batch · T target length · L source length · D width · H heads · K head width.
 """
@@ -37,12 +38,7 @@ class SRformerBartPositions(BartLearnedPositionalEmbedding):
 
 
 class SRformerBartAttention(SegmentedCrossAttention, BartAttention):
-    """BART's cross-attention to segments.
-
-    Args:
-        config: The config.
-        layer_idx: Index of the layer, for the cache.
-    """
+    """BART's cross-attention to segments."""
 
     def __init__(self, config: SRformerBartConfig, layer_idx: int):
         super().__init__(
@@ -79,11 +75,7 @@ class SRformerBartAttention(SegmentedCrossAttention, BartAttention):
 
 
 class SRformerBartDecoder(SegmentedDecoder, BartDecoder):
-    """BART's decoder with segmented cross-attention.
-
-    Args:
-        config: The config.
-    """
+    """BART's decoder with segmented cross-attention."""
 
     config: SRformerBartConfig
 
@@ -96,11 +88,7 @@ class SRformerBartDecoder(SegmentedDecoder, BartDecoder):
 
 
 class SRformerBartModel(SegmentedModel, BartModel):
-    """SRformer based on BART, without a head.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on BART, without a head."""
 
     config: SRformerBartConfig
     _fsdp_plan = {"encoder.layers.*": "free_full_weight", "decoder.layers.*": "free_full_weight"}
@@ -114,11 +102,7 @@ class SRformerBartModel(SegmentedModel, BartModel):
 
 
 class SRformerBartForConditionalGeneration(SegmentedGeneration, BartForConditionalGeneration, GenerationMixin):
-    """SRformer based on BART with a language modelling head, for summarization and other text-to-text tasks.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on BART with a language modelling head, for summarization and other text-to-text tasks."""
 
     config: SRformerBartConfig
 

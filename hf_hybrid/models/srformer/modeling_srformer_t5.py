@@ -1,6 +1,7 @@
 """SRformer based on T5, T5 v1.1 or Flan-T5: its decoder reads the document by segments.
 
-Modules have T5's names, so that its checkpoints load; `cross_attention.py` and `modeling_srformer.py` have the additions.
+Modules have T5's names, so that its checkpoints load. New parts are in `cross_attention.py` and
+`modeling_srformer.py`.
 
 Shapes: B batch · T target length · L source length · D width · H heads · K head width.
 """
@@ -22,12 +23,7 @@ from .segments import Reading
 
 
 class SRformerT5Attention(SegmentedCrossAttention, T5Attention):
-    """T5's cross-attention to segments.
-
-    Args:
-        config: The decoder's config.
-        layer_idx: Index of the layer, for the cache.
-    """
+    """T5's cross-attention to segments."""
 
     def __init__(self, config: SRformerT5Config, layer_idx: int):
         super().__init__(config, has_relative_attention_bias=False, layer_idx=layer_idx)
@@ -59,11 +55,7 @@ class SRformerT5Attention(SegmentedCrossAttention, T5Attention):
 
 
 class SRformerT5Stack(SegmentedDecoder, T5Stack):
-    """T5's decoder with segmented cross-attention.
-
-    Args:
-        config: The decoder's config.
-    """
+    """T5's decoder with segmented cross-attention."""
 
     config: SRformerT5Config
 
@@ -83,11 +75,7 @@ class SRformerT5Stack(SegmentedDecoder, T5Stack):
 
 
 class SRformerT5Model(SegmentedModel, T5Model):
-    """SRformer based on T5, without a head.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on T5, without a head."""
 
     config: SRformerT5Config
     _fsdp_plan = {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"}
@@ -99,11 +87,7 @@ class SRformerT5Model(SegmentedModel, T5Model):
 
 
 class SRformerT5ForConditionalGeneration(SegmentedGeneration, T5ForConditionalGeneration, GenerationMixin):
-    """SRformer based on T5 with a language modelling head, for summarization and other text-to-text tasks.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on T5 with a language modelling head, for summarization and other text-to-text tasks."""
 
     config: SRformerT5Config
     _fsdp_plan = {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"}

@@ -310,11 +310,7 @@ class WindowBeforeContext(BstContext):
         return torch.cat(attended, dim=1), state
 
     def _attend_all(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **kwargs: Unpack[TransformersKwargs],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> torch.Tensor:
         """Attend from all queries `(B, T, H, K)` to all keys `(B, S, H, K)`."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)

@@ -20,12 +20,7 @@ from ...layers.relative_position import RelativePositionBias
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
 from ..heads import CausalLMForward, SequenceClassificationForward, StateSpaceModelMixin, make_embedding, make_lm_head
-from ..local_attention import (
-    LocalSelfAttention,
-    first_kept,
-    init_shared,
-    make_feed_forward,
-)
+from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
 from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
@@ -105,10 +100,7 @@ class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["filter"]
     _supports_sdpa = True
-    _can_record_outputs = {
-        "hidden_states": BstLayer,
-        "attentions": OutputRecorder(LocalSelfAttention, index=1),
-    }
+    _can_record_outputs = {"hidden_states": BstLayer, "attentions": OutputRecorder(LocalSelfAttention, index=1)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -66,12 +66,7 @@ def _long_range(labels: int, width: int, layers: int, *, length: int = 4096, **f
 
 BYTES = {"vocab_size": 259, "norm_type": "scale_norm", "norm_position": "post"}
 REAL_VALUES = {"input_size": 1, "norm_type": "batch_norm", "dropout": 0.0}
-LANGUAGE_MODEL = {
-    "is_decoder": True,
-    "short_kernel_rounding": "down",
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+LANGUAGE_MODEL = {"is_decoder": True, "short_kernel_rounding": "down", "eos_token_id": None, "pad_token_id": None}
 PRESETS = {
     "tiny": {
         "hidden_size": 256,

@@ -55,10 +55,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         self.unit = ChelaUnit(config)
         self.unit_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.feed_forward = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            ACT2FN[config.hidden_act],
-            dropout=config.activation_dropout,
+            config.hidden_size, config.intermediate_size, ACT2FN[config.hidden_act], dropout=config.activation_dropout
         )
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
@@ -378,9 +375,9 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
                 f"size; got sizes {sizes[0]} and {sizes[1]}"
             )
         pooled = []
-        for inputs, mask in ((second, pair_attention_mask), (first, attention_mask)):
-            outputs = self.model(attention_mask=mask, return_dict=True, **inputs, **kwargs)
-            pooled.append(pool(outputs.last_hidden_state, mask, self.config.pooling))
+        for inputs, attention_mask in ((second, pair_attention_mask), (first, attention_mask)):
+            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs, **kwargs)
+            pooled.append(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
         logits = self.classifier(torch.cat(pooled, dim=-1))
         loss = None
         if labels is not None:

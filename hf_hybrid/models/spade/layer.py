@@ -27,6 +27,7 @@ def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
     """Build the state space model of a global layer."""
     shared = {"bidirectional": not config.is_decoder, "postact": config.ssm_postact, "freeze": config.ssm_freeze}
     steps = {"dt_min": config.ssm_dt_min, "dt_max": config.ssm_dt_max, "use_D": config.ssm_use_D}
+    sizes = (config.hidden_size, config.ssm_state_size)
     if config.ssm_type == "lstm":
         return LSTM(config.hidden_size, **shared)
     if config.ssm_type == "hyena":
@@ -42,26 +43,12 @@ def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
             **shared,
         )
     if config.ssm_type == "s5":
-        return S5(
-            config.hidden_size,
-            config.ssm_state_size,
-            blocks=config.ssm_blocks,
-            discretization=config.ssm_discretization,
-            **steps,
-            **shared,
-        )
+        return S5(*sizes, blocks=config.ssm_blocks, discretization=config.ssm_discretization, **steps, **shared)
     copies = {"num_copies": config.ssm_num_copies, "max_length": config.ssm_l_max}
     if config.ssm_type == "s4d":
-        return S4D(
-            config.hidden_size,
-            config.ssm_state_size,
-            init=config.ssm_init,
-            discretization=config.ssm_discretization,
-            **copies,
-            **steps,
-            **shared,
-        )
-    return S4(config.hidden_size, config.ssm_state_size, **copies, **steps, **shared)
+        forms = {"init": config.ssm_init, "discretization": config.ssm_discretization}
+        return S4D(*sizes, **forms, **copies, **steps, **shared)
+    return S4(*sizes, **copies, **steps, **shared)
 
 
 class SpadeCrossAttention(nn.Module):

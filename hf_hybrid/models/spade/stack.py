@@ -106,12 +106,7 @@ class SpadeStack(SpadePreTrainedModel):
         shared = biased and config.share_relative_bias
         self.relative_attention_bias = make_bias_table(config) if shared else None
         self.layers = nn.ModuleList(
-            SpadeLayer(
-                config,
-                layer_idx,
-                has_bias_table=biased and not shared,
-                has_cross_attention=reads_embeddings,
-            )
+            SpadeLayer(config, layer_idx, has_bias_table=biased and not shared, has_cross_attention=reads_embeddings)
             for layer_idx in range(config.num_hidden_layers)
         )
         self.final_norm = None
@@ -147,6 +142,7 @@ class SpadeStack(SpadePreTrainedModel):
         has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
         if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
+
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -190,8 +186,9 @@ class SpadeStack(SpadePreTrainedModel):
         """Return absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
         if past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
-                f"the decoder reads {past + length} tokens, more than max_decoder_position_embeddings "
-                f"{self.config.max_decoder_position_embeddings}; use decoder_position='relative' for longer outputs"
+                f"decoder inputs must hold at most max_decoder_position_embeddings "
+                f"{self.config.max_decoder_position_embeddings} tokens, cached ones included; got {past + length}: "
+                f"use decoder_position='relative' for longer outputs"
             )
         if attention_mask is not None and attention_mask.dim() == 2:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]

@@ -54,11 +54,7 @@ class SegmentedPreTrainedModel(ModelCardMixin):
         """Run the encoder."""
         check_not_empty("input_ids", input_ids, inputs_embeds)
         return self.get_encoder()(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
 
     @torch.no_grad()

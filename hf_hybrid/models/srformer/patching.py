@@ -5,13 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import (
-    BartForConditionalGeneration,
-    BartModel,
-    PreTrainedModel,
-    T5ForConditionalGeneration,
-    T5Model,
-)
+from transformers import BartForConditionalGeneration, BartModel, PreTrainedModel, T5ForConditionalGeneration, T5Model
 
 from .modeling_srformer import SegmentedPreTrainedModel
 from .modeling_srformer_bart import SRformerBartForConditionalGeneration, SRformerBartModel

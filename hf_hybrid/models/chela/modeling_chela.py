@@ -374,15 +374,19 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
                 f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
                 f"size; got sizes {sizes[0]} and {sizes[1]}"
             )
-        pooled = []
-        for inputs, attention_mask in ((second, pair_attention_mask), (first, attention_mask)):
-            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs, **kwargs)
-            pooled.append(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
+        pooled = (
+            self._pooled(pair_attention_mask, **second, **kwargs),
+            self._pooled(attention_mask, **first, **kwargs),
+        )
         logits = self.classifier(torch.cat(pooled, dim=-1))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def _pooled(self, attention_mask: torch.Tensor | None, **inputs) -> torch.Tensor:
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+        return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
 
 
 class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedModel):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from transformers import dynamic_module_utils
+from transformers import cache_utils, dynamic_module_utils
 
 import hf_hybrid
 from hf_hybrid.data.tokenizer import byte_tokenizer
@@ -109,12 +109,16 @@ def own_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformers_modules"}
+    mappings = (cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, cache_utils.STATIC_LAYER_TYPE_MAPPING)
+    kinds = [dict(mapping) for mapping in mappings]
     for name in before:
         del sys.modules[name]
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
         del sys.modules[name]
     sys.modules.update(before)
+    for mapping, kind in zip(mappings, kinds, strict=True):
+        mapping.update(kind)
 
 
 @pytest.mark.parametrize("model_type", ["bst", "srformer_t5"])

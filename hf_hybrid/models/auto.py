@@ -77,16 +77,16 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrained
         {"AutoModel": SRformerT5Model, "AutoModelForSeq2SeqLM": SRformerT5ForConditionalGeneration},
     ),
 }
-"""Model type → its config class, and its model class for each Auto class."""
+"""Model type → config class, and model class of each Auto class."""
 
 
 def register() -> None:
-    """Register every architecture with transformers' Auto classes and PEFT; calling it again changes nothing."""
+    """Register every architecture with transformers' Auto classes and PEFT; repeated calls have no effect."""
     register_adapters()
     for model_type, (config_class, models) in ARCHITECTURES.items():
         transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
             if auto_class == "AutoModelForCausalLM":
-                # where Trainer's label smoothing looks whether labels are to be shifted
+                # Trainer's label smoothing shifts the labels of models in this table
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model_class.__name__

@@ -1,4 +1,4 @@
-"""The rules that fields of several configs and inputs share; every error names the field, its value and the rule."""
+"""Defaults and rules that several configs share. Every error names the field, its value and the rule."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from hf_hybrid.suggestions import did_you_mean
 logger = logging.get_logger(__name__)
 
 RELATIVE_ATTENTION_INITS = ("normal", "recency")
-# fields that transformers sets when it loads or saves a config, or did in earlier releases, or BART's checkpoints have
+# fields that transformers sets, or used to set, when it loads or saves a config, and fields of BART's checkpoints
 TRANSFORMERS_FIELDS = """
     model_type name_or_path attn_implementation experts_implementation auto_map tokenizer_class quantization_config
     transformers_weights custom_pipelines task_specific_params prefix add_cross_attention cross_attention_hidden_size
@@ -32,7 +32,7 @@ TRANSFORMERS_FIELDS = """
 
 @functools.cache
 def known_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Names that a config class takes: its fields and their aliases, and what transformers keeps in every config."""
+    """Return the names that a config class accepts: its fields, their aliases, and those of every config."""
     of_every_config = {name for name in dir(PreTrainedConfig) if isinstance(getattr(PreTrainedConfig, name), property)}
     return frozenset(
         (
@@ -47,17 +47,17 @@ def known_fields(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def check_unknown_fields(config: PreTrainedConfig, values: Mapping[str, Any]):
-    """Warn, once, of each name that is no field of the configuration: a misspelt one would change nothing, silently.
+    """Warn once about each name that is no field of the config, so that a misspelt field is noticed.
 
-    A file that a newer transformers has written may hold fields of its, so that in such a file only a name that
-    resembles a field counts as misspelt.
+    A file written by a newer transformers may have new fields. There, only a name that resembles a field gets a
+    warning.
 
     Args:
-        config: The configuration.
-        values: What it was given beside its dataclass fields.
+        config: The config.
+        values: Values passed to the config that are no dataclass fields.
 
     Raises:
-        ValueError: A value is given for what the configuration computes.
+        ValueError: A value is passed for a field that the config computes.
     """
     values = {name: value for name, value in values.items() if not name.startswith("_")}
     known = known_fields(type(config)) if values else frozenset()
@@ -65,42 +65,73 @@ def check_unknown_fields(config: PreTrainedConfig, values: Mapping[str, Any]):
     for name, value in values.items():
         own = getattr(type(config), name, None)
         if isinstance(own, property) and own.fset is None:
-            raise ValueError(f"{name} must be left out, for it follows from the other fields; got {value!r}")
+            raise ValueError(f"{name} must be left out: it follows from the other fields; got {value!r}")
         hint = did_you_mean(name, options)
         if name not in known and (hint or not _is_newer(config.transformers_version)):
             logger.warning_once(
-                f"{type(config).__name__} (model type {config.model_type}) has no field {name!r}.{hint} It is kept in "
-                "the configuration, where no model reads it."
+                f"{type(config).__name__} (model type {config.model_type}) has no field {name!r}.{hint} The config "
+                "keeps it, but no model reads it."
             )
 
 
 def forget_code(config: PreTrainedConfig, values: dict[str, Any]):
-    """Leave out where a file says that its code lies, if it is this package's class that reads the file.
-
-    That class saves no code, and what is saved must not say that it lies there.
-    """
+    """Drop `auto_map` if this package's class reads the file: it saves no code that the field could point to."""
     if type(config).__module__.startswith("hf_hybrid."):
         values.pop("auto_map", None)
 
 
 def _is_newer(version: str | None) -> bool:
-    """Whether this is a release of transformers after the one that runs."""
+    """Whether this version of transformers is newer than the installed one."""
     try:
         return version is not None and Version(version) > Version(transformers.__version__)
     except InvalidVersion:
         return False
 
 
-# Beyond any model there is. A slip of the keyboard is to be an error in words, and not a process that hangs on a
-# billion layers, or dies of a table that no memory holds.
+# Larger than any real model, so that a typo raises an error instead of hanging or running out of memory.
 MAX_LAYERS = 10_000
 MAX_STATE_SIZE = 4096  # S4's constants come from the eigenvectors of a matrix of that many rows
 MAX_SIZE = 2**24
 MAX_NUMBER, MIN_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
+def preset_fields(presets: Mapping[str, dict], name: str) -> dict[str, Any]:
+    """Return the fields of a preset; raise ValueError if no preset has this name."""
+    if name not in presets:
+        raise ValueError(f"preset must be one of {', '.join(presets)}; got {name!r}.{did_you_mean(name, presets)}")
+    return dict(presets[name])
+
+
+def fill_defaults(config: PreTrainedConfig, **defaults: Any):
+    """Set each of these fields that is None."""
+    for field, default in defaults.items():
+        if getattr(config, field) is None:
+            setattr(config, field, default)
+
+
+def fill_head_dim(config: PreTrainedConfig):
+    """Set `head_dim` to `hidden_size / num_attention_heads` if it is None; raise ValueError if heads do not divide."""
+    if config.head_dim is None and config.num_attention_heads > 0:
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "
+                f"got {config.hidden_size} and {config.num_attention_heads}"
+            )
+        config.head_dim = config.hidden_size // config.num_attention_heads
+
+
+def check_unread(config: PreTrainedConfig, unread: Mapping[str, str]):
+    """Raise ValueError if a field is changed that another field (`unread[field]`) makes useless."""
+    for field, by in unread.items():
+        if getattr(config, field) != (default := getattr(type(config), field)):
+            raise ValueError(
+                f"{field} must be left at {default} for {by} {getattr(config, by)}, which does not read it; "
+                f"got {getattr(config, field)!r}"
+            )
+
+
 def check_positive_integers(config: PreTrainedConfig, fields: Iterable[str], at_most: int = MAX_SIZE):
-    """Raise ValueError unless each of these fields is None, or at least 1 and not absurdly large."""
+    """Raise ValueError unless each of these fields is None or between 1 and `at_most`."""
     for field in fields:
         value = getattr(config, field)
         if value is not None and value < 1:
@@ -109,19 +140,19 @@ def check_positive_integers(config: PreTrainedConfig, fields: Iterable[str], at_
 
 
 def check_not_absurd(field: str, value: int | None, at_most: int = MAX_SIZE):
-    """Raise ValueError if a size is larger than any that can be meant."""
+    """Raise ValueError if a size is too large to be meant."""
     if value is not None and value > at_most:
         raise ValueError(f"{field} must be at most {at_most}; got {value}")
 
 
 def check_number_of_layers(config: PreTrainedConfig, fields: Iterable[str]):
-    """Raise ValueError if there are more layers than can be meant; asked before anything is made for each of them."""
+    """Raise ValueError if there are too many layers; call it before building anything per layer."""
     for field in fields:
         check_not_absurd(field, getattr(config, field), MAX_LAYERS)
 
 
 def check_positive_numbers(config: PreTrainedConfig, fields: Iterable[str]):
-    """Raise ValueError unless each of these fields is None, or positive and finite, in float32 too."""
+    """Raise ValueError unless each of these fields is None or a positive, finite float32."""
     for field in fields:
         value = getattr(config, field)
         if value is not None and not MIN_NUMBER <= value <= MAX_NUMBER:
@@ -131,7 +162,7 @@ def check_positive_numbers(config: PreTrainedConfig, fields: Iterable[str]):
 
 
 def in_float32(value: float) -> str:
-    """Say, for an error, that a number is refused which is finite, but not in the precision that models have."""
+    """Explain in an error why a finite number is refused: float32 cannot hold it."""
     return ", which is beyond float32's normal numbers" if 0 < abs(value) < math.inf else ""
 
 
@@ -150,12 +181,12 @@ def check_probabilities(config: PreTrainedConfig, fields: Iterable[str]):
 
 
 def check_choices(config: PreTrainedConfig, choices: Mapping[str, Iterable[str | None]], where: str = ""):
-    """Raise ValueError unless each of these fields is one of its choices.
+    """Raise ValueError unless each of these fields has one of its allowed values.
 
     Args:
-        config: The configuration.
-        choices: For each field what it may be.
-        where: In which case, for the error.
+        config: The config.
+        choices: Field → allowed values.
+        where: Condition under which the rule holds, for the error.
     """
     for field, allowed in choices.items():
         value, allowed = getattr(config, field), list(allowed)
@@ -166,7 +197,7 @@ def check_choices(config: PreTrainedConfig, choices: Mapping[str, Iterable[str |
 
 
 def check_activation(config: PreTrainedConfig, field: str = "hidden_act"):
-    """Raise ValueError unless this field is an activation that transformers knows."""
+    """Raise ValueError unless this field names an activation of transformers."""
     name = getattr(config, field)
     if name not in ACT2FN:
         raise ValueError(
@@ -175,13 +206,13 @@ def check_activation(config: PreTrainedConfig, field: str = "hidden_act"):
 
 
 def check_relative_attention(config: PreTrainedConfig):
-    """Raise ValueError unless there can be such a table of T5's relative position biases, begun in such a way."""
+    """Raise ValueError unless T5's relative position biases can have these sizes and this initialization."""
     check_choices(config, {"relative_attention_init": RELATIVE_ATTENTION_INITS})
     check_relative_buckets(config)
 
 
 def check_relative_buckets(config: PreTrainedConfig):
-    """Raise ValueError unless there can be such a table of T5's relative position biases."""
+    """Raise ValueError unless T5's relative position biases can have these sizes."""
     check_positive_integers(config, ("relative_attention_num_buckets", "relative_attention_max_distance"))
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
     if buckets < 4 or buckets % 2:
@@ -194,7 +225,7 @@ def check_relative_buckets(config: PreTrainedConfig):
 
 
 def check_token_ids(config: PreTrainedConfig, fields: Iterable[str]):
-    """Raise ValueError unless each of these fields is None, or a token of the vocabulary, or a list of such."""
+    """Raise ValueError unless each of these fields is None, a token of the vocabulary, or a list of tokens."""
     for field in fields:
         value = getattr(config, field)
         for token_id in value if isinstance(value, list) else [value]:
@@ -206,7 +237,7 @@ def check_token_ids(config: PreTrainedConfig, fields: Iterable[str]):
 
 
 def check_adaptive_vocabulary(config: PreTrainedConfig):
-    """Raise ValueError unless `adaptive_cutoffs` can cut the vocabulary, and `adaptive_factor` the width."""
+    """Raise ValueError unless `adaptive_cutoffs` can divide the vocabulary and `adaptive_factor` the width."""
     cutoffs = config.adaptive_cutoffs
     if not cutoffs or sorted(set(cutoffs)) != cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= config.vocab_size:
         raise ValueError(
@@ -221,10 +252,7 @@ def check_adaptive_vocabulary(config: PreTrainedConfig):
 
 
 def check_not_empty(name: str, *inputs: torch.Tensor | None):
-    """Raise ValueError if there is no token in inputs `(B, T, ...)`; those that are None are not given.
-
-    The layers would end in an error of their own, which names no argument, or none at all.
-    """
+    """Raise ValueError if an input `(B, T, ...)` has no token; None means not passed."""
     for x in inputs:
         if x is not None and x.shape[1] == 0:
             raise ValueError(f"{name} must hold at least one token; got {tuple(x.shape[:2])}")

@@ -1,4 +1,4 @@
-"""What a model that is pushed to the Hub says of itself."""
+"""Model cards of models that are pushed to the Hub."""
 
 from pathlib import Path
 from typing import Any
@@ -23,46 +23,46 @@ UNTOUCHED = "This is the model card of a 🤗 transformers model that has been p
 
 
 def auto_class_of(model: PreTrainedModel) -> str | None:
-    """The Auto class that loads a model; None where only its own class does."""
+    """Return the Auto class that loads a model; None if only its own class does."""
     for name in PIPELINE_TAGS:
         mapping = getattr(transformers, name)._model_mapping
         if type(model.config) in mapping:
             classes = mapping[type(model.config)]
             if type(model) in (classes if isinstance(classes, (list, tuple)) else (classes,)):
                 return name
-    brought = getattr(model.config, "auto_map", None) or {}  # of a class that came along with a checkpoint
+    brought = getattr(model.config, "auto_map", None) or {}  # of a class from a checkpoint with its code
     ends = f".{type(model).__name__}"
     return next((name for name in PIPELINE_TAGS if str(brought.get(name)).endswith(ends)), None)
 
 
-def came_along(model: PreTrainedModel) -> bool:
-    """Whether a model's class came along with a checkpoint; its code is saved with it."""
+def brings_code(model: PreTrainedModel) -> bool:
+    """Whether a model's class comes from a checkpoint with its code, which is then saved with the model."""
     return type(model).__module__.startswith("transformers_modules.")
 
 
 def loading_lines(model: PreTrainedModel, name: str) -> str:
-    """Python that loads a model, from a folder or a repository of this name."""
+    """Return Python lines that load a model from a folder or repository of this name."""
     auto_class, module = auto_class_of(model), type(model).__module__
     is_own = module.startswith(f"{PACKAGE}.")
     if auto_class is None:
         loader = type(model).__name__
         return f"from {PACKAGE if is_own else module} import {loader}\n\nmodel = {loader}.from_pretrained({name!r})"
     register = f"import {PACKAGE}  # registers the architecture with transformers' Auto classes\n" if is_own else ""
-    trust = ", trust_remote_code=True" if came_along(model) else ""
+    trust = ", trust_remote_code=True" if brings_code(model) else ""
     return f"{register}from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained({name!r}{trust})"
 
 
 class ModelCardMixin:
-    """Put before PreTrainedModel in the bases: a pushed model without a card gets one with what is known of it.
+    """Mixin before `PreTrainedModel`: writes a model card on a push to the Hub.
 
-    Transformers puts an empty template there, in whose place it is written; any other card stays.
+    It replaces the empty template of transformers and keeps any other card.
     """
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         path = Path(working_dir, "README.md")
         if path.is_file() and UNTOUCHED in path.read_text(encoding="utf-8"):
             card = ModelCard.load(path)
-            home = "custom_code" if came_along(self) else PACKAGE
+            home = "custom_code" if brings_code(self) else PACKAGE
             tags = [self.config.model_type, home, *(card.data.tags or [])]
             card.data.tags = list(dict.fromkeys(tags))
             card.data.pipeline_tag = PIPELINE_TAGS.get(auto_class_of(self) or "")
@@ -76,7 +76,7 @@ class ModelCardMixin:
         return (
             f"# {repo_id.split('/')[-1]}\n\n"
             f"A `{type(self).__name__}` (`{self.config.model_type}`) of {self.num_parameters():,} parameters: "
-            f"{settings}; all else is in `config.json`.\n\n"
+            f"{settings}. All settings are in `config.json`.\n\n"
             f"## Load it\n\n```python\n{loading_lines(self, repo_id)}\n```\n\n"
-            "## Training\n\nWhat it was trained on, and how well it does, its author has not said here yet.\n"
+            "## Training\n\nNot documented.\n"
         )

@@ -1,8 +1,10 @@
-"""What several architectures have at either end: embedding, pooling, and the forwards that end in a loss.
+"""Embeddings, pooling and heads that several architectures share.
 
-A forward stands before the architecture's own base class; the class that has it makes the modules in its constructor,
-`model` and those named in the forward's docstring.
+A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
+those named in the mixin's docstring.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -22,20 +24,21 @@ from transformers.utils.generic import can_return_tuple
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
+from ..layers.state_space import ssm_parameters
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """Reduce `(B, T, D)` to `(B, D)`: the first or last kept token, or the mean of all kept ones.
+    """Reduce `(B, T, D)` to `(B, D)`: the first, the last or the mean of the kept tokens.
 
     Args:
         hidden_states: `(B, T, D)`.
-        attention_mask: `(B, T)`, 1 = keep; all are kept when None.
+        attention_mask: `(B, T)`, 1 = keep; None keeps all.
         pooling: `"first"`, `"last"` or `"mean"`.
     """
     if attention_mask is None:
         attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
     kept = attention_mask.to(torch.bool)
-    if pooling == "mean":  # summed in float32, since a long sum leaves the range of float16
+    if pooling == "mean":  # in float32, since a long sum overflows float16
         wide = compute_dtype(hidden_states)
         total = hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide)
         return (total / kept.sum(1, keepdim=True).clamp_min(1)).to(hidden_states.dtype)
@@ -45,7 +48,7 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
 
 
 def make_embedding(config: PreTrainedConfig) -> nn.Module:
-    """Build the token embedding, ordinary or in clusters, scaled by ``sqrt(hidden_size)`` where the config says so."""
+    """Build the token embedding, ordinary or adaptive, scaled by ``sqrt(hidden_size)`` if the config asks for it."""
     scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
     if config.adaptive_cutoffs is None:
         return ScaledEmbedding(config.vocab_size, config.hidden_size, scale)
@@ -54,21 +57,34 @@ def make_embedding(config: PreTrainedConfig) -> nn.Module:
 
 
 def make_lm_head(config: PreTrainedConfig, embedding: AdaptiveEmbedding | None) -> nn.Module:
-    """Build the head of a language model: a linear map to the vocabulary, or an adaptive softmax for its embedding."""
+    """Build the head of a language model: a linear map to the vocabulary, or an adaptive softmax."""
     if config.adaptive_cutoffs is None:
         return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     return AdaptiveSoftmax(embedding, tied=config.tie_word_embeddings, dropout=config.adaptive_dropout)
 
 
+class StateSpaceModelMixin:
+    """Mixin before `PreTrainedModel` for models with state space layers."""
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+        """Return the attention mask as it is: the layers derive theirs from it."""
+        return attention_mask
+
+    def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
+        """Yield the state space layers' trained tensors, which need no weight decay; see `layers.state_space`."""
+        return ssm_parameters(self, dynamics=dynamics)
+
+
 class CausalLMForward:
     """Forward of a causal language model: `lm_head`, from `make_lm_head`, on a causal `model` with `embed_tokens`.
 
-    With `config.adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed
-    then, since the loss needs only those of each label's cluster.
+    With `config.adaptive_cutoffs` the logits are log-probabilities; in training with labels they are None, since the
+    loss needs only those of each label's cluster.
     """
 
     def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the head reads, given the last hidden states."""
+        """Compute the head's input from the last hidden states."""
         return hidden_states
 
     @can_return_tuple
@@ -83,10 +99,10 @@ class CausalLMForward:
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Compute the logits of the next token behind every token, and with labels their loss."""
+        """Compute the logits of the token after each token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         if kwargs.pop("shift_labels", None) is not None:
-            raise ValueError("shift_labels must be None: give labels, which are shifted here")
+            raise ValueError("shift_labels must be None: pass labels, which the model shifts")
         if labels is not None:
             if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
                 raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
@@ -133,7 +149,7 @@ class CausalLMForward:
         return logits, loss
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
-        """Resize the vocabulary, as everywhere in transformers; one in clusters has no end to grow at."""
+        """Resize the vocabulary, as in every model of transformers; an adaptive vocabulary has a fixed size."""
         if self.config.adaptive_cutoffs is not None:
             raise ValueError(
                 f"adaptive_cutoffs must be None to resize the vocabulary; got {self.config.adaptive_cutoffs}"
@@ -145,7 +161,7 @@ class MaskedLMForward:
     """Forward of a masked language model: `lm_head` on every token of a bidirectional `model`."""
 
     def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the head reads, given the last hidden states."""
+        """Compute the head's input from the last hidden states."""
         return hidden_states
 
     @can_return_tuple
@@ -157,15 +173,9 @@ class MaskedLMForward:
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Compute the logits of every token, and with labels their loss."""
+        """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self.lm_head(self._head_inputs(outputs.last_hidden_state))
         loss = None
         if labels is not None:
@@ -178,7 +188,7 @@ class MaskedLMForward:
 
 
 class SequenceClassificationForward:
-    """Forward of a classifier of sequences: `dropout` and `classifier` on what `config.pooling` makes of tokens."""
+    """Forward of a sequence classifier: `dropout` and `classifier` on the tokens pooled by `config.pooling`."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
@@ -192,15 +202,9 @@ class SequenceClassificationForward:
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Compute the logits of every sequence's labels, and with labels their loss."""
+        """Compute the logits of every sequence, and with labels the loss."""
         kwargs.setdefault("use_cache", False)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self._classify(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
         loss = None
         if labels is not None:
@@ -225,16 +229,10 @@ class TokenClassificationForward:
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """Compute the logits of every token's labels, and with labels their loss."""
+        """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         kwargs.setdefault("use_cache", False)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
@@ -257,15 +255,9 @@ class QuestionAnsweringForward:
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """Compute the logits of either end, and with positions their loss."""
+        """Compute the logits of the first and the last token, and with positions the loss."""
         kwargs.setdefault("use_cache", False)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:

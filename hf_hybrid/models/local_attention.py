@@ -1,4 +1,4 @@
-"""What architectures with local self-attention share: the attention itself, its masks and biases.
+"""Local self-attention, its masks and biases, and a feed-forward network, for several architectures.
 
 Shapes: B batch · T length · S keys · P tokens already cached · D width · H heads · K head width.
 """
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
@@ -15,12 +16,14 @@ from transformers.utils import TransformersKwargs, logging
 from ..kernels import local_attention, local_attention_step
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
+from .state_cache import cached_length
 
 logger = logging.get_logger(__name__)
 
-HIDDEN = -1e30  # a bias that leaves a key no weight, and a finite one in any sum with others
+HIDDEN = -1e30  # a bias that hides a key and stays finite in sums
 
 
 def eager_attention_forward(
@@ -33,16 +36,16 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Unpack[TransformersKwargs],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense softmax attention that also returns its probabilities.
+    """Compute dense softmax attention, in the signature of transformers' attention functions.
 
     Args:
-        module: The attention layer, asked only whether it trains.
+        module: The attention layer; only its `training` is read.
         query: `(B, H, T, K)`.
         key: `(B, H, S, K)`.
         value: `(B, H, S, K)`.
         attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
         scaling: Factor on the scores.
-        dropout: Probability of dropping a probability.
+        dropout: Dropout on the probabilities.
         **kwargs: Ignored.
 
     Returns:
@@ -57,9 +60,9 @@ def eager_attention_forward(
 
 
 def first_kept(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Index of each row's first kept token, `(B,)`, and the mask's length where none is kept yet.
+    """Return the index of each row's first kept token, `(B,)`; the mask's length if none is kept.
 
-    It is where grids of chunks and windows start, so that left padding moves none.
+    Chunks and windows are counted from there, so that left padding does not shift them.
     """
     kept = attention_mask.to(torch.bool)
     return torch.where(kept.any(-1), kept.to(torch.int8).argmax(-1), kept.shape[-1])
@@ -77,21 +80,21 @@ def visible_keys(
     attention_mask: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Say which keys each query of a self-attention sees.
+    """Compute which keys each query of a self-attention sees.
 
     Args:
-        config: The stack's config; its reach (`local_radius`, `chunk_size`) and direction (`is_decoder`) decide.
+        config: The stack's config, for its reach (`local_radius`, `chunk_size`) and direction (`is_decoder`).
         query_length: T.
-        key_length: Number of keys S, cached ones included.
+        key_length: S, cached keys included.
         attention_type: `"window"`, `"chunk"` or `"full"`.
         include_self: Whether a query sees its own position.
-        query_start: Position of the first query in the whole sequence.
+        query_start: Position of the first query in the sequence.
         key_start: Position of the first key.
-        attention_mask: `(B, query_start + T)`, 1 for tokens to keep; or `(B, 1, T, S)`, True or 0 for pairs to keep.
-        device: Where the result lives.
+        attention_mask: `(B, query_start + T)`, 1 = keep; or `(B, 1, T, S)`, True = keep, or added to scores.
+        device: Device of the result.
 
     Returns:
-        Boolean `(B or 1, 1, T, S)`, or None when every query sees every key.
+        Boolean `(B or 1, 1, T, S)`, or None if every query sees every key.
     """
     queries = torch.arange(query_length, device=device)[:, None] + query_start
     keys = torch.arange(key_length, device=device)[None, :] + key_start
@@ -117,7 +120,7 @@ def visible_keys(
         same = same if same.dim() == 4 else same[None, None]
         visible = same if visible is None else visible & same
     if attention_mask is not None:
-        # keys that no token has been written to yet lie beyond the mask; causality hides them
+        # a static cache has empty keys beyond the mask; causality hides them
         positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
         kept = attention_mask.to(torch.bool)[:, positions][:, None, None, :]
         visible = kept if visible is None else visible & kept
@@ -125,7 +128,7 @@ def visible_keys(
 
 
 def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Spell out a padding mask `(B, S)` or `(B, 1, 1 or T, S)`, boolean or added to scores, as True where it keeps."""
+    """Return the boolean form of an attention mask `(B, S)`, or `(B, 1, 1 or T, S)` boolean or added to scores."""
     if attention_mask.dim() == 4:
         return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     return attention_mask.to(torch.bool)[:, None, None, :]
@@ -134,7 +137,7 @@ def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
 def additive_mask(
     visible: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Join visibility and position bias into what is added to attention scores; None when there is neither."""
+    """Join visibility and position bias into a mask that is added to attention scores; None without both."""
     if visible is None:
         return None if bias is None else bias.to(dtype)
     lowest = torch.finfo(dtype).min
@@ -143,7 +146,7 @@ def additive_mask(
 
 
 def init_shared(module: nn.Module, config: PreTrainedConfig):
-    """Initialise what transformers does not know of the modules that architectures with local attention share."""
+    """Initialise the shared modules that transformers does not know."""
     if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
         module.reset_parameters()
     elif isinstance(module, RelativePositionBias):
@@ -152,14 +155,14 @@ def init_shared(module: nn.Module, config: PreTrainedConfig):
         else:
             init.normal_(module.weight, std=config.initializer_range * module.init_scale)
     elif isinstance(module, nn.Linear | nn.Embedding) and hasattr(module, "init_std"):
-        # said by the module itself: transformers calls this for no module without tensors of its own
+        # an attribute of the module, since transformers does not initialise modules without own tensors
         init.normal_(module.weight, std=module.init_std)
     elif isinstance(module, LocalAttention) and module.score_scale is not None:
         init.constant_(module.score_scale, float(config.score_scale_init))
 
 
 def make_bias_table(config: PreTrainedConfig) -> RelativePositionBias:
-    """Build one table of relative position biases for a stack."""
+    """Build a table of relative position biases."""
     return RelativePositionBias(
         config.num_attention_heads,
         num_buckets=config.relative_attention_num_buckets,
@@ -168,16 +171,28 @@ def make_bias_table(config: PreTrainedConfig) -> RelativePositionBias:
     )
 
 
-class LocalAttention(nn.Module):
-    """Softmax attention to a neighbourhood, on queries, keys and values that a subclass projects.
+def make_feed_forward(config: PreTrainedConfig) -> FeedForward:
+    """Build the feed-forward network of one layer."""
+    return FeedForward(
+        config.hidden_size,
+        config.intermediate_size,
+        ACT2FN[config.hidden_act],
+        gated=config.gated_feed_forward,
+        bias=config.feed_forward_bias,
+        dropout=config.activation_dropout,
+    )
 
-    With `qk_norm`, queries and keys are divided by their lengths and scores multiplied by a number per head:
+
+class LocalAttention(nn.Module):
+    """Softmax attention to nearby keys, for subclasses that project queries, keys and values.
+
+    With `qk_norm`, queries and keys are divided by their lengths and the scores multiplied by a number per head:
     (q/|q| · k/|k| + bias) |g|, where |x| is sqrt(x·x + 1e-6) and g starts as `config.score_scale_init`.
 
     Args:
         config: The stack's config.
-        attention_type: `"window"`, `"chunk"` or `"full"`; that of the config when None.
-        include_self: Whether a query sees its own position. Without, queries that see nothing give zeros.
+        attention_type: `"window"`, `"chunk"` or `"full"`; the config's when None.
+        include_self: Whether a query sees its own position; if not, a query that sees nothing gives zeros.
         qk_norm: Whether queries and keys are normalised.
     """
 
@@ -224,43 +239,56 @@ class LocalAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        whole: bool,
+        complete: bool,
         bias_table: RelativePositionBias | None = None,
         attention_mask: torch.Tensor | None = None,
         query_start: int | torch.Tensor = 0,
         key_start: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from every query to its neighbourhood.
+        """Attend from every query to the keys it sees.
 
         Args:
             query: `(B, T, H, K)`.
             key: `(B, S, H, K)`.
             value: `(B, S, H, K)`.
-            whole: Whether queries and keys are of the same tokens, with none before them.
-            bias_table: Relative position biases, if there are any.
-            attention_mask: `(B, query_start + T)`, 1 for tokens to keep.
-            query_start: Position of the first query in the whole sequence.
+            complete: Whether queries and keys are those of a complete sequence.
+            bias_table: Relative position biases, or None.
+            attention_mask: `(B, query_start + T)`, 1 = keep.
+            query_start: Position of the first query in the sequence.
             key_start: Position of the first key.
             **kwargs: Passed on to the attention function.
 
         Returns:
-            Output `(B, T, H K)`, and probabilities `(B, H, T, S)` where the attention function gives them.
+            Output `(B, T, H K)`, and probabilities `(B, H, T, S)` if the attention function returns them.
         """
-        length = query.shape[1]
-        # the kernels serve whole sequences and single tokens; "eager" is dense on request
+        # the kernels handle complete sequences and single tokens; "eager" asks for dense attention
         local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
         local = local and self.config._attn_implementation != "eager"
-        if local and whole:
+        if local and complete:
             if kwargs.get("output_attentions"):
-                logger.warning_once("output_attentions needs attn_implementation='eager': local attention keeps none.")
+                logger.warning_once("output_attentions needs attn_implementation='eager': local attention has none.")
             return self._attend_blocked(query, key, value, bias_table, attention_mask), None
         trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
-        if local and length == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
+        if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             return self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start), None
+        return self._attend_dense(query, key, value, bias_table, attention_mask, query_start, key_start, **kwargs)
+
+    def _attend_dense(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias_table: RelativePositionBias | None,
+        attention_mask: torch.Tensor | None,
+        query_start: int | torch.Tensor,
+        key_start: int | torch.Tensor,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`attend` with all scores, by an attention function of transformers."""
         visible = visible_keys(
             self.config,
-            length,
+            query.shape[1],
             key.shape[1],
             attention_type=self.attention_type,
             include_self=self.include_self,
@@ -270,12 +298,12 @@ class LocalAttention(nn.Module):
             device=query.device,
         )
         sees = None
-        if not self.include_self:  # only then are there queries that see nothing, whatever is kept
+        if not self.include_self:  # some queries see no key
             sees = visible.any(-1, keepdim=True)
-            visible = visible | ~sees  # of nothing there is no softmax
+            visible = visible | ~sees  # a softmax needs at least one key
         bias = None
         if bias_table is not None:
-            queries = torch.arange(length, device=query.device)[:, None] + query_start
+            queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
             keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
             bias = self._scaled(bias_table(keys - queries), query.device)[None]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -287,7 +315,7 @@ class LocalAttention(nn.Module):
             additive_mask(visible, bias, query.dtype, query.device),
             dropout=self.dropout,
             scaling=self.scaling,
-            is_causal=False,  # the mask says so already
+            is_causal=False,  # the mask is causal already
             **kwargs,
         )
         if sees is not None:
@@ -295,8 +323,8 @@ class LocalAttention(nn.Module):
         return output.flatten(2), probabilities
 
     def _scaled(self, bias: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Biases `(H, ...)`, scaled like the scores that they are added to, and on their device."""
-        bias = bias.to(device)  # a table that layers share may lie on another than theirs
+        """Scale biases `(H, ...)` like the scores they are added to."""
+        bias = bias.to(device)  # a shared table may be on another device than the layer
         if self.score_scale is None:
             return bias
         return bias * self.score_scale.abs().view(-1, *[1] * (bias.dim() - 1)).to(bias.dtype)
@@ -311,7 +339,7 @@ class LocalAttention(nn.Module):
         query_start: int | torch.Tensor,
         key_start: int | torch.Tensor,
     ) -> torch.Tensor:
-        """`attend` from one token to cached keys, by the kernel for that."""
+        """`attend` from one token to cached keys, by the step kernel."""
         radius = chunk_size = None
         if self.attention_type == "window":
             reach = radius = min(self.config.local_radius, key.shape[1] - 1)
@@ -341,7 +369,7 @@ class LocalAttention(nn.Module):
         bias_table: RelativePositionBias | None,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`attend` over a whole sequence by the blocked kernel."""
+        """`attend` over a complete sequence, by the blocked kernel."""
         length, window = query.shape[1], self.attention_type == "window"
         reach = self.config.local_radius if window else self.config.chunk_size - 1
         reach = min(reach, max(length - 1, 0))
@@ -368,7 +396,7 @@ class LocalAttention(nn.Module):
         return output.flatten(2)
 
     def _sees_others(self, query: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Whether there is an earlier kept token within reach, `(B or 1, T)`; of a causal attention."""
+        """Whether a causal query sees an earlier kept token, `(B or 1, T)`."""
         position = torch.arange(query.shape[1], device=query.device)
         kept = torch.ones_like(position)[None] if attention_mask is None else attention_mask.to(torch.bool).long()
         if self.attention_type == "window":
@@ -386,7 +414,7 @@ class LocalSelfAttention(LocalAttention):
         config: The stack's config.
         layer_idx: Index of the layer, for the cache.
         has_bias_table: Whether this layer has its own table of relative position biases.
-        **options: The other arguments of `LocalAttention`.
+        **options: Passed on to `LocalAttention`.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, *, has_bias_table: bool, **options):
@@ -398,11 +426,11 @@ class LocalSelfAttention(LocalAttention):
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
         if self.score_scale is None:
-            # scores begin with a standard deviation of K^-1/2, so that at first the bias decides what is attended to
+            # scores start with a standard deviation of K^-1/2, so that the bias decides at first
             self.q_proj.init_std = config.initializer_range / (self.scaling * config.head_dim)
         self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
         if has_bias_table and self.score_scale is not None:
-            self.relative_attention_bias.init_scale = 1 / config.score_scale_init  # of which scores are a multiple
+            self.relative_attention_bias.init_scale = 1 / config.score_scale_init  # the scores are multiplied by it
 
     def forward(
         self,
@@ -416,31 +444,29 @@ class LocalSelfAttention(LocalAttention):
 
         Args:
             hidden_states: `(B, T, D)`.
-            bias_table: The stack's shared table; a table of the layer's own goes before it.
-            attention_mask: `(B, P + T)`, 1 for tokens to keep.
-            past_key_values: Cache of this stack's keys and values, appended to.
+            bias_table: The stack's shared table; a layer's own table replaces it.
+            attention_mask: `(B, P + T)`, 1 = keep.
+            past_key_values: Cache of this stack; keys and values are appended.
             **kwargs: Passed on to the attention function.
 
         Returns:
-            Output `(B, T, D)`, and probabilities `(B, H, T, P + T)` where the attention function gives them.
+            Output `(B, T, D)`, and probabilities `(B, H, T, P + T)` if the attention function returns them.
         """
         query = self.as_query(self.q_proj(hidden_states))
         key = self.as_key(self.k_proj(hidden_states))
         value = self.as_value(self.v_proj(hidden_states))
-        past = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-        if isinstance(past, torch.Tensor):  # a static cache counts in place
-            past = past.clone()
-        key_start, whole = 0, True
+        past = cached_length(past_key_values, self.layer_idx)
+        key_start, complete = 0, True
         if past_key_values is not None:
             _, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-            whole = key.shape[1] == query.shape[1]  # the cache held none, and has room for no more
+            complete = key.shape[1] == query.shape[1]  # no earlier tokens, and no empty keys of a static cache
         output, probabilities = self.attend(
             query,
             key,
             value,
-            whole=whole,
+            complete=complete,
             bias_table=self.relative_attention_bias or bias_table,
             attention_mask=attention_mask,
             query_start=past,
@@ -451,6 +477,6 @@ class LocalSelfAttention(LocalAttention):
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
-    """Divide vectors by their length, x / sqrt(x·x + 1e-6), in float32 or wider."""
+    """Divide vectors by their length: x / sqrt(x·x + 1e-6), in float32 or wider."""
     wide = x.to(compute_dtype(x))
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

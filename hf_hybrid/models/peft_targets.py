@@ -1,7 +1,7 @@
-"""Adapters of PEFT: which modules of each architecture they are put on by default, and what is trained beside them.
+"""Default target modules of PEFT's adapters, and the modules to train besides.
 
-peft looks the defaults up by model type, in one table per method. Ours are written into these tables when peft is
-loaded, whether that is before this package or long after it: importing this package does not load it.
+peft has one table of defaults per method, by model type. We write ours into them when peft is loaded, before or after
+this package; importing this package does not load peft.
 """
 
 import importlib.machinery
@@ -24,18 +24,18 @@ LORA_TARGETS = {
     "chela": ["v_proj", "output_gate_proj"],  # its queries and keys have no projection
     "spade": ["q_proj", "v_proj", "aggregate", "global_proj"],  # the last two read the state space model's output
 }
-"""Model type → where LoRA is put, and what PEFT treats like it (DoRA, AdaLoRA, LoHa, VeRA, ...)."""
+"""Model type → target modules of LoRA and similar methods (DoRA, AdaLoRA, LoHa, VeRA, ...)."""
 IA3_TARGETS = {
     "bst": ["k_proj", "v_proj", "down_proj"],
     "chela": ["v_proj", "down_proj"],
     "spade": ["k_proj", "v_proj", "down_proj"],
 }
 IA3_FEED_FORWARD = ["down_proj"]
-"""Where IA3 scales what comes in, and not what goes out."""
+"""Modules whose input IA3 scales, instead of the output."""
 PARENTS = {"srformer_bart": "bart", "srformer_t5": "t5"}
-"""Model type → the one of transformers whose entry it takes over, in every table that has one."""
+"""Model type → the model type of transformers whose entries it inherits."""
 TRAINED_BESIDE = ("raf", "recurrent_gate", "rnn_k", "rnn_v", "dense")
-"""Small modules of ours that are new when a checkpoint is fine-tuned, beside the heads that peft knows."""
+"""Small modules of ours that may be new when a checkpoint is fine-tuned; peft knows the heads."""
 TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
@@ -43,13 +43,13 @@ TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
 }
-"""Ending of a class's name → PEFT's name of its task."""
+"""Ending of a class name → PEFT's name of the task."""
 
 _TABLES = "peft.utils.constants"
 
 
 def register_adapters() -> None:
-    """Write our defaults into peft's tables, now or as soon as peft is loaded; calling it again changes nothing."""
+    """Add our defaults to peft's tables, now or as soon as peft is loaded; repeated calls have no effect."""
     if _TABLES in sys.modules:
         _add_defaults(vars(sys.modules[_TABLES]))
     elif not any(isinstance(finder, _TablesFinder) for finder in sys.meta_path):
@@ -57,12 +57,12 @@ def register_adapters() -> None:
 
 
 class _TablesFinder(MetaPathFinder):
-    """Finds the module of peft's tables as everybody else does, and adds to it once it is loaded."""
+    """Adds our defaults to the module of peft's tables after it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of that one module, None for all others."""
+        """Return the spec of that module, None for others."""
         if fullname != _TABLES:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -89,23 +89,23 @@ def _add_defaults(constants: Mapping[str, object]) -> None:
             ours = IA3_TARGETS
         elif name.endswith("_IA3_FEEDFORWARD_MODULES_MAPPING"):
             ours = dict.fromkeys(IA3_TARGETS, IA3_FEED_FORWARD)
-        elif table.get("llama") == lora["llama"]:  # a method that adapts the projections that LoRA does
+        elif table.get("llama") == lora["llama"]:  # a method with the target modules of LoRA
             ours = LORA_TARGETS
         inherited = {model_type: table[parent] for model_type, parent in PARENTS.items() if parent in table}
         table.update({**ours, **inherited})
 
 
 def peft_config(model: PreTrainedModel, method: str = "lora", **fields) -> "PeftConfig":
-    """Describe an adapter for a model: PEFT's config with the task, and with what must be trained beside the adapter.
+    """Build PEFT's config of an adapter for a model, with its task and the new modules to train.
 
-    ``get_peft_model(model, LoraConfig(task_type=...))`` finds the projections by itself. What it does not know are
-    small modules of these architectures that are new when another's checkpoint is fine-tuned: SRformer's neurons
-    and the weights of what they give, and the pooling layer of a classifier. They go to ``modules_to_save`` here.
+    ``get_peft_model(model, LoraConfig(task_type=...))`` finds the projections by itself, but not the small modules
+    that are new when the checkpoint of another architecture is fine-tuned: SRformer's neurons and the weights of their
+    output, and the pooling layer of a classifier. This function adds them to ``modules_to_save``.
 
     Args:
         model: A model of transformers, without an adapter.
         method: ``"lora"``, ``"dora"`` or ``"ia3"``.
-        **fields: Fields of `peft.LoraConfig` or `peft.IA3Config`; they replace what is chosen here.
+        **fields: Fields of `peft.LoraConfig` or `peft.IA3Config`, which replace the chosen ones.
 
     Raises:
         ValueError: The method is unknown.
@@ -124,7 +124,7 @@ def peft_config(model: PreTrainedModel, method: str = "lora", **fields) -> "Peft
 
 
 def trained_beside(model: PreTrainedModel) -> list[str]:
-    """The names in `TRAINED_BESIDE` that a model of ours has modules of."""
+    """Return the names in `TRAINED_BESIDE` of which a model of ours has modules."""
     if model.config.model_type not in {*LORA_TARGETS, *PARENTS}:
         return []
     own = {name.rpartition(".")[2] for name, _ in model.named_modules() if ".classifier." not in f".{name}."}

@@ -1,10 +1,9 @@
-"""A checkpoint together with the code that runs it, for those who do not have this package.
+"""Export a checkpoint together with its code, for use without this package.
 
-transformers loads such a folder with ``trust_remote_code=True``. Of what a file imports it finds only
-``from .sibling import name``, so the folder is flat: every module that a model's file needs, near or far, lies beside
-it. The files are this package's own, and nothing in them is changed but their imports. The Triton kernels are left
-out: where a function would import them it raises, and `dispatch`, which sees that they are missing, never lets it come
-to that.
+transformers loads such a folder with ``trust_remote_code=True``. It copies only files that are imported by
+``from .sibling import name``, so the folder is flat: it holds every module that a model's file needs, directly or
+indirectly. The files are copies of this package's, with changed imports. The Triton kernels are left out: functions
+that would import them raise, but `dispatch` never calls these, since it sees that the kernels are missing.
 """
 
 import ast
@@ -34,13 +33,13 @@ PACKAGE = "hf_hybrid"
 TRITON = "triton_kernels"
 MARK = f"# From {PACKAGE} "
 CARD_NAME = "README.md"
-LICENSE_NAME = f"LICENSE.{PACKAGE}"  # of the code; a file named LICENSE would be that of the weights
-# classes that no Auto class is registered for -> the one that loads them where their code comes along
+LICENSE_NAME = f"LICENSE.{PACKAGE}"  # of the code; LICENSE would be that of the weights
+# classes without a registered Auto class -> the Auto class that loads them with their code
 UNREGISTERED = {"ChelaForSequencePairClassification": "AutoModelForSequenceClassification"}
 
 NO_TRITON = 'raise ValueError("this copy of the code has no Triton kernels")'
 SHIFTED_LABELS = """
-# where Trainer's label smoothing looks whether labels are to be shifted
+# Trainer's label smoothing shifts the labels of models in this table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["{model_type}"] = "{class_name}"
@@ -54,9 +53,9 @@ tags:
 
 # {class_name}
 
-A checkpoint of [transformers](https://github.com/huggingface/transformers) that brings its code along. It was saved
-under Python {python}, torch {torch} and transformers {transformers}, needs nothing else, and is loaded from this
-folder or repository by
+A checkpoint of [transformers](https://github.com/huggingface/transformers) with its code. It was saved with Python
+{python}, torch {torch} and transformers {transformers}, and needs nothing else. Load it from this folder or
+repository:
 
 ```python
 from transformers import {auto_class}
@@ -64,11 +63,11 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-`trust_remote_code=True` runs the Python files that lie here, with all the rights that you have. Read them first, and
-load a repository with `revision=` and the hash of the commit that you have read, so that what runs is what you read.
+`trust_remote_code=True` runs the Python files of this folder with all your rights. Read them first. Load a repository
+with `revision=` and the hash of the commit that you have read, so that you run what you have read.
 
 The Python files are those of {package} {version} without its Triton kernels, under the Apache License 2.0
-(`{license}`). Where {package} is installed and imported, it loads the checkpoint with its own code, and a GPU runs its
+(`{license}`). If {package} is installed and imported, it loads the checkpoint with its own code, and a GPU runs its
 kernels.
 
 | loaded by | class |
@@ -78,7 +77,7 @@ kernels.
 
 
 class _Import(NamedTuple):
-    """One import of a module of this package, as it is written: where, and what it names."""
+    """One import statement of a module of this package: its bytes in the source and the names it imports."""
 
     start: int
     stop: int
@@ -95,27 +94,26 @@ def export_remote_code(
     overwrite: bool = False,
     max_shard_size: int | str = "50GB",
 ):
-    """Save a model together with the code that runs it, so that it loads where this package is not installed.
+    """Save a model together with its code, so that it loads without this package.
 
-    The folder holds what `save_pretrained` writes, the Python files (torch alone, no Triton kernels), their licence
-    and a card that says how to load it; every Auto class of the model's type can, with `trust_remote_code=True`. It is
-    uploaded as it is. Where this package is imported, its own classes load the folder.
+    The folder holds the files of `save_pretrained`, the Python files (torch only, no Triton kernels), their licence
+    and a card that explains how to load it. Every Auto class of the model's type loads it with
+    `trust_remote_code=True`; where this package is imported, its own classes load it.
 
-    `ChelaForSequencePairClassification`, which no Auto class is registered for, is loaded by
-    `AutoModelForSequenceClassification` where it brings its code along.
+    `ChelaForSequencePairClassification`, which has no registered Auto class, is loaded by
+    `AutoModelForSequenceClassification`.
 
     Args:
         model: A model of one of this package's classes, on any device.
-        folder: Where to write; created if missing.
-        tokenizer: Saved beside the model, if given.
-        overwrite: Whether the folder may hold files. Those that an export writes are replaced, and all others stay; so
-            does a README.md, which may have been written by hand.
+        folder: Folder to write; created if missing.
+        tokenizer: Saved with the model, if given.
+        overwrite: Whether the folder may hold files. An export replaces the files it writes and keeps all others,
+            including a README.md.
         max_shard_size: Largest file of weights, as for `save_pretrained`.
 
     Raises:
-        ValueError: The model is of another class, or not plain (it has adapters that are not merged, or is quantized),
-            or has no weights; the folder is a file, or holds files; this package was installed without its source or
-            its licence.
+        ValueError: The model is of another class, has unmerged adapters, is quantized or has no weights; the folder is
+            a file or holds files; this package is installed without its source or its licence.
     """
     folder = Path(folder)
     auto_class, models = _check_model(model)
@@ -148,16 +146,16 @@ def export_remote_code(
 
 
 def collect_sources(modules: Iterable[str]) -> dict[str, str]:
-    """Return flat copies of modules and of all that they import of this package.
+    """Return flat copies of modules and of all modules of this package that they import.
 
     Args:
-        modules: Their full names.
+        modules: Full names of modules.
 
     Returns:
-        File name → source, in which files import one another as siblings.
+        File name → source, with imports of siblings.
 
     Raises:
-        ValueError: A module's source is not there.
+        ValueError: The source of a module is missing.
     """
     waiting, done, sources = set(modules), set(), {}
     while waiting:
@@ -171,20 +169,20 @@ def collect_sources(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _flat_name(module: str) -> str:
-    """`hf_hybrid.kernels.long_conv.blocks` → `kernels_long_conv_blocks`; a model's two files keep their names."""
+    """`hf_hybrid.layers.s4` → `layers_s4`; files named `configuration_` or `modeling_` keep their names."""
     _, *path = module.split(".")
     return path[-1] if path[-1].startswith(("configuration_", "modeling_")) else "_".join(path)
 
 
 def _flatten(module: str) -> tuple[str, set[str]]:
-    """Return a module's source, importing from siblings, and the modules that it imports from."""
+    """Return a module's source with imports of siblings, and the modules it imports."""
     spec = importlib.util.find_spec(module)
     source = spec.loader.get_source(module)
     if source is None:
         raise ValueError(f"{PACKAGE} must be installed with its source to be exported; got no source of {module}")
     package = module if spec.submodule_search_locations is not None else spec.parent
     text, needed = source.encode(), set()
-    for found in sorted(_imports(source, package), reverse=True):  # from the end, so that places stay right
+    for found in sorted(_imports(source, package), reverse=True):  # from the end, so that offsets stay valid
         statement, imported = _sibling_import(text[found.start : found.stop].decode(), found)
         text = text[: found.start] + statement.encode() + text[found.stop :]
         needed |= imported
@@ -193,13 +191,13 @@ def _flatten(module: str) -> tuple[str, set[str]]:
 
 
 def _imports(source: str, package: str) -> Iterable[_Import]:
-    """Yield the imports of this package's modules in a source, those inside functions too."""
+    """Yield the imports of this package's modules in a source, also inside functions."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            # such a statement binds the name of the package, which a copy has not
+            # binds the name of the package, which a copy does not have
             assert not any(alias.name.split(".")[0] == PACKAGE for alias in node.names), ast.unparse(node)
         if not isinstance(node, ast.ImportFrom):
             continue
@@ -210,14 +208,14 @@ def _imports(source: str, package: str) -> Iterable[_Import]:
 
 
 def _sibling_import(statement: str, found: _Import) -> tuple[str, set[str]]:
-    """Rewrite one import as one of siblings; return it, and the modules it imports from."""
+    """Rewrite one import as an import of siblings; return it and the modules it imports."""
     if found.module.endswith(f".{TRITON}") or any(alias.name == TRITON for alias in found.names):
         return NO_TRITON, set()
     lines, needed, plain = [], set(), []
     for alias in found.names:
         module = f"{found.module}.{alias.name}"
         if inspect.ismodule(getattr(importlib.import_module(found.module), alias.name)):
-            # the first line is for transformers, which would not see the file in the second
+            # transformers finds the file by the first line only
             lines.append(f"from .{_flat_name(module)} import __name__ as _")
             lines.append(f"from . import {_flat_name(module)} as {alias.asname or alias.name}")
             needed.add(module)
@@ -227,13 +225,13 @@ def _sibling_import(statement: str, found: _Import) -> tuple[str, set[str]]:
         needed.add(found.module)
         head = f"from .{_flat_name(found.module)} import"
         names = ", ".join(ast.unparse(alias) for alias in plain)
-        whole = len(plain) == len(found.names)
-        lines.insert(0, re.sub(r"^from\s+\S+\s+import", head, statement) if whole else f"{head} {names}")
+        is_plain = len(plain) == len(found.names)
+        lines.insert(0, re.sub(r"^from\s+\S+\s+import", head, statement) if is_plain else f"{head} {names}")
     return ("\n" + " " * found.indent).join(lines), needed
 
 
 def _check_model(model: PreTrainedModel) -> tuple[str, dict[str, type[PreTrainedModel]]]:
-    """Return the Auto class that will load a model, and the model class of every Auto class; raise ValueError."""
+    """Return the Auto class that loads a model, and the model class of each Auto class; raise ValueError if none."""
     name = type(model).__name__
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     models = dict(ARCHITECTURES[model_type][1]) if model_type in ARCHITECTURES else {}
@@ -243,9 +241,9 @@ def _check_model(model: PreTrainedModel) -> tuple[str, dict[str, type[PreTrained
     if auto_class is None:
         home = type(model).__module__.split(".")[0]
         hint = {
-            "peft": ", an adapter around a model: export what its merge_and_unload() returns",
+            "peft": ", an adapter around a model: export the result of its merge_and_unload()",
             "torch": ", a wrapper: export the model inside",
-            "transformers_modules": ", which brought its code along: its save_pretrained writes that code too",
+            "transformers_modules": ", from a checkpoint with its code: its save_pretrained writes that code too",
         }.get(home, "")
         raise ValueError(f"model must be of a class that {PACKAGE} registers; got {name}{hint}")
     with torch.device("meta"):
@@ -254,10 +252,10 @@ def _check_model(model: PreTrainedModel) -> tuple[str, dict[str, type[PreTrained
     for tensor in sorted(plain.keys() | own.keys()):
         if own.get(tensor) != plain.get(tensor):
             raise ValueError(
-                f"model must be a plain {name} that agrees with its config, adapters merged and nothing quantized; "
+                f"model must be a plain {name} that matches its config, with adapters merged and not quantized; "
                 f"got {tensor} of shape {own.get(tensor, 'none')} instead of {plain.get(tensor, 'none')}"
             )
-    if not hasattr(model, "hf_device_map"):  # with one, weights may lie on a disk, from where they are saved
+    if not hasattr(model, "hf_device_map"):  # which may have weights on disk; they are saved from there
         for tensor, value in model.state_dict().items():
             if value.is_meta:
                 raise ValueError(f"model must have its weights; got {tensor} on the meta device")
@@ -271,7 +269,7 @@ def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 def _check_folder(folder: Path, overwrite: bool):
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder must be a folder; got {folder}, a file")
-    # hidden ones are git's and the Hub's
+    # hidden files are git's and the Hub's
     present = sorted(path.name for path in folder.glob("*") if not path.name.startswith("."))
     if present and not overwrite:
         raise ValueError(f"folder must be empty unless overwrite=True; got {folder}, which holds {present[0]}")
@@ -280,7 +278,7 @@ def _check_folder(folder: Path, overwrite: bool):
 
 
 def _license() -> str:
-    """The terms of this package's code, which go along with every copy of it."""
+    """Return the licence of this package's code, which every copy includes."""
     clone = Path(__file__).resolve().parents[2] / "LICENSE"
     if clone.is_file() and clone.with_name("pyproject.toml").is_file():
         return clone.read_text(encoding="utf-8")

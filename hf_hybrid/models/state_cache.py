@@ -1,4 +1,4 @@
-"""What transformers' caches and generation lack: a layer that keeps a state of any form, and decoding from it."""
+"""Cache layers that keep a state of any form, and generation with them."""
 
 from typing import Any
 
@@ -9,19 +9,17 @@ from transformers.generation import GenerationMixin
 
 
 def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
-    """What a cache keeps of a tensor behind its first tokens: no view of what is mostly dropped."""
+    """Drop the first `count` entries of a dimension; copy the rest if it is the smaller part, to free memory."""
     kept = x.narrow(dim, count, x.shape[dim] - count)
     return kept.clone() if count > kept.shape[dim] else kept
 
 
 class StateCacheLayer(CacheLayerMixin):
-    """One layer's part of a cache: whatever the layer hands from one stretch of tokens to the next.
+    """Cache of one layer that hands a state from one span of tokens to the next.
 
-    A state is a tensor or a nested tuple of tensors, whose first dimension is the batch, and of plain numbers. It is
-    stored as it comes, without a copy, and serves dynamic and static caches alike, since its size does not change
-    with the number of tokens, or in a way of its own.
-
-    A config asks for it by naming `LAYER_TYPE` among its ``layer_types``.
+    A state is a tensor, or a nested tuple of tensors and plain numbers; the first dimension of each tensor is the
+    batch. It is stored without a copy and serves dynamic and static caches, since its size does not grow with the
+    tokens. A config asks for it with `LAYER_TYPE` in its ``layer_types``.
     """
 
     _layer_type = "state"
@@ -34,7 +32,7 @@ class StateCacheLayer(CacheLayerMixin):
         self.length = 0
 
     def store(self, state: Any, tokens: int):
-        """Replace the state by the one after so many more tokens."""
+        """Replace the state by the one after this many more tokens."""
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
         self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
 
@@ -46,15 +44,15 @@ class StateCacheLayer(CacheLayerMixin):
         raise ValueError("a layer of states keeps no keys and values; use store()")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what a mask would cover."""
+        """Return length and offset of the keys that a mask covers."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens read so far."""
+        """Return the number of tokens read so far."""
         return self.length
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def reset(self):
@@ -62,7 +60,7 @@ class StateCacheLayer(CacheLayerMixin):
         self.state, self.length, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int):
-        """Refuse to go back: a state knows nothing of the one before."""
+        """Refuse to remove tokens: earlier states are not kept."""
         if tokens_to_remove and self.is_initialized:
             raise ValueError(f"a state cannot be rolled back by tokens; got {tokens_to_remove} to remove")
 
@@ -83,7 +81,7 @@ class StateCacheLayer(CacheLayerMixin):
         self._map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self):
-        """Move the state back to where it was stored from."""
+        """Move the state back to its device."""
         if self.is_initialized:
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
@@ -92,10 +90,10 @@ class StateCacheLayer(CacheLayerMixin):
 
 
 class SlidingStateCacheLayer(StateCacheLayer):
-    """A state, and beside it the keys and values of a sliding window.
+    """Cache of one layer that keeps a state and the keys and values of a sliding window.
 
-    `update` counts the tokens, `store` is told of none. `sliding_window` is set by the model before the first use:
-    transformers tells it to layers of its own types alone.
+    `update` counts the tokens, so `store` gets 0. The model sets `sliding_window` before the first use: transformers
+    sets it only for its own layer types.
     """
 
     _layer_type = "sliding_state"
@@ -104,7 +102,7 @@ class SlidingStateCacheLayer(StateCacheLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values `(B, H, T, K)`, return all, and keep one less than the window."""
+        """Append keys and values `(B, H, T, K)`; return all, keep the window less one."""
         if self.keys is not None:
             key_states = torch.cat([self.keys, key_states], dim=2)
             value_states = torch.cat([self.values, value_states], dim=2)
@@ -116,7 +114,7 @@ class SlidingStateCacheLayer(StateCacheLayer):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number and first position of the keys that the next queries get to see."""
+        """Return number and first position of the keys that the next queries see."""
         held = 0 if self.keys is None else self.keys.shape[2]
         return held + query_length, self.length - held
 
@@ -134,24 +132,14 @@ class SlidingStateCacheLayer(StateCacheLayer):
 LAYER_TYPE = StateCacheLayer._layer_type
 SLIDING_LAYER_TYPE = SlidingStateCacheLayer._layer_type
 for _layer in (StateCacheLayer, SlidingStateCacheLayer):
-    STATIC_LAYER_TYPE_MAPPING[_layer._layer_type] = _layer  # the base class has entered it for dynamic caches
+    STATIC_LAYER_TYPE_MAPPING[_layer._layer_type] = _layer  # the base class registers it for dynamic caches only
 
 
 def state_layer(past_key_values: Cache, layer_idx: int, kind: type[StateCacheLayer] = StateCacheLayer):
-    """The layer of a cache that keeps states.
-
-    Args:
-        past_key_values: The cache.
-        layer_idx: Index of the layer.
-        kind: What it must be.
-
-    Raises:
-        ValueError: The cache keeps something else.
-    """
+    """Return a layer of a cache; raise ValueError unless it is of this kind."""
     layers = getattr(past_key_values, "layers", [])
     layer = layers[layer_idx] if layer_idx < len(layers) else None
-    # not by its class: checkpoints that bring their code along bring this file too, and transformers knows one class
-    # by each name
+    # not by its class: a checkpoint with its code has a copy of this file, and transformers knows one class per name
     if getattr(layer, "_layer_type", None) != kind._layer_type:
         raise ValueError(
             "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got a "
@@ -160,19 +148,25 @@ def state_layer(past_key_values: Cache, layer_idx: int, kind: type[StateCacheLay
     return layer
 
 
+def cached_length(past_key_values: Cache | None, layer_idx: int = 0) -> int | torch.Tensor:
+    """Return the number of cached tokens. A static cache counts in a tensor, in place: copy it."""
+    past = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
+    return past.clone() if isinstance(past, torch.Tensor) else past
+
+
 class StatefulGenerationMixin(GenerationMixin):
-    """transformers' decoding, except what would need a state to be rolled back; before `PreTrainedModel`."""
+    """Generation mixin that refuses decoding which would have to roll back a state; goes before `PreTrainedModel`."""
 
     @property
     def _is_stateful(self) -> bool:
-        """Whether the cache keeps a state; by this transformers refuses assisted decoding of the model."""
+        """Whether the cache keeps a state; transformers then refuses assisted decoding of the model."""
         return True
 
     def generate(self, *args, **kwargs):
-        """As everywhere in transformers, but refused where the model is the assistant."""
+        """Generate as every model of transformers, except as an assistant."""
         if self._is_stateful and getattr(kwargs.get("generation_config"), "is_assistant", False):
             raise ValueError(
-                f"assistant_model must not be stateful, since its rejected tokens are taken back; got a "
+                f"assistant_model must not be stateful: its rejected tokens are rolled back; got a "
                 f"{type(self).__name__}, which keeps a state"
             )
         return super().generate(*args, **kwargs)

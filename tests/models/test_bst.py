@@ -586,7 +586,7 @@ def test_unstructured_filters_see_no_further_than_they_were_trained(monkeypatch)
     difference = (outputs(model, x) - outputs(model, other)).abs().amax(-1)[0]
     # the states of tokens 5 to 7 know of token 0, those from 8 on do not; the window that sees the former ends at 9
     assert len(said) == 2
-    assert "longer than filter_length 8: unstructured filters see that many tokens back" in said[0]
+    assert "longer than filter_length 8, beyond which unstructured filters see nothing" in said[0]
     assert difference[:10].min() > 1e-9
     assert difference[10:].max() < 1e-12
     assert_close(outputs(model, x)[:, :8], whole, "float64")
@@ -728,7 +728,7 @@ def test_the_papers_layers_and_their_defaults():
         ({"context_filter": "unstructured", "filter_embedding_size": 4}, "filter_embedding_size must be odd and at"),
         ({"adaptive_factor": 2}, "adaptive_factor must be left at 4 for adaptive_cutoffs None"),
         ({"adaptive_cutoffs": [5, 5]}, "adaptive_cutoffs must be a list of ascending token ids"),
-        ({"is_decoder": False}, "is_decoder must be True, since a Block-State Transformer is causal"),
+        ({"is_decoder": False}, "is_decoder must be True: a Block-State Transformer is causal"),
         ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be even and at least 4; got 3"),
         ({"relative_attention_init": "alibi"}, "relative_attention_init must be one of normal, recency; got 'alibi'"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\); got 1.0"),

@@ -500,7 +500,7 @@ def test_real_values_come_with_one_number_per_position_or_several():
         (
             {},
             {"input_ids": torch.zeros(1, 3).long(), "inputs_embeds": torch.zeros(1, 3, 32)},
-            "only one of input_ids, input_values and inputs_embeds may be given",
+            "exactly one of input_ids, input_values and inputs_embeds must be given",
         ),
         (
             {},
@@ -583,7 +583,7 @@ def test_a_pair_of_embeddings_or_values_is_a_pair_too():
         ({"pair_inputs_embeds": torch.ones(2, 9, 32)}, "got sizes None and 2"),
         (
             {"input_ids": torch.ones(2, 9).long(), "pair_input_ids": torch.ones(3, 9).long()},
-            "in batches of one size; got sizes 2 and 3",
+            "in batches of equal size; got sizes 2 and 3",
         ),
     ],
 )
@@ -706,8 +706,8 @@ def test_mixers_tensors_want_no_weight_decay():
         ({"long_kernel_size": -4}, "long_kernel_size must be a positive integer; got -4"),
         ({"long_kernel_groups": 5}, "long_kernel_groups must divide hidden_size into equal groups; got 5"),
         ({"long_kernel_init": "zeros"}, "long_kernel_init must be one of double_exp, random; got 'zeros'"),
-        ({"short_kernel_sizes": []}, "short_kernel_sizes must be positive integers, one at least"),
-        ({"short_kernel_sizes": [3, 0]}, r"short_kernel_sizes must be positive integers, one at least; got \[3, 0\]"),
+        ({"short_kernel_sizes": []}, "short_kernel_sizes must be one or more positive integers"),
+        ({"short_kernel_sizes": [3, 0]}, r"short_kernel_sizes must be one or more positive integers; got \[3, 0\]"),
         ({"short_kernel_sizes": [3, 8]}, r"short_kernel_sizes must be odd unless is_decoder is True.*\[3, 8\]"),
         ({"kernel_squash": math.nan}, "kernel_squash must be finite and not negative; got nan"),
         ({"alpha_init": math.inf}, "alpha_init must be finite; got inf"),
@@ -728,8 +728,8 @@ def test_mixers_tensors_want_no_weight_decay():
         ({"hidden_act": "swishy"}, "hidden_act must name an activation of transformers; got 'swishy'"),
         ({"chunk_size": 8}, "chunk_size must be None unless attention_fn is laplace; got 8"),
         ({"chunk_size": 0, "attention_fn": "laplace"}, "chunk_size must be a positive integer; got 0"),
-        ({"norm_type": "batch_norm", **CAUSAL}, "norm_type must not ask for batch normalisation in a causal model"),
-        ({"short_branch_norm": True, **CAUSAL}, "short_branch_norm must not ask for batch normalisation"),
+        ({"norm_type": "batch_norm", **CAUSAL}, "norm_type must not use batch normalisation in a causal model"),
+        ({"short_branch_norm": True, **CAUSAL}, "short_branch_norm must not use batch normalisation"),
         ({"input_size": 0}, "input_size must be a positive integer; got 0"),
         ({"adaptive_cutoffs": [10]}, "adaptive_cutoffs must be None except for a language model"),
         ({"adaptive_cutoffs": [30, 10], **CAUSAL}, "adaptive_cutoffs must be a list of ascending token ids"),

@@ -101,10 +101,9 @@ def test_an_unknown_field_of_a_file_is_named_once(model_type, tmp_path, warnings
     for _ in range(2):
         loaded = load(tmp_path, {"model_type": model_type, "voccab_size": 7, "zebra": [1]})
     assert warnings == [
-        f"{name} (model type {model_type}) has no field 'voccab_size'. Did you mean 'vocab_size'? It is kept in the "
-        "configuration, where no model reads it.",
-        f"{name} (model type {model_type}) has no field 'zebra'. It is kept in the configuration, where no model "
-        "reads it.",
+        f"{name} (model type {model_type}) has no field 'voccab_size'. Did you mean 'vocab_size'? The config keeps "
+        "it, but no model reads it.",
+        f"{name} (model type {model_type}) has no field 'zebra'. The config keeps it, but no model reads it.",
     ]
     assert (loaded.voccab_size, loaded.zebra) == (7, [1])
     assert loaded.vocab_size == ARCHITECTURES[model_type][0]().vocab_size
@@ -142,9 +141,7 @@ def test_leftovers_of_a_parents_file_are_no_ones_mistake(parent, config_class, t
 
 
 def test_what_is_computed_cannot_be_given(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"layer_types must be left out, for it follows from the other fields; got \["
-    ):
+    with pytest.raises(ValueError, match=r"layer_types must be left out: it follows from the other fields; got \["):
         load(tmp_path, {"model_type": "spade", "layer_types": ["full_attention"]})
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from transformers import dynamic_module_utils
+from transformers import cache_utils, dynamic_module_utils
 
 import hf_hybrid
 from hf_hybrid.data.tokenizer import byte_tokenizer
@@ -109,12 +109,16 @@ def own_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformers_modules"}
+    mappings = (cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, cache_utils.STATIC_LAYER_TYPE_MAPPING)
+    kinds = [dict(mapping) for mapping in mappings]
     for name in before:
         del sys.modules[name]
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
         del sys.modules[name]
     sys.modules.update(before)
+    for mapping, kind in zip(mappings, kinds, strict=True):
+        mapping.update(kind)
 
 
 @pytest.mark.parametrize("model_type", ["bst", "srformer_t5"])
@@ -238,7 +242,7 @@ def test_adapters_are_merged_first(tmp_path):
     inputs = tiny_inputs(base)
     with torch.no_grad():
         expected = adapted(**inputs).logits
-    with pytest.raises(ValueError, match="got PeftModel, an adapter around a model: export what its merge_and_unload"):
+    with pytest.raises(ValueError, match="got PeftModel, an adapter around a model: export the result of its merge"):
         hf_hybrid.export_remote_code(adapted, tmp_path / "out")
     with pytest.raises(
         ValueError, match=r"a plain ChelaForCausalLM .* adapters merged .*base_layer.* instead of none"
@@ -269,7 +273,7 @@ def test_other_models_are_refused(tmp_path):
         hf_hybrid.export_remote_code(empty, tmp_path)
     resized = tiny_model("bst", "AutoModel")
     resized.config.intermediate_size *= 2
-    with pytest.raises(ValueError, match=r"agrees with its config.* instead of "):
+    with pytest.raises(ValueError, match=r"matches its config.* instead of "):
         hf_hybrid.export_remote_code(resized, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

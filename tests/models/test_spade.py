@@ -556,7 +556,7 @@ def test_a_short_document_beside_a_very_long_one_is_read_as_if_alone():
         ("global_layers", [0, 2], "global_layers must list distinct layers between 0 and 1"),
         ("global_layers", [0, 0], "global_layers must list distinct layers"),
         ("global_layers", "middle", "global_layers must be a list of layer indices or one of none"),
-        ("global_layers", "bottom-3", "global_layers must not ask for more than the 2 layers"),
+        ("global_layers", "bottom-3", "global_layers must select at most 2 layers"),
         ("decoder_global_layers", [-1], "decoder_global_layers must list distinct layers"),
         ("relative_attention_num_buckets", 3, "relative_attention_num_buckets must be even and at least 4"),
         ("relative_attention_max_distance", 16, "relative_attention_max_distance must exceed half"),

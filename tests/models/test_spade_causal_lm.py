@@ -337,7 +337,7 @@ def test_what_would_be_silently_ignored_is_refused_or_said(monkeypatch):
     model(**inputs)
     assert not said
     model(**inputs, output_attentions=True)
-    assert said == ["output_attentions needs attn_implementation='eager': local attention keeps none."] * 2
+    assert said == ["output_attentions needs attn_implementation='eager': local attention has none."] * 2
 
 
 def test_an_early_exit_drafts_for_the_whole_model():

@@ -347,15 +347,18 @@ def test_transient_global_attention_is_refused():
         ({"num_decoder_layers": 3}, "num_decoder_layers must be 2, as in the source; got 3"),
         ({"norm_position": "post"}, "norm_position must be 'pre', as in the source; got 'post'"),
         ({"share_relative_bias": False}, "share_relative_bias must be True, as in the source; got False"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings must be left to the source's weights; got False"),
+        (
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings must be left out: the source's weights determine it; got False",
+        ),
         (
             {"locl_radius": 3},
             "from_t5 has no option or config field 'locl_radius'. Did you mean 'local_radius'?",
         ),
-        ({"revision": "main"}, "revision must not be given for a model that is loaded already"),
+        ({"revision": "main"}, "revision must not be given for a loaded model"),
         (
             {"attention_type": "none", "global_layers": "all"},
-            "SPADE, configured so, has no place for the source's "
+            "SPADE with this config does not have the source's "
             "encoder.layers.0.mixer.attention.k_proj.weight (20, 32), "
             "encoder.layers.0.mixer.attention.o_proj.weight (32, 20), "
             "encoder.layers.0.mixer.attention.q_proj.weight (20, 32) and",
@@ -374,7 +377,7 @@ def test_what_the_source_fixes_may_be_repeated():
     ("field", "value", "rule"),
     [
         ("local_radius", -1, "local_radius must not be negative; got -1"),
-        ("global_layers", "bottom-4", "global_layers must not ask for more than the 3 layers"),
+        ("global_layers", "bottom-4", "global_layers must select at most 3 layers"),
         ("combine_mode", "residul", "combine_mode must be one of concat, add, stack, residual; got 'residul'"),
         ("eos_token_id", 64, "eos_token_id must lie in the vocabulary"),
     ],
@@ -417,7 +420,7 @@ def test_a_source_that_lacks_a_part(ending, model_class, lacking, tmp_path):
 def test_no_tensor_of_the_source_is_dropped():
     classifier = tiny_source(ending="ForTokenClassification")
     message = refused(SpadeEncoderModel, classifier)
-    assert message == "SPADE has no place for these tensors of the source: classifier.bias, classifier.weight"
+    assert message == "SPADE does not have these tensors of the source: classifier.bias, classifier.weight"
     source = tiny_source()
     source.decoder.embed_tokens.weight = nn.Parameter(torch.randn(64, 32))
     assert refused(SpadeModel, source).endswith("of the source: decoder.embed_tokens.weight")
@@ -428,14 +431,14 @@ def test_no_tensor_of_the_source_is_dropped():
     source = tiny_source()
     source.decoder.block[1].layer[2].DenseReluDense.wo = nn.Linear(40, 32, bias=False)
     message = refused(SpadeModel, source)
-    assert message.endswith("no place for the source's decoder.layers.1.feed_forward.down_proj.weight (32, 40)")
+    assert message.endswith("does not have the source's decoder.layers.1.feed_forward.down_proj.weight (32, 40)")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"encoder.block.1.layer.1.DenseReluDense.wo.weight": None}, "lacks tensors of a T5ForConditionalGeneration"),
-        ({"encoder.block.1.adapter.weight": torch.zeros(2)}, "no place for these tensors of"),
+        ({"encoder.block.1.adapter.weight": torch.zeros(2)}, "does not have these tensors of"),
     ],
     ids=["gone", "extra"],
 )

@@ -113,7 +113,7 @@ def test_a_cache_keeps_its_horizon(model_type):
     }
     model(**step, past_key_values=explicit.past_key_values)
     model(**step, past_key_values=explicit.past_key_values, decoder_horizon=9)
-    with pytest.raises(ValueError, match="decoder_horizon must be 9, for which past_key_values was made; got 5"):
+    with pytest.raises(ValueError, match="decoder_horizon must be 9, as in past_key_values; got 5"):
         model(**step, past_key_values=explicit.past_key_values, decoder_horizon=5)
     longer = model.generate(inputs["input_ids"], max_new_tokens=4, return_dict_in_generate=True)
     more = model.generate(
@@ -154,7 +154,7 @@ def test_skipped_segments_are_told_once(caplog, monkeypatch):
         model(**padded, attention_mask=(torch.arange(40) < 16).long().expand(2, -1))
         assert "segments" not in caplog.text
         model(**tiny_inputs(model, length=23))
-        assert "12 segments and its target only 8 tokens" in caplog.text
+        assert "12 segments, but its target only 8 tokens" in caplog.text
         assert "4 segments are skipped" in caplog.text
         caplog.clear()
         model(**tiny_inputs(model, length=40))

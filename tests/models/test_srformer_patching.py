@@ -117,7 +117,7 @@ def test_what_cannot_be_patched():
     assert type(base) is T5ForConditionalGeneration
     assert not attentions(base)
     base.hf_device_map = {"encoder": 0, "decoder": 1}
-    with pytest.raises(ValueError, match="model must lie on one device; got hf_device_map"):
+    with pytest.raises(ValueError, match="model must be on one device; got hf_device_map"):
         hf_hybrid.patch_cross_attention(base)
 
 
@@ -127,7 +127,7 @@ def test_patching_refuses_what_it_would_lose(model_type):
     layers = base.get_decoder().block if model_type == "srformer_t5" else base.get_decoder().layers
     last = layers[-1]
     del layers[-1]
-    with pytest.raises(ValueError, match=r"plain .* before anything is changed; got no .*, which its config asks for"):
+    with pytest.raises(ValueError, match=r"plain .* before other changes; got no .*, which its config requires"):
         hf_hybrid.patch_cross_attention(base)
     layers.append(last)
     base.lm_head.weight = torch.nn.Parameter(torch.zeros(3, 32))
@@ -135,7 +135,7 @@ def test_patching_refuses_what_it_would_lose(model_type):
         hf_hybrid.patch_cross_attention(base)
     base = parent(model_type)
     base.get_encoder().forward = base.get_encoder().forward
-    with pytest.raises(ValueError, match=r"a forward of its own on .*encoder"):
+    with pytest.raises(ValueError, match=r"a changed forward of .*encoder"):
         hf_hybrid.patch_cross_attention(base)
 
 

@@ -3,8 +3,6 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid.suggestions import did_you_mean
-
 from ..checks import (
     MAX_STATE_SIZE,
     check_activation,
@@ -17,7 +15,11 @@ from ..checks import (
     check_relative_attention,
     check_token_ids,
     check_unknown_fields,
+    check_unread,
+    fill_defaults,
+    fill_head_dim,
     forget_code,
+    preset_fields,
 )
 from ..state_cache import SLIDING_LAYER_TYPE
 
@@ -228,37 +230,28 @@ class BstConfig(PreTrainedConfig):
         Raises:
             ValueError: No preset has this name.
         """
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**preset_fields(PRESETS, name), **overrides})
 
     def __post_init__(self, **kwargs):
-        """Fill in the fields whose default depends on others."""
+        """Set the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
         forget_code(self, kwargs)
         check_number_of_layers(self, ("num_hidden_layers",))
-        if self.head_dim is None and self.num_attention_heads > 0:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "
-                    f"got {self.hidden_size} and {self.num_attention_heads}"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        for field, default in {
-            "score_scale_init": self.head_dim**0.5 if self.head_dim and self.head_dim > 0 else None,
-            "bst_layers": [layer for layer in PAPER_LAYERS if layer < self.num_hidden_layers],
-            "context_shift": "window" if self.context_type == "multi_filter" else "none",
-            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
-            "scale_embeddings": self.adaptive_cutoffs is not None,
-            "scale_decoder_outputs": self.adaptive_cutoffs is None,
-            "classifier_dropout": self.dropout,
-        }.items():
-            if getattr(self, field) is None:
-                setattr(self, field, default)
+        fill_head_dim(self)
+        fill_defaults(
+            self,
+            score_scale_init=self.head_dim**0.5 if self.head_dim and self.head_dim > 0 else None,
+            bst_layers=[layer for layer in PAPER_LAYERS if layer < self.num_hidden_layers],
+            context_shift="window" if self.context_type == "multi_filter" else "none",
+            initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
+            scale_embeddings=self.adaptive_cutoffs is not None,
+            scale_decoder_outputs=self.adaptive_cutoffs is None,
+            classifier_dropout=self.dropout,
+        )
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Check every field against its rule; part of the strict dataclass validation."""
+        """Check every field; part of the strict dataclass validation."""
         check_positive_integers(self, ("state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         check_probabilities(
@@ -289,7 +282,7 @@ class BstConfig(PreTrainedConfig):
         if self.adaptive_cutoffs is not None:
             check_adaptive_vocabulary(self)
         if not self.is_decoder:
-            raise ValueError("is_decoder must be True, since a Block-State Transformer is causal; got False")
+            raise ValueError("is_decoder must be True: a Block-State Transformer is causal; got False")
         layers = self.bst_layers
         if any(not 0 <= layer < self.num_hidden_layers for layer in layers) or len(set(layers)) < len(layers):
             raise ValueError(f"bst_layers must be distinct, from 0 to {self.num_hidden_layers - 1}; got {layers}")
@@ -304,8 +297,8 @@ class BstConfig(PreTrainedConfig):
             raise ValueError(f"filter_embedding_size must be odd and at least 3; got {self.filter_embedding_size}")
         if self.context_type == "multi_filter" and self.context_shift == "none":
             raise ValueError(
-                "context_shift must be window for context_type multi_filter, whose states have seen the whole window "
-                "that they are the end of; got 'none'"
+                "context_shift must be window for context_type multi_filter, whose states have read all of their "
+                "window; got 'none'"
             )
         if self.context_type == "multi_head" and self.context_lift:
             raise ValueError(
@@ -317,18 +310,13 @@ class BstConfig(PreTrainedConfig):
             unread["num_context_states"] = "context_type"
         if self.adaptive_cutoffs is None:
             unread |= dict.fromkeys(("adaptive_factor", "adaptive_dropout"), "adaptive_cutoffs")
-        for field, by in unread.items():
-            if getattr(self, field) != (default := getattr(type(self), field)):
-                raise ValueError(
-                    f"{field} must be left at {default} for {by} {getattr(self, by)}, which does not read it; "
-                    f"got {getattr(self, field)!r}"
-                )
+        check_unread(self, unread)
 
-    # what the attention shared with other architectures reads
+    # read by the attention in models/local_attention.py
 
     @property
     def attention_type(self) -> str:
-        """Self-attention of the layers without context states, and by default of all."""
+        """Self-attention of the layers without context states, by default of all layers."""
         return "window"
 
     @property
@@ -343,24 +331,24 @@ class BstConfig(PreTrainedConfig):
 
     @property
     def chunk_size(self) -> int:
-        """Length of the windows that attention to context states keeps to."""
+        """Length of the windows within which queries attend to context states."""
         return self.window
 
     @property
     def sliding_window(self) -> int:
         """Keys of one decoding step, its own included."""
-        return max(self.local_radius + 1, 2)  # transformers' sliding cache keeps one less, and cannot keep none
+        return max(self.local_radius + 1, 2)  # transformers' sliding cache keeps one less, at least one
 
     @property
     def layer_types(self) -> list[str]:
-        """What each layer keeps in a cache."""
+        """Cache type of each layer."""
         return [
             SLIDING_LAYER_TYPE if layer in self.bst_layers else "sliding_attention"
             for layer in range(self.num_hidden_layers)
         ]
 
     def validate_layer_type(self):
-        """Accept the layer type of `models.state_cache`, which transformers does not know."""
+        """Accept the layer types of `models.state_cache`, which transformers does not know."""
 
 
 __all__ = ["BstConfig"]

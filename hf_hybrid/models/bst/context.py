@@ -1,4 +1,4 @@
-"""Context states, what a window reads of everything before it, and attention to them (Fathi et al. 2023, section 3.2).
+"""Context states, a summary of earlier tokens, and attention to them (Fathi et al. 2023, section 3.2).
 
 Shapes: B batch · T length · P tokens already read · D width · H heads · K head width · W window · n windows ·
 C filters · S states that a window attends to.
@@ -19,19 +19,24 @@ from ...layers.s4 import S4
 from ..local_attention import LocalAttention, eager_attention_forward
 from ..state_cache import without_first
 from .configuration_bst import BstConfig
-from .windows import Place, from_windows, to_windows, window_of
+from .windows import Span, from_windows, to_windows, window_of
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+PairAt = Callable[[int, torch.Tensor], Pair]
+"""Keys and values of the windows of some rows, from the index of a stop and the rows."""
 
 
 class ContextState(NamedTuple):
-    """What attention to context states remembers.
+    """Cached state of attention to context states.
 
     Attributes:
-        filter: The filters' state, which all of them share.
-        key: `(B, ≤W-1, H, K)`, of the last tokens' own states; with a shift `(B, S, H, K)`, of those that the next
-            token's window attends to.
-        value: Alike.
-        next_key: With a shift and a state per token, `(B, W, H, K)`: the last tokens' own.
-        next_value: Alike.
+        filter: State of the filters.
+        key: Keys of the last tokens' states, `(B, ≤W-1, H, K)`; with a shift, keys of the states that the next token's
+            window attends to, `(B, S, H, K)`.
+        value: Values, shaped like `key`.
+        next_key: With a shift and a state per token: keys of the last tokens' states, `(B, W, H, K)`.
+        next_value: Values, shaped like `next_key`.
     """
 
     filter: torch.Tensor
@@ -42,7 +47,7 @@ class ContextState(NamedTuple):
 
 
 class HeadwiseLinear(nn.Module):
-    """A linear map for each head, from an input for each head.
+    """A linear map per head, of an input per head.
 
     Args:
         num_heads: H.
@@ -61,16 +66,16 @@ class HeadwiseLinear(nn.Module):
 
 
 class BstContext(LocalAttention):
-    """Attention of tokens to context states, which are filters' outputs (BST, section 3.2, pseudocodes 1 to 5).
+    """Attention to context states, the outputs of filters (BST, section 3.2, pseudocodes 1 to 5).
 
     Y_c = h_c * u + D_c u,  for the filters h_c of a state space model or of a network, per channel;
     single head: keys and values of every head from Y_1;  multi head: those of head c from Y_c.
 
-    A subclass says in `attend_to_states` which states a query attends to.
+    Subclasses choose in `attend_to_states` which states a query attends to.
 
     Args:
         config: The config.
-        headwise: Whether each head projects an input of its own to keys and values.
+        headwise: Whether each head projects its own input to keys and values.
     """
 
     def __init__(self, config: BstConfig, *, headwise: bool):
@@ -93,7 +98,7 @@ class BstContext(LocalAttention):
         self,
         hidden_states: torch.Tensor,
         filter_inputs: torch.Tensor,
-        place: Place,
+        span: Span,
         state: ContextState | None,
         return_state: bool,
         **kwargs: Unpack[TransformersKwargs],
@@ -101,29 +106,29 @@ class BstContext(LocalAttention):
         """Attend.
 
         Args:
-            hidden_states: What queries are made of, `(B, T, D)`.
+            hidden_states: Input of the queries, `(B, T, D)`.
             filter_inputs: u, `(B, T, D)`.
-            place: Where these tokens lie.
-            state: What the tokens before left behind.
-            return_state: Whether to return the state after these.
+            span: Position of these tokens.
+            state: State before these tokens.
+            return_state: Whether to return the state after them.
             **kwargs: Passed on to the attention function.
 
         Returns:
             `(B, T, D)`, and the state or None.
         """
         query = self.as_query(self.q_proj(hidden_states))
-        if place.mask is not None:
-            kept = place.mask[:, -query.shape[1] :].to(torch.bool)
+        if span.attention_mask is not None:
+            kept = span.attention_mask[:, -query.shape[1] :].to(torch.bool)
             filter_inputs = filter_inputs.masked_fill(~kept[..., None], 0)
-        kwargs.pop("output_attentions", None)  # those that are recorded are self-attention's
-        output, state = self.attend_to_states(query, filter_inputs, place, state, return_state, **kwargs)
+        kwargs.pop("output_attentions", None)  # only self-attention's are recorded
+        output, state = self.attend_to_states(query, filter_inputs, span, state, return_state, **kwargs)
         return self.o_proj(output.flatten(2)), state
 
     def attend_to_states(
         self,
         query: torch.Tensor,
         u: torch.Tensor,
-        place: Place,
+        span: Span,
         state: ContextState | None,
         return_state: bool,
         **kwargs: Unpack[TransformersKwargs],
@@ -135,8 +140,8 @@ class BstContext(LocalAttention):
         """
         raise NotImplementedError
 
-    def _project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each `(B, T, H, K)`, of the filters' outputs `(C, B, T, D)`."""
+    def _project(self, states: torch.Tensor) -> Pair:
+        """Project the filters' outputs `(C, B, T, D)` to keys and values, each `(B, T, H, K)`."""
         if self.headwise:
             key, value = self.k_heads(states), self.v_heads(states)
         else:
@@ -144,7 +149,7 @@ class BstContext(LocalAttention):
         return self.as_key(key), self.as_value(value)
 
     def _lifted(self, projection: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Project states after a lift y w_h + b_h to each head h; linear as it all is, that need not be made."""
+        """Project states lifted to y w_h + b_h for each head h, without computing the lift: all maps are linear."""
         projected = projection(states)
         if self.lift_weight is None:
             return projected
@@ -155,11 +160,7 @@ class BstContext(LocalAttention):
 
 
 class TokenContext(BstContext):
-    """Attention to a state per token of the query's own window, up to the query's position (single and multi head).
-
-    Args:
-        config: The config.
-    """
+    """Attention to one state per token of the query's window, up to the query (single and multi head)."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config, headwise=config.context_type == "multi_head")
@@ -171,7 +172,7 @@ class TokenContext(BstContext):
         self,
         query: torch.Tensor,
         u: torch.Tensor,
-        place: Place,
+        span: Span,
         state: ContextState | None,
         return_state: bool,
         **kwargs: Unpack[TransformersKwargs],
@@ -185,10 +186,10 @@ class TokenContext(BstContext):
             query,
             key,
             value,
-            whole=state is None,
-            attention_mask=place.mask,
-            query_start=place.past,
-            key_start=place.past - held,
+            complete=state is None,
+            attention_mask=span.attention_mask,
+            query_start=span.past,
+            key_start=span.past - held,
             **kwargs,
         )
         if not return_state:
@@ -199,62 +200,60 @@ class TokenContext(BstContext):
     def _filtered_pair(
         self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
+        """Return keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
         outputs, state = self.filter(u, state=state, return_state=True) if return_state else (self.filter(u), None)
         return *self._project(outputs if outputs.dim() == 4 else outputs[None]), state
 
 
 class WindowBeforeContext(BstContext):
-    """Attention to all states of the window before the query's; in the first window to trained ones.
+    """Attention to all states of the window before the query's; in the first window to trained states.
 
-    A subclass says what the states of a window are: `_first_pair`, `_window_pairs`, `_remember` and `_read`.
+    Subclasses define the states of a window in `_first_pair`, `_window_pairs`, `_remember` and `_read`.
     """
 
     def attend_to_states(
         self,
         query: torch.Tensor,
         u: torch.Tensor,
-        place: Place,
+        span: Span,
         state: ContextState | None,
         return_state: bool,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend to the window before; see `BstContext`."""
         if state is None:
-            return self._attend_whole(query, u, place.first, return_state, **kwargs)
-        return self._attend_stretches(query, u, place.rows, state, **kwargs)
+            return self._attend_sequence(query, u, span.first, return_state, **kwargs)
+        return self._attend_from_state(query, u, span.starts, state, **kwargs)
 
-    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(B, 1, S, H, K)` that the first window attends to."""
+    def _first_pair(self, batch: int) -> Pair:
+        """Return keys and values `(B, 1, S, H, K)` for the first window."""
         raise NotImplementedError
 
-    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(B, n, S, H, K)` of the states of whole windows, from their inputs `(B, n W, D)`."""
+    def _window_pairs(self, u: torch.Tensor) -> Pair:
+        """Return keys and values `(B, n, S, H, K)` of the states of complete windows, from inputs `(B, n W, D)`."""
         raise NotImplementedError
 
     def _remember(
         self, state: ContextState, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None, length: int
     ) -> ContextState:
-        """Complete the state after a whole sequence, from the keys and values `(B, n, S, H, K)` of its windows."""
+        """Add to the state after a sequence what is needed of its windows' keys and values `(B, n, S, H, K)`."""
         return state
 
-    def _read(
-        self, u: torch.Tensor, state: ContextState, stops: list[int]
-    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-        """Read the inputs that follow a state.
+    def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
+        """Read inputs after a state.
 
         Args:
             u: `(B, T, D)`.
-            state: What the tokens before left behind.
+            state: State before these tokens.
             stops: Numbers of tokens after which a window may end, the last of them T.
 
         Returns:
-            The next state, but for what the next token's window attends to; and a function of a stop's index and of
-            the rows whose window ends there, `(r,)`, that gives its keys and values, each `(r, S, H, K)`.
+            The next state, with the old `key` and `value`; and a function of the index of a stop and of the rows whose
+            window ends there, `(r,)`, that returns keys and values of this window, each `(r, S, H, K)`.
         """
         raise NotImplementedError
 
-    def _attend_whole(
+    def _attend_sequence(
         self,
         query: torch.Tensor,
         u: torch.Tensor,
@@ -262,11 +261,11 @@ class WindowBeforeContext(BstContext):
         return_state: bool,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState | None]:
-        """Attend over a whole sequence, cut into windows."""
+        """Attend over a complete sequence, cut into windows."""
         (batch, length), window = query.shape[:2], self.config.window
         count = -(-length // window)
         key, value = self._first_pair(batch)
-        # the last window's states are for tokens to come
+        # only later tokens read the last window's states
         if wanted := count if return_state else count - 1:
             grid = to_windows(u, first, count, window).flatten(1, 2)
             later = self._window_pairs(grid[:, : wanted * window])
@@ -276,29 +275,31 @@ class WindowBeforeContext(BstContext):
         output = from_windows(output.unflatten(0, (batch, count)), first, length)
         if not return_state:
             return output, None
-        places = length if first is None else (length - first)[:, None, None, None, None]
-        read = (window_of(x, places // window) for x in (key, value))
+        end = length if first is None else (length - first)[:, None, None, None, None]
+        read = (window_of(x, end // window) for x in (key, value))
         state = ContextState(self.filter.follow(u, None, [length])[0], *read)
         return output, self._remember(state, *later, first, length)
 
-    def _attend_stretches(
+    def _attend_from_state(
         self,
         query: torch.Tensor,
         u: torch.Tensor,
-        rows: list[int],
+        starts: list[int],
         state: ContextState,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState]:
-        """Attend from a state on: stretch by stretch, each within a window."""
+        """Attend after a state, in parts that each lie within one window."""
         length, window = query.shape[1], self.config.window
-        turns = {row: range(window - (row % window if row > 0 else row), length + 1, window) for row in rows}
+        turns = {
+            start: range(window - (start % window if start > 0 else start), length + 1, window) for start in starts
+        }
         stops = sorted({length}.union(*turns.values()))
         state, pair_at = self._read(u, state, stops)
-        attended, start = [], 0
+        attended, done = [], 0
         for index, stop in enumerate(stops):
-            attended.append(self._attend_all(query[:, start:stop], state.key, state.value, **kwargs))
-            start = stop
-            turning = [i for i, row in enumerate(rows) if stop in turns[row]]
+            attended.append(self._attend_all(query[:, done:stop], state.key, state.value, **kwargs))
+            done = stop
+            turning = [row for row, start in enumerate(starts) if stop in turns[start]]
             if not turning:
                 continue
             turning = torch.tensor(turning, device=u.device)
@@ -309,13 +310,9 @@ class WindowBeforeContext(BstContext):
         return torch.cat(attended, dim=1), state
 
     def _attend_all(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **kwargs: Unpack[TransformersKwargs],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> torch.Tensor:
-        """Attention of all queries `(B, T, H, K)` to all keys `(B, S, H, K)`, `(B, T, H, K)`."""
+        """Attend from all queries `(B, T, H, K)` to all keys `(B, S, H, K)`."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(
             self,
@@ -330,22 +327,18 @@ class WindowBeforeContext(BstContext):
 
 
 class ShiftedTokenContext(WindowBeforeContext, TokenContext):
-    """Attention to the states of all tokens of the window before (single and multi head).
-
-    Args:
-        config: The config.
-    """
+    """Attention to the states of all tokens of the window before (single and multi head)."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
         filters = config.num_attention_heads if self.headwise else 1
         self.initial_states = nn.Parameter(torch.empty(filters, config.window, config.hidden_size))
 
-    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _first_pair(self, batch: int) -> Pair:
         key, value = (x[:, None] for x in self._project(self.initial_states[:, None]))
         return key.expand(batch, -1, -1, -1, -1), value.expand(batch, -1, -1, -1, -1)
 
-    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window_pairs(self, u: torch.Tensor) -> Pair:
         key, value, _ = self._filtered_pair(u, None, False)
         return key.unflatten(1, (-1, self.config.window)), value.unflatten(1, (-1, self.config.window))
 
@@ -355,27 +348,22 @@ class ShiftedTokenContext(WindowBeforeContext, TokenContext):
         own = (self._last_of(from_windows(x, first, length)) for x in (key, value))
         return ContextState(*state[:3], *own)
 
-    def _read(
-        self, u: torch.Tensor, state: ContextState, stops: list[int]
-    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         *new, after = self._filtered_pair(u, state.filter, True)
         own = [torch.cat(pair, dim=1) for pair in zip(state[3:], new, strict=True)]
         state = state._replace(filter=after, next_key=self._last_of(own[0]), next_value=self._last_of(own[1]))
         return state, lambda index, rows: tuple(x[rows, stops[index] : stops[index] + self.config.window] for x in own)
 
     def _last_of(self, x: torch.Tensor) -> torch.Tensor:
-        """The last W of `(B, T, H, K)`, zeros before the first."""
+        """Return the last W tokens of `(B, T, H, K)`, with zeros before the first."""
         x = without_first(x, max(0, x.shape[1] - self.config.window), 1)
         return F.pad(x, (0, 0, 0, 0, self.config.window - x.shape[1], 0))
 
 
 class MultiFilterContext(WindowBeforeContext):
-    """Attention to what S filters say at the end of the window before.
+    """Attention to the outputs of S filters at the end of the window before.
 
-    Keys and values of every head from [Y_c at the window's end + e_c] for all c, with trained e_c.
-
-    Args:
-        config: The config.
+    Keys and values of every head come from [Y_c at the window's end + e_c] for all c, with trained e_c.
     """
 
     def __init__(self, config: BstConfig):
@@ -385,27 +373,25 @@ class MultiFilterContext(WindowBeforeContext):
         self.state_embedding = nn.Parameter(torch.empty(states, width))
         self.initial_states = nn.Parameter(torch.empty(states, width))
 
-    def _first_pair(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _first_pair(self, batch: int) -> Pair:
         key, value = self._pair(self.initial_states[None, None])
         return key.expand(batch, -1, -1, -1, -1), value.expand(batch, -1, -1, -1, -1)
 
-    def _window_pairs(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window_pairs(self, u: torch.Tensor) -> Pair:
         return self._pair(self.filter.sample(u, self.config.window))
 
-    def _read(
-        self, u: torch.Tensor, state: ContextState, stops: list[int]
-    ) -> tuple[ContextState, Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         states = self.filter.follow(u, state.filter, stops)
 
-        def pair_at(index: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def pair_at(index: int, rows: torch.Tensor) -> Pair:
             sampled = self.filter.read(states[index][rows], u[rows, stops[index] - 1])
             key, value = self._pair(sampled[:, None])
             return key[:, 0], value[:, 0]
 
         return state._replace(filter=states[-1]), pair_at
 
-    def _pair(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(B, n, S, H, K)` of the filters' outputs at the ends of windows, `(B, n, S, D)`."""
+    def _pair(self, states: torch.Tensor) -> Pair:
+        """Project outputs at the ends of windows, `(B, n, S, D)`, to keys and values `(B, n, S, H, K)`."""
         count = states.shape[1]
         states = (states.to(self.state_embedding.dtype) + self.state_embedding).flatten(1, 2)
         if self.lift is None:

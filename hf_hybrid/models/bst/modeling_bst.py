@@ -1,16 +1,12 @@
-"""BST: sliding-window attention, and in some layers attention to a state space model's states (Fathi et al. 2023).
+"""BST: sliding-window attention, in some layers also attention to a state space model's states (Fathi et al. 2023).
 
-Shapes: B batch · T length · P tokens already read · D width · H heads · K head width · W window · n windows ·
-C filters · S states that a window attends to.
+Shapes: B batch · T length · D width.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -19,37 +15,27 @@ from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ...layers.feed_forward import FeedForward
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
-from ...layers.state_space import ssm_parameters
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
-from ..heads import CausalLMForward, SequenceClassificationForward, make_embedding, make_lm_head
-from ..local_attention import (
-    LocalSelfAttention,
-    first_kept,
-    init_shared,
-)
+from ..heads import CausalLMForward, SequenceClassificationForward, StateSpaceModelMixin, make_embedding, make_lm_head
+from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
 from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
-from .windows import Place
+from .windows import Span
 
 logger = logging.get_logger(__name__)
 
-STATES_STD = 0.1  # of what is trained in place of states: the first window's, as in block-recurrent transformers
+STATES_STD = 0.1  # of the trained states that the first window reads, as in block-recurrent transformers
 
 
 class BstLayer(GradientCheckpointingLayer):
-    """One layer: attention and a feed-forward network, each behind a norm and with a residual.
+    """One layer: attention and a feed-forward network, each after a norm and with a residual.
 
-    Block layer ``x <- x + W_o a``; with context states ``x <- x + W_o a + W_c c`` for attention to them c, that is,
-    one projection of both side by side; with a gate ``x <- g x + (1 - g) (W_o a + W_c c)``, g = sigmoid(b).
-
-    Args:
-        config: The config.
-        layer_idx: Index of the layer.
+    With self-attention a: ``x <- x + W_o a``; with attention c to context states: ``x <- x + W_o a + W_c c``; with a
+    gate: ``x <- g x + (1 - g) (W_o a + W_c c)``, g = sigmoid(b).
     """
 
     def __init__(self, config: BstConfig, layer_idx: int):
@@ -69,21 +55,14 @@ class BstLayer(GradientCheckpointingLayer):
         self.context = make_context(config) if has_context else None
         gated = has_context and config.context_mixing == "gate"
         self.gate_bias = nn.Parameter(torch.zeros(config.hidden_size)) if gated else None
-        self.feed_forward = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            ACT2FN[config.hidden_act],
-            gated=config.gated_feed_forward,
-            bias=config.feed_forward_bias,
-            dropout=config.activation_dropout,
-        )
+        self.feed_forward = make_feed_forward(config)
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        place: Place,
+        span: Span,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
@@ -93,14 +72,16 @@ class BstLayer(GradientCheckpointingLayer):
             cached = state_layer(past_key_values, self.layer_idx, SlidingStateCacheLayer)
             cached.sliding_window = self.config.sliding_window
         normed = self.attention_norm(hidden_states)
-        mixed, _ = self.attention(normed, attention_mask=place.mask, past_key_values=past_key_values, **kwargs)
+        mixed, _ = self.attention(
+            normed, attention_mask=span.attention_mask, past_key_values=past_key_values, **kwargs
+        )
         if self.context is not None:
             inputs = normed if self.config.context_input == "normed" else hidden_states
             state = None if cached is None else cached.state
-            attended, state = self.context(normed, inputs, place, state, cached is not None, **kwargs)
+            attended, state = self.context(normed, inputs, span, state, cached is not None, **kwargs)
             mixed = mixed + attended
             if cached is not None:
-                cached.store(state, tokens=0)  # self-attention's keys have counted them
+                cached.store(state, tokens=0)  # self-attention counts them
         mixed = self.dropout(mixed)
         if self.gate_bias is None:
             hidden_states = hidden_states + mixed
@@ -109,8 +90,8 @@ class BstLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
-class BstPreTrainedModel(ModelCardMixin, PreTrainedModel):
-    """Base of all Block-State Transformers: initialisation, and what transformers wants to know about them."""
+class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+    """Base class of all Block-State Transformers."""
 
     config: BstConfig
     base_model_prefix = "model"
@@ -119,10 +100,7 @@ class BstPreTrainedModel(ModelCardMixin, PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["filter"]
     _supports_sdpa = True
-    _can_record_outputs = {
-        "hidden_states": BstLayer,
-        "attentions": OutputRecorder(LocalSelfAttention, index=1),
-    }
+    _can_record_outputs = {"hidden_states": BstLayer, "attentions": OutputRecorder(LocalSelfAttention, index=1)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -142,26 +120,13 @@ class BstPreTrainedModel(ModelCardMixin, PreTrainedModel):
                 init.normal_(module.lift_weight)
                 init.zeros_(module.lift_bias)
 
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Leave the padding mask as it is: each layer makes its own."""
-        return attention_mask
-
-    def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
-        """Yield the filters' trained tensors, which want no weight decay; see `layers.state_space`."""
-        return ssm_parameters(self, dynamics=dynamics)
-
 
 class BstModel(BstPreTrainedModel):
-    """Block-State Transformer without a head: embedding, layers and final norm.
-
-    Args:
-        config: The config.
-    """
+    """Block-State Transformer without a head: embedding, layers and final norm."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
-        config.validate()  # from_pretrained may have set fields without checking them
+        config.validate()  # from_pretrained may set fields without checking them
         self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList(BstLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
@@ -188,15 +153,15 @@ class BstModel(BstPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)
-        place = self._place(attention_mask, past_key_values, *hidden_states.shape[:2])
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer where generation asks for an early exit
-            hidden_states = layer(hidden_states, place, past_key_values=past_key_values, **kwargs)
+        span = self._span(attention_mask, past_key_values, *hidden_states.shape[:2])
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
+            hidden_states = layer(hidden_states, span, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(
             last_hidden_state=self.final_norm(hidden_states), past_key_values=past_key_values
         )
 
-    def _place(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Place:
-        """Say where the next tokens lie; with a shift and a mask, that is one question to the device."""
+    def _span(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Span:
+        """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
         if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
             raise ValueError(
@@ -206,28 +171,24 @@ class BstModel(BstPreTrainedModel):
         limit = self.config.filter_length
         if self.config.bst_layers and self.config.context_filter == "unstructured" and past + length > limit:
             logger.warning_once(
-                f"a sequence is longer than filter_length {limit}: unstructured filters see that many tokens back, "
-                f"nothing further; train with a larger filter_length, or use context_filter='s4'."
+                f"A sequence is longer than filter_length {limit}, beyond which unstructured filters see nothing. "
+                f"Train with a larger filter_length, or use context_filter='s4'."
             )
-        first = rows = None
+        first = starts = None
         if self.config.bst_layers and self.config.context_shift == "window":
             if attention_mask is not None:
                 first = first_kept(attention_mask)
             if past:
-                rows = [past] * batch if first is None else [past - index for index in first.tolist()]
+                starts = [past] * batch if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
-                first = None  # the common case, which needs no rearranging
-        return Place(attention_mask, past, first, rows)
+                first = None  # the common case needs no index
+        return Span(attention_mask, past, first, starts)
 
 
 class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedModel):
     """Block-State Transformer as a language model.
 
-    With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
-    the loss needs only those of each label's cluster.
-
-    Args:
-        config: The config.
+    With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -238,7 +199,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
         self.lm_head = make_lm_head(config, self.model.embed_tokens)
         if config.adaptive_cutoffs is not None:
             self._tied_weights_keys = None  # a tied softmax has no tables of its own
-        elif config.scale_decoder_outputs:  # as large as the table it would be tied to
+        elif config.scale_decoder_outputs:  # as large as a tied table
             self.lm_head.init_std = config.embedding_initializer_range
         self.post_init()
 
@@ -251,13 +212,7 @@ class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedMode
 
 
 class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedModel):
-    """Block-State Transformer that classifies whole sequences, by what `config.pooling` makes of all tokens.
-
-    `config.num_labels` and `config.problem_type` are as everywhere in transformers.
-
-    Args:
-        config: The config.
-    """
+    """Block-State Transformer that classifies sequences, by the tokens that `config.pooling` selects."""
 
     def __init__(self, config: BstConfig):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""A sequence cut into windows, which are counted from each row's first kept token.
+"""Windows of a sequence, counted from each row's first kept token.
 
 Shapes: B batch · T length · P tokens already read · W window · n windows.
 """
@@ -9,35 +9,34 @@ import torch
 from torch.nn import functional as F
 
 
-class Place(NamedTuple):
-    """Where a stretch of tokens lies: windows are counted from each row's first kept token.
+class Span(NamedTuple):
+    """Position of consecutive tokens in a batch of sequences.
 
     Attributes:
-        mask: `(B, P + T)`, 1 for tokens to keep; all when None.
+        attention_mask: `(B, P + T)`, 1 = keep; None keeps all.
         past: P.
-        first: Index of each row's first kept token, `(B,)`; None where that is the first one everywhere, or where no
-            layer asks.
-        rows: For each row, where in it the first of these tokens lies, negative before the first kept one; known if a
-            layer asks and there are tokens before these.
+        first: Index of each row's first kept token, `(B,)`; None if it is 0 in all rows or no layer needs it.
+        starts: Position of the first of these tokens in each row, counted from the row's first kept token, so negative
+            before it; None at the start of a sequence or if no layer needs it.
     """
 
-    mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None
     past: int
     first: torch.Tensor | None
-    rows: list[int] | None
+    starts: list[int] | None
 
 
 def to_windows(x: torch.Tensor, first: torch.Tensor | None, count: int, window: int) -> torch.Tensor:
-    """Cut a sequence into windows, the first of which begins at each row's first kept token.
+    """Cut a sequence into windows that start at each row's first kept token.
 
     Args:
         x: `(B, T, ...)`.
         first: Index of each row's first kept token, `(B,)`; 0 when None.
-        count: n, enough for all.
+        count: n, at least the number of windows.
         window: W.
 
     Returns:
-        `(B, n, W, ...)`, zeros behind the last token.
+        `(B, n, W, ...)`, zeros after the last token.
     """
     length, size = x.shape[1], count * window
     if first is None:
@@ -49,7 +48,7 @@ def to_windows(x: torch.Tensor, first: torch.Tensor | None, count: int, window: 
 
 
 def from_windows(x: torch.Tensor, first: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Put windows `(B, n, W, ...)` back into a sequence `(B, T, ...)`, arbitrary before the first kept token."""
+    """Join windows `(B, n, W, ...)` to a sequence `(B, T, ...)`, arbitrary before the first kept token."""
     x = x.flatten(1, 2)
     if first is None:
         return x[:, :length]
@@ -58,12 +57,12 @@ def from_windows(x: torch.Tensor, first: torch.Tensor | None, length: int) -> to
 
 
 def window_of(x: torch.Tensor, index: int | torch.Tensor) -> torch.Tensor:
-    """One window's part for each row, `(B, S, H, K)`, of `(B, n, S, H, K)`."""
+    """Select one window per row of `(B, n, S, H, K)`, `(B, S, H, K)`."""
     if isinstance(index, int):
-        return x[:, index].clone()  # a cache that kept a view would keep all windows
+        return x[:, index].clone()  # a view would keep all windows in memory
     return x.take_along_dim(index.expand(-1, -1, *x.shape[2:]), 1)[:, 0]
 
 
 def _spread(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Make `(B, T)` broadcast over the dimensions that follow in another tensor."""
+    """Append dimensions of size 1 to `(B, T)` until it broadcasts with another tensor."""
     return index.view(*index.shape, *[1] * (like.dim() - 2))

@@ -5,8 +5,6 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid.suggestions import did_you_mean
-
 from ..checks import (
     MAX_NUMBER,
     MAX_STATE_SIZE,
@@ -20,8 +18,10 @@ from ..checks import (
     check_probabilities,
     check_token_ids,
     check_unknown_fields,
+    fill_defaults,
     forget_code,
     in_float32,
+    preset_fields,
 )
 from ..state_cache import LAYER_TYPE
 
@@ -57,12 +57,16 @@ PROBABILITIES = (
     "kernel_dropout",
 )
 
-LANGUAGE_MODEL = {
-    "is_decoder": True,
-    "short_kernel_rounding": "down",
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+
+def _long_range(labels: int, width: int, layers: int, *, length: int = 4096, **fields) -> dict:
+    """Return the fields of a model of the Long Range Arena or of raw speech."""
+    sizes = {"num_labels": labels, "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 2 * width}
+    return {**sizes, "training_length": length, "long_kernel_size": length, "dropout": 0.1, **fields}
+
+
+BYTES = {"vocab_size": 259, "norm_type": "scale_norm", "norm_position": "post"}
+REAL_VALUES = {"input_size": 1, "norm_type": "batch_norm", "dropout": 0.0}
+LANGUAGE_MODEL = {"is_decoder": True, "short_kernel_rounding": "down", "eos_token_id": None, "pad_token_id": None}
 PRESETS = {
     "tiny": {
         "hidden_size": 256,
@@ -86,84 +90,16 @@ PRESETS = {
         "adaptive_cutoffs": [20000, 60000],
     },
     "enwik8": {**LANGUAGE_MODEL, "vocab_size": 205, "num_hidden_layers": 12, "hidden_size": 512, "dropout": 0.1},
-    # the paper's rows of the Long Range Arena and of raw speech, table 7; see docs/models/chela.md for what it leaves
-    # open. Token ids of texts are those of a tokenizer of bytes.
-    "listops": {
-        "vocab_size": 20,
-        "num_labels": 10,
-        "hidden_size": 80,
-        "num_hidden_layers": 6,
-        "intermediate_size": 160,
-        "norm_type": "batch_norm",
-        "norm_position": "post",
-        "dropout": 0.1,
-        "training_length": 2048,
-        "long_kernel_size": 2048,
-    },
-    "text": {
-        "vocab_size": 259,
-        "num_labels": 2,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "intermediate_size": 256,
-        "norm_type": "scale_norm",
-        "norm_position": "post",
-        "dropout": 0.1,
-    },
-    "retrieval": {
-        "vocab_size": 259,
-        "num_labels": 2,
-        "hidden_size": 128,
-        "num_hidden_layers": 6,
-        "intermediate_size": 256,
-        "norm_type": "scale_norm",
-        "norm_position": "post",
-        "dropout": 0.1,
-    },
-    "image": {
-        "input_size": 1,
-        "num_labels": 10,
-        "hidden_size": 160,
-        "num_hidden_layers": 8,
-        "intermediate_size": 320,
-        "norm_type": "batch_norm",
-        "dropout": 0.0,
-        "training_length": 1024,
-        "long_kernel_size": 1024,
-    },
-    "pathfinder": {
-        "input_size": 1,
-        "num_labels": 2,
-        "hidden_size": 128,
-        "num_hidden_layers": 6,
-        "intermediate_size": 256,
-        "norm_type": "batch_norm",
-        "dropout": 0.0,
-        "training_length": 1024,
-        "long_kernel_size": 1024,
-    },
-    "pathx": {
-        "input_size": 1,
-        "num_labels": 2,
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "intermediate_size": 128,
-        "norm_type": "batch_norm",
-        "dropout": 0.0,
-        "training_length": 16384,
-        "long_kernel_size": 16384,
-    },
-    "speech": {
-        "input_size": 1,
-        "num_labels": 10,
-        "hidden_size": 60,
-        "num_hidden_layers": 6,
-        "intermediate_size": 120,
-        "norm_type": "batch_norm",
-        "dropout": 0.0,
-        "training_length": 16000,
-        "long_kernel_size": 460,  # what the paper's 493 thousand parameters leave for taps
-    },
+    # the paper's rows of the Long Range Arena and of raw speech, table 7; docs/models/chela.md lists what it leaves
+    # open. Texts are tokens of bytes.
+    "listops": _long_range(10, 80, 6, vocab_size=20, norm_type="batch_norm", norm_position="post", length=2048),
+    "text": _long_range(2, 128, 4, **BYTES),
+    "retrieval": _long_range(2, 128, 6, **BYTES),
+    "image": _long_range(10, 160, 8, **REAL_VALUES, length=1024),
+    "pathfinder": _long_range(2, 128, 6, **REAL_VALUES, length=1024),
+    "pathx": _long_range(2, 64, 4, **REAL_VALUES, length=16384),
+    # the paper's 493 thousand parameters leave room for 460 taps
+    "speech": _long_range(10, 60, 6, **REAL_VALUES, length=16000, long_kernel_size=460),
 }
 
 
@@ -335,31 +271,28 @@ class ChelaConfig(PreTrainedConfig):
         Raises:
             ValueError: No preset has this name.
         """
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**preset_fields(PRESETS, name), **overrides})
 
     def __post_init__(self, **kwargs):
-        """Fill in the fields whose default depends on others."""
+        """Set the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
         forget_code(self, kwargs)
         check_number_of_layers(self, ("num_hidden_layers",))
-        for field, default in {
-            "final_norm": self.norm_position == "pre",
-            "long_kernel_groups": self.hidden_size,
-            "mixer_state_size": 64 if self.mixer == "s4d" else 16,
-            "classifier_size": 2 * self.hidden_size,
-            "classifier_dropout": self.dropout,
-            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
-        }.items():
-            if getattr(self, field) is None:
-                setattr(self, field, default)
+        fill_defaults(
+            self,
+            final_norm=self.norm_position == "pre",
+            long_kernel_groups=self.hidden_size,
+            mixer_state_size=64 if self.mixer == "s4d" else 16,
+            classifier_size=2 * self.hidden_size,
+            classifier_dropout=self.dropout,
+            initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
+        )
         if self.short_kernel_sizes is None and self.training_length > 0:
             self.short_kernel_sizes = [3, short_kernel_size(self.training_length, self.short_kernel_rounding)]
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Check every field against its rule; part of the strict dataclass validation."""
+        """Check every field; part of the strict dataclass validation."""
         check_positive_integers(self, ("mixer_state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         for field, divided in {"num_attention_heads": "heads", "long_kernel_groups": "groups"}.items():
@@ -399,18 +332,18 @@ class ChelaConfig(PreTrainedConfig):
         if self.is_decoder and (self.norm_type == "batch_norm" or self.short_branch_norm):
             field = "norm_type" if self.norm_type == "batch_norm" else "short_branch_norm"
             raise ValueError(
-                f"{field} must not ask for batch normalisation in a causal model, whose statistics over time would "
-                f"show it the future; got {getattr(self, field)!r} and is_decoder True"
+                f"{field} must not use batch normalisation in a causal model: its statistics include the future; "
+                f"got {getattr(self, field)!r} and is_decoder True"
             )
 
     def _validate_convolutions(self):
         sizes = self.short_kernel_sizes
         if not sizes or any(size < 1 for size in sizes):
-            raise ValueError(f"short_kernel_sizes must be positive integers, one at least; got {sizes}")
+            raise ValueError(f"short_kernel_sizes must be one or more positive integers; got {sizes}")
         check_not_absurd("short_kernel_sizes", max(sizes))
         if not self.is_decoder and any(size % 2 == 0 for size in sizes):
             raise ValueError(
-                f"short_kernel_sizes must be odd unless is_decoder is True, for they are centred then; got {sizes}"
+                f"short_kernel_sizes must be odd unless is_decoder is True: they are centred; got {sizes}"
             )
         if not 0 <= self.kernel_squash <= MAX_NUMBER:
             hint = in_float32(self.kernel_squash) if self.kernel_squash > 0 else ""
@@ -425,7 +358,7 @@ class ChelaConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str] | None:
-        """What each layer of a causal model keeps in a cache; None for other models."""
+        """Cache type of each layer of a causal model; None for other models."""
         return [LAYER_TYPE] * self.num_hidden_layers if self.is_decoder else None
 
     def validate_layer_type(self):

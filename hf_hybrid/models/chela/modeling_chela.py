@@ -1,15 +1,12 @@
 """CHELA: short-long convolutions feed linear attention (Liu et al. 2024).
 
-Shapes: B batch · T length · P tokens already read · D width · H heads · K = D / H head width · C chunk.
+Shapes: B batch · T length · D width.
 """
 
 import copy
-from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -17,18 +14,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ...kernels import laplace_attention, linear_attention
-from ...kernels.laplace_attention import laplace
 from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ...layers.feed_forward import FeedForward
-from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
+from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
-from ...layers.s4d import S4D
-from ...layers.state_space import StateSpaceLayer, ssm_parameters
+from ...layers.state_space import StateSpaceLayer
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
 from ..heads import (
@@ -36,6 +30,7 @@ from ..heads import (
     MaskedLMForward,
     QuestionAnsweringForward,
     SequenceClassificationForward,
+    StateSpaceModelMixin,
     TokenClassificationForward,
     make_embedding,
     make_lm_head,
@@ -43,193 +38,13 @@ from ..heads import (
 )
 from ..state_cache import StatefulGenerationMixin, state_layer
 from .configuration_chela import ChelaConfig
-
-ALPHA_STD = 0.02
-"""Of α_q and α_k at first. The norm behind them takes their size out, but a step of Adam moves small ones further."""
-
-logger = logging.get_logger(__name__)
-
-
-class KeptKeys(NamedTuple):
-    """What Laplace attention remembers: keys and values, which of them are kept, and where the grid of chunks starts.
-
-    Attributes:
-        key: `(B, P, H, K)`, of the last C - 1 tokens where there are chunks.
-        value: `(B, P, H, K)`.
-        kept: `(B, P)`, boolean.
-        first: Place of each row's first kept token among these keys, before them if negative, `(B,)`; P where none is
-            kept yet.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    kept: torch.Tensor
-    first: torch.Tensor
-
-
-class ChelaState(NamedTuple):
-    """What a layer hands on: the mixer's state, and that of the attention, a matrix `(B, H, K, K)` or keys."""
-
-    mixer: Any
-    attention: torch.Tensor | KeptKeys
-
-
-class ChelaUnit(nn.Module):
-    """Convolutions, attention over what they give, and two gates (CHELA, section 4.3).
-
-    Z = mixer(x),  Q = α_q Z + β_q,  K = α_k Z + β_k,  V = SiLU(x W_v + b_v)                    (eqs. 8, 11 to 13)
-    M = Norm(Q (K^T V)) ⊙ SiLU(Z W_g + b_g),  U = M ⊙ G + r ⊙ (1 - G),  G = sigmoid(Z W_o + b_o)    (eqs. 9 to 15)
-
-    with the residual r that the caller gives; causal sums in Q (K^T V) where the model is.
-
-    Args:
-        config: The config.
-    """
-
-    def __init__(self, config: ChelaConfig):
-        super().__init__()
-        self.config = config
-        width = config.hidden_size
-        self.mixer = make_mixer(config)
-        self.v_proj = nn.Linear(width, width)
-        self.gate_proj = None if config.share_gate_value_proj else nn.Linear(width, width)
-        self.gate_bias = nn.Parameter(torch.zeros(width)) if config.share_gate_value_proj else None
-        self.output_gate_proj = nn.Linear(width, width)
-        self.query_alpha, self.key_alpha = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
-        self.query_beta, self.key_beta = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
-        self.attention_norm = None
-        if config.attention_norm in ("rms_norm", "layer_norm") and config.attention_fn != "laplace":
-            head_dim = width // config.num_attention_heads
-            self.attention_norm = make_norm(config.attention_norm, head_dim, config.attention_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-        self.value_dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor,
-        kept: torch.Tensor | None,
-        state: ChelaState | None,
-        return_state: bool,
-    ) -> tuple[torch.Tensor, ChelaState | None]:
-        """Run the unit.
-
-        Args:
-            hidden_states: x, `(B, T, D)`.
-            residual: r, `(B, T, D)`.
-            kept: `(B, T)`, True for tokens to keep; all when None.
-            state: What the tokens before left behind.
-            return_state: Whether to return the state after these.
-
-        Returns:
-            U, `(B, T, D)`, and the state or None.
-        """
-        if kept is not None:
-            hidden_states = hidden_states.masked_fill(~kept[..., None], 0)
-        mixer_state = None
-        if state is not None or return_state:
-            before = None if state is None else state.mixer
-            mixed, mixer_state = self.mixer(hidden_states, kept, state=before, return_state=True)
-        else:
-            mixed = self.mixer(hidden_states, kept)
-        mixed = self.dropout(mixed)
-        value = self.value_dropout(F.silu(self.v_proj(hidden_states)))
-        before = None if state is None else state.attention
-        attended, attention_state = self._attend(mixed, value, self._gate(mixed), kept, before)
-        output_gate = torch.sigmoid(self.output_gate_proj(mixed))
-        attended = self.dropout(attended)
-        output = residual + output_gate * (attended - residual)
-        return output, ChelaState(mixer_state, attention_state) if return_state else None
-
-    def _gate(self, mixed: torch.Tensor) -> torch.Tensor:
-        if self.gate_proj is not None:
-            return self.gate_proj(mixed)
-        if isinstance(self.v_proj, nn.Linear):
-            return F.linear(mixed, self.v_proj.weight, self.gate_bias)
-        # what an adapter makes of the shared map, without the value's bias
-        return self.v_proj(mixed) - self.v_proj(torch.zeros_like(mixed[:1, :1])) + self.gate_bias
-
-    def _attend(
-        self,
-        mixed: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor,
-        kept: torch.Tensor | None,
-        state: torch.Tensor | KeptKeys | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | KeptKeys | None]:
-        """M, `(B, T, D)`, and the attention's next state, which a bidirectional model does not have."""
-        heads = (*mixed.shape[:2], self.config.num_attention_heads, -1)
-        query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
-        key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
-        if self.config.attention_fn == "laplace_feature":
-            query, key = laplace(query), laplace(key)
-        if kept is not None:  # an offset gives padding a key
-            key = key.masked_fill(~kept[..., None], 0)
-        query, key, value, gate = query.view(heads), key.view(heads), value.view(heads), gate.view(heads)
-        if self.config.attention_fn == "laplace":
-            attended, state = self._laplace_attention(query, key, value, kept, state)
-            return (attended * F.silu(gate)).flatten(2), state
-        options = {"causal": self.config.is_decoder, "state": state}
-        if self.config.attention_norm == "simple_rms_norm":
-            eps = self.config.attention_norm_eps
-            attended, state = linear_attention(query, key, value, norm_eps=eps, gate=gate, **options)
-            return attended.flatten(2), state
-        attended, state = linear_attention(query, key, value, **options)
-        attended = self._normed(attended).to(value.dtype) * F.silu(gate)
-        if self.attention_norm is None and value.dtype == torch.float16:
-            logger.warning_once("attention_norm 'none' leaves float16's range on long inputs: use bfloat16.")
-        return attended.flatten(2), state
-
-    def _normed(self, attended: torch.Tensor) -> torch.Tensor:
-        """The norm of each head in the precision of the sums, whatever the weights' own."""
-        if self.attention_norm is None:
-            return attended
-        weights = dict(self.attention_norm.named_parameters())
-        if all(weight.dtype == attended.dtype for weight in weights.values()):
-            return self.attention_norm(attended)
-        weights = {name: weight.to(attended.dtype) for name, weight in weights.items()}
-        return torch.func.functional_call(self.attention_norm, weights, attended)
-
-    def _laplace_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kept: torch.Tensor | None,
-        state: KeptKeys | None,
-    ) -> tuple[torch.Tensor, KeptKeys]:
-        kept = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if kept is None else kept
-        length = kept.shape[1]
-        place = torch.where(kept.any(1), kept.int().argmax(1), length)
-        first = place
-        if state is not None:
-            past = state.kept.shape[1]
-            first = torch.where(state.first < past, state.first, past + place)
-            key, value = torch.cat([state.key, key], dim=1), torch.cat([state.value, value], dim=1)
-            kept = torch.cat([state.kept, kept], dim=1)
-        attended = laplace_attention(
-            query,
-            key,
-            value,
-            causal=self.config.is_decoder,
-            attention_mask=kept,
-            chunk_size=self.config.chunk_size,
-            first=first,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
-        total = kept.shape[1]
-        dropped = 0 if self.config.chunk_size is None else max(0, total - self.config.chunk_size + 1)
-        return attended, KeptKeys(key[:, dropped:], value[:, dropped:], kept[:, dropped:], first - dropped)
+from .unit import ChelaUnit
 
 
 class ChelaLayer(GradientCheckpointingLayer):
-    """One layer: CHELA's unit, whose output gate is its residual path, and a feed-forward network with a residual.
+    """One layer: CHELA's unit, with a gate as residual path, and a feed-forward network with a residual.
 
     Pre-norm ``u = unit(N1(x), x)``, ``y = u + ffn(N2(u))``; post-norm ``u = N1(unit(x, x))``, ``y = N2(u + ffn(u))``.
-
-    Args:
-        config: The config.
-        layer_idx: Index of the layer, for the cache.
     """
 
     def __init__(self, config: ChelaConfig, layer_idx: int):
@@ -240,10 +55,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         self.unit = ChelaUnit(config)
         self.unit_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.feed_forward = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            ACT2FN[config.hidden_act],
-            dropout=config.activation_dropout,
+            config.hidden_size, config.intermediate_size, ACT2FN[config.hidden_act], dropout=config.activation_dropout
         )
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
@@ -255,7 +67,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Map `(B, T, D)` to `(B, T, D)`; `attention_mask` is `(B, T)`, True for tokens to keep."""
+        """Map `(B, T, D)` to `(B, T, D)`; `attention_mask` is `(B, T)`, True = keep."""
         inputs = apply_norm(self.unit_norm, hidden_states, attention_mask) if self.pre_norm else hidden_states
         residual = hidden_states if self.raw_residual else inputs
         cached = None if past_key_values is None else state_layer(past_key_values, self.layer_idx)
@@ -271,8 +83,8 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask)
 
 
-class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
-    """Base of all CHELA models: initialisation, and what transformers wants to know about them."""
+class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+    """Base class of all CHELA models."""
 
     config: ChelaConfig
     base_model_prefix = "model"
@@ -293,48 +105,29 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
         elif isinstance(module, nn.Embedding) and self.config.scale_embeddings:
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
         elif isinstance(module, ChelaUnit):
-            for alpha, beta in (
-                (module.query_alpha, module.query_beta),
-                (module.key_alpha, module.key_beta),
-            ):
-                init.zeros_(beta)
-                if self.config.alpha_init is None:
-                    init.normal_(alpha, std=ALPHA_STD)
-                else:
-                    init.constant_(alpha, float(self.config.alpha_init))
-            if module.gate_bias is not None:
-                init.zeros_(module.gate_bias)
+            module.reset_parameters()
 
     def post_init(self):
-        """Finish construction as everywhere in transformers, and say what the model reads."""
+        """Finish construction and set `main_input_name`."""
         super().post_init()
         if self.config.input_size is not None:
             self.main_input_name = "input_values"
 
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Leave the padding mask as it is: nothing else is masked."""
-        return attention_mask
-
-    def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
-        """Yield the mixers' trained tensors, which want no weight decay; see `layers.state_space`."""
-        return ssm_parameters(self, dynamics=dynamics)
-
     def fuse_short_convs(self, *, keep_branches: bool = True):
-        """Make one convolution of the parallel short ones of every layer, for inference (CHELA, section 4.2).
+        """Fuse the parallel short convolutions of every layer into one, for inference (CHELA, section 4.2).
 
-        Outputs stay what they are. The branches stay too, and are what is saved; `unfuse_short_convs` or training
-        brings them back. Calling it twice changes nothing more.
+        Outputs do not change. The branches are kept and saved; `unfuse_short_convs` or training restores them.
+        Repeated calls have no effect.
 
         Args:
-            keep_branches: Whether they are kept. Without, the model becomes one with a single short convolution, in
-                its config as well, and is saved as such.
+            keep_branches: If False, drop the branches: the model and its config have a single short convolution, and
+                are saved so.
 
         Raises:
             ValueError: The model is in training mode.
         """
         convolutions = self._short_convs()
-        for convolution in convolutions:  # all or none
+        for convolution in convolutions:  # before changing any
             convolution.check_not_training()
         for convolution in convolutions:
             if keep_branches:
@@ -342,7 +135,7 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
             else:
                 convolution.merge_branches()
         if convolutions and not keep_branches:
-            config = copy.deepcopy(self.config)  # other models may have the old one
+            config = copy.deepcopy(self.config)  # other models may share the old one
             config.short_kernel_sizes = [max(config.short_kernel_sizes)]
             config.short_conv_bias = convolutions[0].short_bias
             config.short_branch_norm = False
@@ -352,13 +145,13 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
             self.config = config
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
-        """Resize the vocabulary, as everywhere in transformers, if there is one."""
+        """Resize the vocabulary, as in every model of transformers, if there is one."""
         if self.config.input_size is not None:
             raise ValueError(f"input_size must be None to resize the vocabulary; got {self.config.input_size}")
         return super().resize_token_embeddings(*args, **kwargs)
 
     def unfuse_short_convs(self):
-        """Undo `fuse_short_convs`, unless it gave up the branches."""
+        """Undo `fuse_short_convs`, unless it dropped the branches."""
         for convolution in self._short_convs():
             convolution.unfuse_short_convs()
 
@@ -369,15 +162,12 @@ class ChelaPreTrainedModel(ModelCardMixin, PreTrainedModel):
 class ChelaModel(ChelaPreTrainedModel):
     """CHELA without a head: embedding, layers and final norm, bidirectional or, with `config.is_decoder`, causal.
 
-    Sequences of real values, such as pixels or audio, come as `input_values` `(B, T)` or `(B, T, config.input_size)`.
-
-    Args:
-        config: The config.
+    Pass sequences of real values, such as pixels or audio, as `input_values` `(B, T)` or `(B, T, config.input_size)`.
     """
 
     def __init__(self, config: ChelaConfig):
         super().__init__(config)
-        config.validate()  # from_pretrained may have set fields without checking them
+        config.validate()  # from_pretrained may set fields without checking them
         self.embed_tokens = self.input_proj = None
         if config.input_size is not None:
             self.input_proj = nn.Linear(config.input_size, config.hidden_size)
@@ -408,7 +198,7 @@ class ChelaModel(ChelaPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self._embed(input_ids, input_values)
         elif input_ids is not None or input_values is not None:
-            raise ValueError("only one of input_ids, input_values and inputs_embeds may be given")
+            raise ValueError("exactly one of input_ids, input_values and inputs_embeds must be given")
         check_not_empty("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
@@ -432,7 +222,7 @@ class ChelaModel(ChelaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _embed(self, input_ids: torch.Tensor | None, input_values: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings `(B, T, D)` of tokens or of real values."""
+        """Embed tokens or real values, `(B, T, D)`."""
         size = self.config.input_size
         if (input_ids is None) == (input_values is None) or (input_values is None) == (size is not None):
             wanted, other = ("input_ids", "input_values") if size is None else ("input_values", "input_ids")
@@ -451,11 +241,10 @@ class ChelaModel(ChelaPreTrainedModel):
 class ChelaForCausalLM(CausalLMForward, StatefulGenerationMixin, ChelaPreTrainedModel):
     """CHELA causal language model (CHELA, section 5.3).
 
-    With `adaptive_cutoffs` the logits are log-probabilities. In training with labels they are not computed then, since
-    the loss needs only those of each label's cluster.
+    With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
 
     Args:
-        config: The config; whatever it says about that, this model is causal.
+        config: The config; `is_decoder` is set to True.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -473,11 +262,7 @@ class ChelaForCausalLM(CausalLMForward, StatefulGenerationMixin, ChelaPreTrained
 
 
 class ChelaForMaskedLM(MaskedLMForward, ChelaPreTrainedModel):
-    """Bidirectional CHELA with a language modelling head, for masked language modelling.
-
-    Args:
-        config: The config.
-    """
+    """Bidirectional CHELA with a language modelling head, for masked language modelling."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -494,14 +279,14 @@ class ChelaForMaskedLM(MaskedLMForward, ChelaPreTrainedModel):
 
 
 class ChelaClassifier(nn.Module):
-    """Classifier of pooled vectors: a layer with an activation, and a projection to the labels (Mega's).
+    """Mega's classifier of pooled vectors: a layer with an activation, and a projection to the labels.
 
     Args:
         config: The config.
-        num_sequences: How many pooled vectors it reads, side by side.
+        num_sequences: Number of concatenated pooled vectors in the input.
     """
 
-    weight = None  # peft's IA3 hands the weight of a module that it saved to the merged model, if it has one or not
+    weight = None  # peft's IA3 reads it when it merges a saved module
 
     def __init__(self, config: ChelaConfig, num_sequences: int = 1):
         super().__init__()
@@ -515,13 +300,9 @@ class ChelaClassifier(nn.Module):
 
 
 class ChelaForSequenceClassification(SequenceClassificationForward, ChelaPreTrainedModel):
-    """CHELA that classifies whole sequences of tokens or real values (CHELA, sections 5.1 and 5.2).
+    """CHELA that classifies sequences of tokens or real values (CHELA, sections 5.1 and 5.2).
 
-    `config.pooling` says what the classifier reads; `config.num_labels` and `config.problem_type` are as everywhere in
-    transformers.
-
-    Args:
-        config: The config.
+    `config.pooling` selects the classifier's input.
     """
 
     def __init__(self, config: ChelaConfig):
@@ -553,13 +334,10 @@ class ChelaForSequenceClassification(SequenceClassificationForward, ChelaPreTrai
 
 
 class ChelaForSequencePairClassification(ChelaPreTrainedModel):
-    """CHELA that reads two sequences, each by itself, and classifies the pair: the Long Range Arena's retrieval task.
+    """CHELA that reads two sequences separately and classifies the pair: the Long Range Arena's retrieval task.
 
-    The classifier reads both pooled vectors side by side, the second sequence's first, as Mega's does. Hidden states
-    are not returned.
-
-    Args:
-        config: The config.
+    The classifier reads both pooled vectors, concatenated with the second sequence's first, as Mega's does. Hidden
+    states are not returned.
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
@@ -593,26 +371,26 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         sizes = [next((x.shape[0] for x in inputs.values() if x is not None), None) for inputs in (first, second)]
         if None in sizes or sizes[0] != sizes[1]:
             raise ValueError(
-                f"both sequences of a pair must be given (input_ids and pair_input_ids, or the like), in batches of "
-                f"one size; got sizes {sizes[0]} and {sizes[1]}"
+                f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
+                f"size; got sizes {sizes[0]} and {sizes[1]}"
             )
-        pooled = []
-        for inputs, mask in ((second, pair_attention_mask), (first, attention_mask)):
-            outputs = self.model(attention_mask=mask, return_dict=True, **inputs, **kwargs)
-            pooled.append(pool(outputs.last_hidden_state, mask, self.config.pooling))
+        pooled = (
+            self._pooled(pair_attention_mask, **second, **kwargs),
+            self._pooled(attention_mask, **first, **kwargs),
+        )
         logits = self.classifier(torch.cat(pooled, dim=-1))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
+    def _pooled(self, attention_mask: torch.Tensor | None, **inputs) -> torch.Tensor:
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+        return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+
 
 class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedModel):
-    """CHELA that classifies every token.
-
-    Args:
-        config: The config.
-    """
+    """CHELA that classifies every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
@@ -625,11 +403,7 @@ class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedMod
 
 
 class ChelaForQuestionAnswering(QuestionAnsweringForward, ChelaPreTrainedModel):
-    """CHELA that marks an answer's first and last token.
-
-    Args:
-        config: The config.
-    """
+    """CHELA that marks an answer's first and last token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
@@ -642,37 +416,9 @@ class ChelaForQuestionAnswering(QuestionAnsweringForward, ChelaPreTrainedModel):
 
 
 def check_reads_tokens(model: ChelaPreTrainedModel):
-    """Raise ValueError if a language model is to read real values."""
+    """Raise ValueError if a language model has inputs of real values."""
     if model.config.input_size is not None:
         raise ValueError(f"input_size must be None for {type(model).__name__}; got {model.config.input_size}")
-
-
-def make_mixer(config: ChelaConfig) -> StateSpaceLayer:
-    """Build what makes Z in one layer."""
-    width, bidirectional = config.hidden_size, not config.is_decoder
-    if config.mixer == "s4d":
-        return S4D(width, config.mixer_state_size, bidirectional=bidirectional, freeze="none")
-    if config.mixer == "ema":
-        return DampedEMA(width, config.mixer_state_size, bidirectional=bidirectional)
-    options = {
-        "groups": config.long_kernel_groups,
-        "bidirectional": bidirectional,
-        "init": config.long_kernel_init,
-        "squash": config.kernel_squash,
-        "kernel_dropout": config.kernel_dropout,
-        "smoothing": config.kernel_smoothing,
-        "use_D": config.long_conv_skip,
-    }
-    if config.mixer == "long":
-        return LongConv(width, config.long_kernel_size, **options)
-    return ShortLongConv(
-        width,
-        config.long_kernel_size,
-        short_kernel_sizes=config.short_kernel_sizes,
-        short_bias=config.short_conv_bias,
-        branch_norm=config.short_branch_norm,
-        **options,
-    )
 
 
 __all__ = [

@@ -7,10 +7,7 @@ from itertools import chain
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid.suggestions import did_you_mean
-
 from ..checks import (
-    MAX_LAYERS,
     MAX_STATE_SIZE,
     check_activation,
     check_adaptive_vocabulary,
@@ -23,8 +20,13 @@ from ..checks import (
     check_relative_attention,
     check_token_ids,
     check_unknown_fields,
+    check_unread,
+    fill_defaults,
+    fill_head_dim,
     forget_code,
+    preset_fields,
 )
+from .state_space_fields import SSM_DISCRETIZATIONS, SSM_FIELDS, SSM_FREEZES, SSM_INITS, check_state_space
 
 ATTENTION_TYPES = ("window", "chunk", "full", "none")
 COMBINE_MODES = ("concat", "add", "stack", "residual")
@@ -34,33 +36,6 @@ NORM_POSITIONS = ("post", "pre")
 NORM_TYPES = ("layer_norm", "rms_norm")
 POOLINGS = ("first", "mean", "last")
 SSM_POSTACTS = (None, "gelu_glu")
-# state space model -> what its fields may be, the default first
-SSM_DISCRETIZATIONS = {
-    "s4": ("bilinear",),
-    "s4d": ("zoh", "bilinear"),
-    "s5": ("zoh", "bilinear"),
-    "hyena": (None,),
-    "lstm": (None,),
-}
-SSM_INITS = {"s4": ("legs",), "s4d": ("lin", "inv", "legs"), "s5": ("legs",), "hyena": (None,), "lstm": (None,)}
-SSM_FREEZES = {
-    "s4": ("all", "ab_dt", "none"),
-    "s4d": ("all", "ab_dt", "none"),
-    "s5": ("all", "ab_dt", "none"),
-    "hyena": ("all", "none"),
-    "lstm": ("none",),
-}
-SSM_TYPES = tuple(SSM_FREEZES)
-_STATE_SPACE = ("ssm_state_size", "ssm_dt_min", "ssm_dt_max", "ssm_use_D")
-_HYENA = ("order", "filter_size", "embedding_size", "sine_frequency", "short_kernel_size")
-# state space model -> fields that it alone of all reads, or that not all read
-SSM_FIELDS = {
-    "s4": (*_STATE_SPACE, "ssm_num_copies"),
-    "s4d": (*_STATE_SPACE, "ssm_num_copies"),
-    "s5": (*_STATE_SPACE, "ssm_blocks"),
-    "hyena": tuple(f"hyena_{name}" for name in _HYENA),
-    "lstm": (),
-}
 POSITIVE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -173,7 +148,8 @@ class SpadeConfig(PreTrainedConfig):
         ssm_state_size: State size N, even; per channel (S4, S4D) or of the whole layer (S5). When None, 64 for S4 and
             S4D, 256 for S5.
         ssm_freeze: `"all"` (the paper; of Hyena the filters), `"ab_dt"` (train C and D only; S4, S4D and S5) or
-            `"none"` (train everything). When None, `"all"`, but `"none"` for an LSTM.
+            `"none"` (train everything). When None, `"none"` for a language model, as in its published code, and for
+            an LSTM; `"all"` otherwise.
         ssm_dt_min: Smallest initial step Δ.
         ssm_dt_max: Largest initial step Δ.
         ssm_l_max: Longest memory of the state space model. S4 and S4D: in an encoder only, unlimited when None. Hyena:
@@ -211,8 +187,8 @@ class SpadeConfig(PreTrainedConfig):
         ssm_init: Initial eigenvalues: `"legs"`, for S4D also `"lin"` (the default there) or `"inv"`.
         ssm_discretization: `"zoh"` (the default) or `"bilinear"` for S4D and S5, `"bilinear"` for S4.
         ssm_blocks: HiPPO blocks that S5's state starts as.
-        ssm_num_copies: Independent copies of (A, B) in S4 and S4D; when None, one where they are frozen and
-            `hidden_size` where they are trained. Also accepted as `ssm_n_ssm`.
+        ssm_num_copies: Independent copies of (A, B) in S4 and S4D, which the channels share; one when None. Also
+            accepted as `ssm_n_ssm`.
         ssm_stop_gradient: Whether to cut the gradient through the global branch to its input, as the published code
             does.
         ssm_use_D: Whether the state space model has a skip connection D.
@@ -318,37 +294,27 @@ class SpadeConfig(PreTrainedConfig):
         Raises:
             ValueError: No preset has this name.
         """
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.{did_you_mean(name, PRESETS)}")
-        fields = {**PRESETS[name], **overrides}
+        fields = {**preset_fields(PRESETS, name), **overrides}
         choices = (fields.get(by, getattr(cls, by)) for by in ("ssm_type", "combine_mode", "adaptive_cutoffs"))
         unread = _unread(*choices)
         return cls(**{field: value for field, value in fields.items() if field in overrides or field not in unread})
 
     def __post_init__(self, **kwargs):
-        """Fill in the fields whose default depends on others."""
+        """Set the fields whose default depends on others."""
         check_unknown_fields(self, kwargs)
         forget_code(self, kwargs)
-        if self.num_decoder_layers is None:
-            self.num_decoder_layers = self.num_hidden_layers
+        fill_defaults(self, num_decoder_layers=self.num_hidden_layers)
         check_number_of_layers(self, ("num_hidden_layers", "num_decoder_layers"))
         self._spell_out_layers()
-        if self.head_dim is None and self.num_attention_heads > 0:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "
-                    f"got {self.hidden_size} and {self.num_attention_heads}"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        fill_head_dim(self)
         self._fill_in_defaults()
-        if self.max_decoder_position_embeddings is None and self.decoder_position == "learned_absolute":
-            self.max_decoder_position_embeddings = 1024
-        if self.embedding_norm is None:
-            self.embedding_norm = self.norm_position == "post"
-        if self.scale_embeddings is None:
-            self.scale_embeddings = not self.embedding_norm
-        if self.final_norm is None:
-            self.final_norm = self.norm_position == "pre"
+        fill_defaults(
+            self,
+            max_decoder_position_embeddings=1024 if self.decoder_position == "learned_absolute" else None,
+            embedding_norm=self.norm_position == "post",
+            final_norm=self.norm_position == "pre",
+        )
+        fill_defaults(self, scale_embeddings=not self.embedding_norm)
         super().__post_init__(**kwargs)
 
     def _fill_in_defaults(self):
@@ -356,24 +322,23 @@ class SpadeConfig(PreTrainedConfig):
         freezes, inits, discretizations = (
             table.get(self.ssm_type, (None,)) for table in (SSM_FREEZES, SSM_INITS, SSM_DISCRETIZATIONS)
         )
-        for field, default in {
-            "norm_position": "pre" if causal else "post",
-            "combine_mode": "residual" if causal else "concat",
-            "local_radius": 511 if causal else 128,
-            "chunk_size": 512 if causal else 128,
-            "share_relative_bias": causal,
-            "ssm_state_size": {"s4": 64, "s4d": 64, "s5": 256}.get(self.ssm_type),
-            "ssm_freeze": freezes[0],
-            "ssm_init": inits[0],
-            "ssm_discretization": discretizations[0],
-            "ssm_l_max": 4096 if self.ssm_type == "hyena" else None,
-            "classifier_dropout": self.dropout,
-            "initializer_range": self.hidden_size**-0.5 if self.hidden_size > 0 else None,
-        }.items():
-            if getattr(self, field) is None:
-                setattr(self, field, default)
+        fill_defaults(
+            self,
+            norm_position="pre" if causal else "post",
+            combine_mode="residual" if causal else "concat",
+            local_radius=511 if causal else 128,
+            chunk_size=512 if causal else 128,
+            share_relative_bias=causal,
+            ssm_state_size={"s4": 64, "s4d": 64, "s5": 256}.get(self.ssm_type),
+            ssm_freeze="none" if causal else freezes[0],
+            ssm_init=inits[0],
+            ssm_discretization=discretizations[0],
+            ssm_l_max=4096 if self.ssm_type == "hyena" else None,
+            classifier_dropout=self.dropout,
+            initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
+        )
         if self.ssm_num_copies is None and "ssm_num_copies" in SSM_FIELDS.get(self.ssm_type, ()):
-            self.ssm_num_copies = self.hidden_size if self.ssm_freeze == "none" else 1
+            self.ssm_num_copies = 1
 
     def _spell_out_layers(self):
         self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)
@@ -382,8 +347,8 @@ class SpadeConfig(PreTrainedConfig):
         )
 
     def validate_architecture(self):
-        """Check every field against its rule; part of the strict dataclass validation."""
-        self._spell_out_layers()  # they may have been set anew
+        """Check every field; part of the strict dataclass validation."""
+        self._spell_out_layers()  # they may have been set again
         check_positive_integers(self, ("ssm_state_size",), MAX_STATE_SIZE)
         check_positive_integers(self, POSITIVE_FIELDS)
         if self.local_radius < 0:
@@ -404,7 +369,7 @@ class SpadeConfig(PreTrainedConfig):
             raise ValueError(
                 f"ssm_dt_max must be at least ssm_dt_min; got {self.ssm_dt_max} and ssm_dt_min {self.ssm_dt_min}"
             )
-        self._validate_state_space()
+        check_state_space(self)
         if self.adaptive_cutoffs is not None:
             if self.is_encoder_decoder or not self.is_decoder:
                 raise ValueError(
@@ -432,19 +397,15 @@ class SpadeConfig(PreTrainedConfig):
                 "norm_position": NORM_POSITIONS,
                 "norm_type": NORM_TYPES,
                 "pooling": POOLINGS,
+                "ssm_postact": SSM_POSTACTS,
             },
         )
         check_activation(self)
         self._check_unread()
 
     def _check_unread(self):
-        """Refuse what another field leaves without effect."""
-        for field, by in _unread(self.ssm_type, self.combine_mode, self.adaptive_cutoffs).items():
-            if getattr(self, field) != (default := getattr(type(self), field)):
-                raise ValueError(
-                    f"{field} must be left at {default} for {by} {getattr(self, by)}, which does not read it; "
-                    f"got {getattr(self, field)!r}"
-                )
+        """Refuse fields that have no effect."""
+        check_unread(self, _unread(self.ssm_type, self.combine_mode, self.adaptive_cutoffs))
         if self.is_decoder and not self.is_encoder_decoder:
             for field, default in (("decoder_attention_type", "full"), ("decoder_global_layers", [])):
                 if getattr(self, field) != default:
@@ -453,39 +414,9 @@ class SpadeConfig(PreTrainedConfig):
                         f"{field.removeprefix('decoder_')}; got {getattr(self, field)!r}"
                     )
 
-    def _validate_state_space(self):
-        check_choices(self, {"ssm_type": SSM_TYPES, "ssm_postact": SSM_POSTACTS})
-        choices = {"ssm_freeze": SSM_FREEZES, "ssm_init": SSM_INITS, "ssm_discretization": SSM_DISCRETIZATIONS}
-        check_choices(
-            self,
-            {field: of_type[self.ssm_type] for field, of_type in choices.items()},
-            where=f" for ssm_type {self.ssm_type}",
-        )
-        if self.ssm_type == "s5" and self.ssm_state_size % (2 * self.ssm_blocks):
-            raise ValueError(
-                f"ssm_state_size must be a multiple of twice ssm_blocks for ssm_type s5; got {self.ssm_state_size} "
-                f"and ssm_blocks {self.ssm_blocks}"
-            )
-        if self.hyena_order < 2:
-            raise ValueError(f"hyena_order must be at least 2; got {self.hyena_order}")
-        check_not_absurd("hyena_order", self.hyena_order, MAX_LAYERS)
-        if self.hyena_embedding_size < 3 or self.hyena_embedding_size % 2 == 0:
-            raise ValueError(f"hyena_embedding_size must be odd and at least 3; got {self.hyena_embedding_size}")
-        if self.ssm_type == "hyena" or self.ssm_l_max is None:
-            return
-        if self.ssm_type not in ("s4", "s4d"):
-            raise ValueError(f"ssm_l_max must be None for ssm_type {self.ssm_type}; got {self.ssm_l_max}")
-        causal_layers = self.global_layers if self.is_decoder else self.decoder_global_layers
-        if causal_layers:
-            field = "global_layers" if self.is_decoder else "decoder_global_layers"
-            raise ValueError(
-                f"ssm_l_max must be None where a decoder has {field}, since a state that is carried from step to step "
-                f"never forgets; got {self.ssm_l_max} and {field} {causal_layers}"
-            )
-
     @property
     def layer_types(self) -> list[str] | None:
-        """What each layer of a decoder stack keeps in a cache, in transformers' words; None for other stacks."""
+        """Cache type of each layer of a decoder stack; None for other stacks."""
         if not self.is_decoder:
             return None
         local = self.attention_type != "full"
@@ -495,16 +426,16 @@ class SpadeConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Keys one decoding step gets to see, its own included; None without local decoder attention."""
+        """Keys of one decoding step, its own included; None without local decoder attention."""
         if not self.is_decoder or self.attention_type == "full":
             return None
         keys = {"window": self.local_radius + 1, "chunk": self.chunk_size, "none": 0}[self.attention_type]
-        return max(keys, 2)  # transformers' sliding cache keeps one less, and cannot keep none
+        return max(keys, 2)  # transformers' sliding cache keeps one less, at least one
 
     def get_text_config(self, decoder=None, encoder=None) -> "SpadeConfig":
-        """Return the view of one stack of an encoder-decoder, with that stack's depth, attention and global layers.
+        """Return the config of one stack of an encoder-decoder: its depth, attention and global layers.
 
-        This is what a stack is built from, and what transformers builds decoding caches from.
+        Stacks are built from it, and so are transformers' decoding caches.
         """
         if not self.is_encoder_decoder or decoder == encoder:
             return self
@@ -519,7 +450,7 @@ class SpadeConfig(PreTrainedConfig):
 
 
 def _unread(ssm_type: str, combine_mode: str | None, adaptive_cutoffs: list[int] | None) -> dict[str, str]:
-    """Say which fields have no effect, and by which other one."""
+    """Return the fields that have no effect → the field that causes it."""
     read = SSM_FIELDS.get(ssm_type, ())
     unread = {field: "ssm_type" for field in chain(*SSM_FIELDS.values()) if field not in read}
     if combine_mode != "add":
@@ -532,9 +463,9 @@ def _unread(ssm_type: str, combine_mode: str | None, adaptive_cutoffs: list[int]
 
 
 def _layer_list(field: str, value: list[int] | str, num_layers: int) -> list[int]:
-    """Spell out which layers a config field means."""
+    """Return the layers that a config field selects."""
     if num_layers < 1:
-        return value  # the number of layers is what is wrong then, and its own rule says so
+        return value  # refused by the rule for the number of layers
     if isinstance(value, str):
         end, _, count = value.partition("-")
         if value in ("none", "all"):
@@ -546,7 +477,7 @@ def _layer_list(field: str, value: list[int] | str, num_layers: int) -> list[int
             )
         size = int(count or 1)
         if size > num_layers:
-            raise ValueError(f"{field} must not ask for more than the {num_layers} layers there are; got {value!r}")
+            raise ValueError(f"{field} must select at most {num_layers} layers; got {value!r}")
         return list(range(num_layers - size, num_layers) if end == "top" else range(size))
     if any(not 0 <= layer < num_layers for layer in value) or len(set(value)) < len(value):
         raise ValueError(f"{field} must list distinct layers between 0 and {num_layers - 1}; got {value}")

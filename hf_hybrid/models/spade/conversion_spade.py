@@ -1,14 +1,15 @@
-"""Start SPADE from T5: config and weights of the T5 family in SPADE's terms, a state space model added neutrally.
+"""Start SPADE from T5: translate config and weights of the T5 family, and add state space models.
 
-T5's layer is a case of SPADE's: RMS norms in front, no biases, unscaled scores, one relative bias table per stack
-(UMT5: per layer). What changes is the reach of the encoder's attention. What is new is the state space model of the
-global layers, which enters through a projection that is zero at first (``combine_mode="residual"``).
+T5's layer is a special case of SPADE's: pre-norm with RMS norms, no biases, unscaled scores, one relative bias table
+per stack (UMT5: per layer). The reach of the encoder's attention changes. The state space models of the global layers
+are new and enter through a projection that is zero at first (``combine_mode="residual"``).
 """
 
 import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -18,7 +19,7 @@ from hf_hybrid.suggestions import did_you_mean
 
 from .configuration_spade import SpadeConfig
 
-# model type -> what the names of its classes in transformers begin with
+# model type -> prefix of its classes in transformers
 FAMILY = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
 HUB_OPTIONS = (
     "cache_dir",
@@ -72,7 +73,7 @@ def start_from_t5(
             f"got {type(name_or_model).__name__}"
         )
     if is_loaded and hub_options:
-        raise ValueError(f"{next(iter(hub_options))} must not be given for a model that is loaded already")
+        raise ValueError(f"{next(iter(hub_options))} must not be given for a loaded model")
     if model_class.__name__.endswith("ForCausalLM"):
         raise ValueError(
             f"{model_class.__name__} cannot start from T5, whose decoder reads an encoder; "
@@ -84,34 +85,33 @@ def start_from_t5(
     with torch.device("meta"):
         skeleton = model_class(config).state_dict()
     names = {name.removeprefix("model."): name for name in skeleton}
-    shapes = {place: skeleton[name].shape for place, name in names.items()}
-    parts = {place.split(".")[0] for place in names} & {"encoder", "decoder", "lm_head"}
+    shapes = {target: skeleton[name].shape for target, name in names.items()}
+    parts = {target.split(".")[0] for target in names} & {"encoder", "decoder", "lm_head"}
     if "decoder" not in parts:
-        parts.discard("lm_head")  # an encoder's head is its own
+        parts.discard("lm_head")  # a head on an encoder is new
     source = name_or_model
     if not is_loaded:
         source = _load_source(name_or_model, source_config.model_type, parts, dtype=dtype, **hub_options)
     weights = weights_from_t5(source.state_dict(), config, parts)
-    _check_places(weights, shapes, parts, source)
+    _check_targets(weights, shapes, parts, source)
     if "lm_head" in parts:
         config.tie_word_embeddings = "lm_head.weight" not in weights
-    if is_loaded:  # loading shares memory with what it is given
-        weights = {place: tensor.to("cpu", copy=True) for place, tensor in weights.items()}
+    if is_loaded:  # loading would share memory with the source
+        weights = {target: tensor.to("cpu", copy=True) for target, tensor in weights.items()}
 
     model = model_class.from_pretrained(
         None,
         config=config,
-        state_dict={names[place]: tensor for place, tensor in weights.items()},
+        state_dict={names[target]: tensor for target, tensor in weights.items()},
         dtype=source.dtype if dtype == "auto" else dtype,
         attn_implementation=attn_implementation,
         device_map=device_map,
         generation_config=getattr(source, "generation_config", None),
     )
-    model.name_or_path = model.config.name_or_path = ""  # it stands nowhere yet
+    model.name_or_path = model.config.name_or_path = ""  # it has no name yet
     if model.can_generate():
-        for field in TOKEN_IDS:
-            if field in options:
-                setattr(model.generation_config, field, options[field])
+        for field in options.keys() & set(TOKEN_IDS):
+            setattr(model.generation_config, field, options[field])
     return model
 
 
@@ -123,8 +123,7 @@ def config_from_t5(source: PreTrainedConfig, **overrides) -> SpadeConfig:
         **overrides: Fields of `SpadeConfig` to set differently, and `num_labels`.
 
     Returns:
-        The config, `tie_word_embeddings` set: whether a checkpoint of the family has a head of its own is seen in its
-        weights alone.
+        The config, with `tie_word_embeddings` True: only the weights show whether a checkpoint has its own head.
 
     Raises:
         ValueError: The source is of another kind, an override is no field, or it contradicts the source's weights.
@@ -140,8 +139,32 @@ def config_from_t5(source: PreTrainedConfig, **overrides) -> SpadeConfig:
             f"from_t5 supports longt5 with encoder_attention_type 'local'; got {source.encoder_attention_type!r}, "
             f"whose global tokens SPADE does not have"
         )
+    fixed = _fixed_fields(source)
+    known = {field.name for field in dataclasses.fields(SpadeConfig)} | {"num_labels"}
+    for name, value in overrides.items():
+        if name not in known:
+            options = [*known, *HUB_OPTIONS, "attn_implementation", "device_map", "dtype"]
+            raise ValueError(f"from_t5 has no option or config field {name!r}.{did_you_mean(name, options)}")
+        if name == "tie_word_embeddings":
+            raise ValueError(f"tie_word_embeddings must be left out: the source's weights determine it; got {value!r}")
+        if name in fixed and value != fixed[name]:
+            raise ValueError(f"{name} must be {fixed[name]!r}, as in the source; got {value!r}")
+    chosen = {
+        "dropout": source.dropout_rate,
+        "attention_dropout": source.dropout_rate,
+        "activation_dropout": source.dropout_rate,
+        "combine_mode": "residual",
+        **{field: getattr(source, field, None) for field in TOKEN_IDS},
+    }
+    if source.model_type == "longt5":
+        chosen["local_radius"] = source.local_radius
+    return SpadeConfig(**{**fixed, **chosen, **overrides})
+
+
+def _fixed_fields(source: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields of `SpadeConfig` that a T5's config determines."""
     has_own_tables = source.model_type == "umt5"
-    fixed = {
+    return {
         "vocab_size": source.vocab_size,
         "hidden_size": source.d_model,
         "num_hidden_layers": source.num_layers,
@@ -166,52 +189,33 @@ def config_from_t5(source: PreTrainedConfig, **overrides) -> SpadeConfig:
         "decoder_position": "relative",
         "tie_word_embeddings": True,
         "scale_embeddings": False,
-        # mT5 never scales, UMT5 always; T5 and LongT5 keep what their checkpoints say
+        # mT5 never scales, UMT5 always; T5 and LongT5 have a field
         "scale_decoder_outputs": getattr(source, "scale_decoder_outputs", source.model_type == "umt5"),
         "is_encoder_decoder": True,
         "is_decoder": False,
     }
-    known = {field.name for field in dataclasses.fields(SpadeConfig)} | {"num_labels"}
-    for name, value in overrides.items():
-        if name not in known:
-            options = [*known, *HUB_OPTIONS, "attn_implementation", "device_map", "dtype"]
-            raise ValueError(f"from_t5 has no option or config field {name!r}.{did_you_mean(name, options)}")
-        if name == "tie_word_embeddings":
-            raise ValueError(f"tie_word_embeddings must be left to the source's weights; got {value!r}")
-        if name in fixed and value != fixed[name]:
-            raise ValueError(f"{name} must be {fixed[name]!r}, as in the source; got {value!r}")
-    chosen = {
-        "dropout": source.dropout_rate,
-        "attention_dropout": source.dropout_rate,
-        "activation_dropout": source.dropout_rate,
-        "combine_mode": "residual",
-        **{field: getattr(source, field, None) for field in TOKEN_IDS},
-    }
-    if source.model_type == "longt5":
-        chosen["local_radius"] = source.local_radius
-    return SpadeConfig(**{**fixed, **chosen, **overrides})
 
 
 def weights_from_t5(
     source: Mapping[str, torch.Tensor], config: SpadeConfig, parts: set[str]
 ) -> dict[str, torch.Tensor]:
-    """Give the tensors of a T5 SPADE's names.
+    """Rename the tensors of a T5 to SPADE's names.
 
     Args:
         source: State dict of a T5 model with or without head, or of its encoder.
-        config: What `config_from_t5` made of its config.
-        parts: What is wanted: `"encoder"`, with it `"decoder"`, with both `"lm_head"`.
+        config: SPADE's config, from `config_from_t5`.
+        parts: Parts to return: `"encoder"`, with it `"decoder"`, with both `"lm_head"`.
 
     Returns:
-        The same tensors, not copied, by their names in `SpadeModel`; and under `lm_head.weight` the head, if its
-        weights are not those of the embedding.
+        The same tensors, not copied, by their names in `SpadeModel`; `lm_head.weight` only if it differs from the
+        embedding.
 
     Raises:
-        ValueError: SPADE has no place for a tensor of the wanted parts.
+        ValueError: SPADE has no tensor for one of these parts.
     """
     source = {name.removeprefix("transformer."): tensor for name, tensor in source.items()}
     embedding = source.get("shared.weight")
-    weights, homeless = {}, []
+    weights, unused = {}, []
     for name, tensor in source.items():
         part = name.split(".")[0]
         if part in ("decoder", "lm_head") and part not in parts:
@@ -219,18 +223,18 @@ def weights_from_t5(
         is_shared = embedding is not None and tensor.data_ptr() == embedding.data_ptr()
         if name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight") and is_shared:
             continue
-        place = name if name == "lm_head.weight" else _place(name, config)
-        if place is None:
-            homeless.append(name)
+        target = name if name == "lm_head.weight" else _target(name, config)
+        if target is None:
+            unused.append(name)
         else:
-            weights[place] = tensor
-    if homeless:
-        raise ValueError(f"SPADE has no place for these tensors of the source: {_listed(homeless)}")
+            weights[target] = tensor
+    if unused:
+        raise ValueError(f"SPADE does not have these tensors of the source: {_listed(unused)}")
     return weights
 
 
-def _place(name: str, config: SpadeConfig) -> str | None:
-    """SPADE's name for a tensor of T5; None where there is none."""
+def _target(name: str, config: SpadeConfig) -> str | None:
+    """Return SPADE's name for a tensor of T5, or None."""
     if name == "shared.weight":
         return "encoder.embed_tokens.weight"
     stack, _, rest = name.partition(".")
@@ -257,7 +261,7 @@ def _place(name: str, config: SpadeConfig) -> str | None:
 
 
 def _load_source(name: str | os.PathLike, model_type: str, parts: set[str], **options) -> PreTrainedModel:
-    """Load as much of a T5 checkpoint as is wanted, and make sure that all of it is there and in use."""
+    """Load these parts of a T5 checkpoint; raise ValueError if tensors are missing or unused."""
     ending = "ForConditionalGeneration" if "lm_head" in parts else "Model" if "decoder" in parts else "EncoderModel"
     source_class = getattr(transformers, FAMILY[model_type] + ending)
     source, info = source_class.from_pretrained(name, output_loading_info=True, **options)
@@ -266,23 +270,23 @@ def _load_source(name: str | os.PathLike, model_type: str, parts: set[str], **op
     if info["missing_keys"]:
         raise ValueError(f"{name} lacks tensors of a {source_class.__name__}: {_listed(info['missing_keys'])}")
     if unused:
-        raise ValueError(f"SPADE has no place for these tensors of {name}: {_listed(unused)}")
+        raise ValueError(f"SPADE does not have these tensors of {name}: {_listed(unused)}")
     return source
 
 
-def _check_places(
+def _check_targets(
     weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], parts: set[str], source: PreTrainedModel
 ) -> None:
-    """Raise unless every tensor of the source fits into SPADE, and every tensor of SPADE that T5 has is there."""
+    """Raise ValueError unless the source has exactly the tensors that SPADE takes from T5, in the right shapes."""
     misfits = [
-        f"{place} {tuple(tensor.shape)}" for place, tensor in weights.items() if shapes.get(place) != tensor.shape
+        f"{target} {tuple(tensor.shape)}" for target, tensor in weights.items() if shapes.get(target) != tensor.shape
     ]
     if misfits:
-        raise ValueError(f"SPADE, configured so, has no place for the source's {_listed(misfits)}")
+        raise ValueError(f"SPADE with this config does not have the source's {_listed(misfits)}")
     missing = [
-        place
-        for place in shapes
-        if place not in weights and place.split(".")[0] in parts - {"lm_head"} and not NEW_TENSORS.search(place)
+        target
+        for target in shapes
+        if target not in weights and target.split(".")[0] in parts - {"lm_head"} and not NEW_TENSORS.search(target)
     ]
     if "lm_head" in parts and source.get_output_embeddings() is None:
         missing.append("lm_head.weight")
@@ -291,7 +295,7 @@ def _check_places(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Join at most three names, and count the others."""
+    """Join at most three names and count the others."""
     names = sorted(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

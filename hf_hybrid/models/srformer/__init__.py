@@ -1,4 +1,4 @@
-"""SRformer (Long et al. 2023), made of T5 or BART."""
+"""SRformer (Long et al. 2023), based on T5 or BART."""
 
 from .configuration_srformer import SRformerBartConfig, SRformerT5Config
 from .modeling_srformer_bart import SRformerBartForConditionalGeneration, SRformerBartModel

@@ -1,4 +1,4 @@
-"""Configuration of SRformer: that of T5 or BART, and how their decoder reads the document."""
+"""Configuration of SRformer: a T5 or BART config with the fields of segmented cross-attention."""
 
 import os
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from ..checks import (
     known_fields,
 )
 
-# mode -> what it adds to a layer: "states" of segments, "neurons" that make them
+# mode -> what it adds to a layer: "states" of segments and the "neurons" that compute them
 MODES = {
     "sr": ("states", "neurons"),
     "segmented": (),
@@ -48,7 +48,7 @@ RECURRENT_INITS = ("published", "gated")
 
 @dataclass(kw_only=True)
 class SegmentedCrossAttentionFields:
-    """The fields that SRformer adds to its parents' configs, and their rules."""
+    """Fields that SRformer adds to its parents' configs, with their rules."""
 
     segment_size: int = 64
     cross_attention_mode: str = "sr"
@@ -66,10 +66,10 @@ class SegmentedCrossAttentionFields:
 
     parent_model_type = ""
     default_leak = 0.0
-    base_model_fsdp_plan = {}  # its models name the parents' layers
+    base_model_fsdp_plan = {}  # its models list the parents' layers
 
     def __post_init__(self, **kwargs):
-        """Fill in the leak that the published code starts the parent with."""
+        """Set the default leak, that of the published code for this parent."""
         check_unknown_fields(self, kwargs)
         forget_code(self, kwargs)
         if self.leak_init is None:
@@ -77,10 +77,10 @@ class SegmentedCrossAttentionFields:
         super().__post_init__(**kwargs)
 
     def validate_segments(self):
-        """Check every field against its rule; part of the strict dataclass validation."""
+        """Check every field; part of the strict dataclass validation."""
         if not self.is_encoder_decoder:
             raise ValueError(
-                f"is_encoder_decoder must be True, since an SRformer reads a document; got {self.is_encoder_decoder}"
+                f"is_encoder_decoder must be True: an SRformer reads a document; got {self.is_encoder_decoder}"
             )
         check_positive_integers(self, ("segment_size", "decoder_horizon"))
         check_choices(
@@ -114,7 +114,7 @@ class SegmentedCrossAttentionFields:
 
     @property
     def has_neurons(self) -> bool:
-        """Whether its states come from RAF neurons."""
+        """Whether RAF neurons compute its states."""
         return "neurons" in MODES[self.cross_attention_mode]
 
     @property
@@ -124,7 +124,7 @@ class SegmentedCrossAttentionFields:
 
     @property
     def has_gate(self) -> bool:
-        """Whether a trained number for each head weighs O_R, which is added to O_S."""
+        """Whether a trained weight per head scales O_R before it is added to O_S."""
         return self.recurrent_init == "gated" and self.mix == "add" and self.has_both_parts
 
     @classmethod
@@ -133,7 +133,7 @@ class SegmentedCrossAttentionFields:
 
         Args:
             pretrained_model_name_or_path: Name on the Hub, or folder, of an SRformer or of a plain T5 or BART.
-            **kwargs: As for every config; fields that are named are set.
+            **kwargs: As for every config, including fields to set.
 
         Raises:
             ValueError: It is a config of another kind.
@@ -154,11 +154,11 @@ class SegmentedCrossAttentionFields:
         """Turn a config of the parent into one of this class.
 
         Args:
-            config: A `T5Config` or `BartConfig`; left as it is.
+            config: A `T5Config` or `BartConfig`; not changed.
             **fields: Fields that SRformer adds.
 
         Raises:
-            ValueError: The config is of another kind, or a name is none of SRformer's fields.
+            ValueError: The config is of another kind, or a name is not one of SRformer's fields.
         """
         if config.model_type != cls.parent_model_type:
             raise ValueError(
@@ -171,14 +171,14 @@ class SegmentedCrossAttentionFields:
         values = cls._of_parent(config.to_dict())
         for name in ("model_type", "architectures", "transformers_version"):
             values.pop(name, None)
-        values["is_encoder_decoder"] = True  # a T5EncoderModel that shared the config has switched it off
+        values["is_encoder_decoder"] = True  # a T5EncoderModel that shared the config switched it off
         return cls.from_dict({**values, "attn_implementation": config._attn_implementation, **fields})
 
     @classmethod
     def _of_parent(cls, values: dict) -> dict:
-        """The fields of a parent's config that are any; old files hold others, which are no user's mistake here.
+        """Keep the known fields of a parent's config, since old files have others.
 
-        A decoder that was trained without O_R begins without it.
+        A decoder that was trained without O_R starts without it: `recurrent_init` is "gated".
         """
         known = {name: value for name, value in values.items() if name in known_fields(cls)}
         return {**known, "recurrent_init": "gated"}
@@ -231,7 +231,7 @@ class SRformerT5Config(SegmentedCrossAttentionFields, T5Config):
     default_leak = 0.1
 
     def validate_parent(self):
-        """Check T5's own fields, which T5 does not; part of the strict dataclass validation."""
+        """Check T5's own fields, which T5 leaves unchecked; part of the strict dataclass validation."""
         check_number_of_layers(self, ("num_layers", "num_decoder_layers"))
         check_positive_integers(self, ("num_layers", "num_decoder_layers"))
         check_positive_integers(self, ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads"))
@@ -239,7 +239,7 @@ class SRformerT5Config(SegmentedCrossAttentionFields, T5Config):
         check_probabilities(self, ("dropout_rate", "classifier_dropout"))
         if self.dense_act_fn not in ACT2FN:
             raise ValueError(
-                f"feed_forward_proj must be an activation of transformers, or that behind 'gated-'; got "
+                f"feed_forward_proj must be an activation of transformers, optionally after 'gated-'; got "
                 f"{self.feed_forward_proj!r}.{did_you_mean(self.dense_act_fn, ACT2FN)}"
             )
         check_relative_buckets(self)
@@ -259,7 +259,7 @@ class SRformerBartConfig(SegmentedCrossAttentionFields, BartConfig):
     kv_clamp: float | int | None = 2.0
 
     def validate_parent(self):
-        """Check BART's own fields, which BART does not; part of the strict dataclass validation."""
+        """Check BART's own fields, which BART leaves unchecked; part of the strict dataclass validation."""
         stacks = ("encoder", "decoder")
         layers, heads = ([f"{stack}_{what}" for stack in stacks] for what in ("layers", "attention_heads"))
         sizes = ["vocab_size", "d_model", *(f"{stack}_ffn_dim" for stack in stacks), "max_position_embeddings", *heads]

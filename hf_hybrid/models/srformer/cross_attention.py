@@ -1,7 +1,7 @@
-"""SRformer's cross-attention, as a part that T5's and BART's attention are mixed with (SRformer, section 3, figure 2).
+"""SRformer's cross-attention, a mixin for the attention of T5 and BART (SRformer, section 3, figure 2).
 
-What depends on the document alone, keys, values and the states of recurrent attention, is made once per document, in
-training as in decoding, and what depends on the target is one path for both: `Reading` says which token reads what.
+Training and decoding share one path: keys, values and the states of recurrent attention are computed once per
+document, and `Reading` maps each token of the target to a segment.
 
 Shapes: B batch · D documents · L source length · T tokens of this call · H heads · K head width · M segments ·
 S segment size · N slots · n tiles of g tokens.
@@ -25,12 +25,12 @@ FLOAT16_LIMIT = torch.finfo(torch.float16).max - 1000
 
 
 def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Turn into this dtype; into float16, as T5 does, with a clamp: infinities become NaN in the next product."""
+    """Cast; for float16 clamp first, as T5 does, since infinities become NaN in the next product."""
     return x.clamp(-FLOAT16_LIMIT, FLOAT16_LIMIT).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 class RAF(nn.Module):
-    """The trained numbers of recurrent accumulate-and-fire neurons (SRformer, section 3.3 and appendix A.2).
+    """Parameters of recurrent accumulate-and-fire neurons (SRformer, section 3.3 and appendix A.2).
 
     Args:
         width: Width of a head.
@@ -38,7 +38,7 @@ class RAF(nn.Module):
         threshold: Initial threshold.
     """
 
-    weight = None  # peft's IA3 hands the weight of a module that it saved to the merged model, if it has one or not
+    weight = None  # peft's IA3 reads it when it merges a saved module
 
     def __init__(self, width: int, *, leak: float, threshold: float):
         super().__init__()
@@ -48,15 +48,14 @@ class RAF(nn.Module):
         self.threshold = nn.Parameter(torch.full((1,), float(threshold)))
 
     def reset_parameters(self) -> None:
-        """Set leak and threshold to their initial values; the linear map is the model's to set, or the parent's."""
+        """Initialise leak and threshold; the model initialises the linear map."""
         init.constant_(self.leak, self.initial[0])
         init.constant_(self.threshold, self.initial[1])
 
     def forward(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The numbers as `segment_recurrence` takes them, on the device of `key`.
+        """Return the parameters as arguments of `segment_recurrence`, on the device of `key`.
 
-        Made by calls of the modules that hold them, since weights that are offloaded are there only during a call. The
-        map of the identity is the transposed weight, exactly.
+        Mapping the identity gives the transposed weight exactly; offloaded weights are only there during a call.
         """
         with full_precision(key.device):
             identity = torch.eye(key.shape[-1], dtype=self.leak.dtype, device=key.device)
@@ -65,9 +64,9 @@ class RAF(nn.Module):
 
 
 class RecurrentGate(nn.Module):
-    """A trained weight of O_R for each head, zero at first: a decoder that never saw O_R would take it for noise.
+    """A trained weight of O_R per head, zero at first, since O_R is noise to a decoder trained without it.
 
-    A module of its own, since weights that are offloaded are there only during its call.
+    It is a module, since offloaded weights are only there during a call.
 
     Args:
         heads: H.
@@ -78,18 +77,18 @@ class RecurrentGate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(heads))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Weigh the states `(D, H, N, K, V)`, and so all that is read of them."""
+        """Scale the states `(D, H, N, K, V)` and thereby O_R."""
         return states * self.weight[:, None, None, None].to(states.dtype)
 
 
 class SegmentedCrossAttention:
-    """Mixin for a parent's attention module: reads segments instead of everything.
+    """Mixin for a parent's attention module: attends to segments instead of the whole document.
 
-    `add_segments` adds the modules that the config's mode needs; q, k, v and o stay the parent's.
+    `add_segments` adds the modules of the config's mode; the parent keeps its projections.
     """
 
     def add_segments(self, config: PreTrainedConfig, heads: int, width: int) -> None:
-        """Add what the mode trains beside the parent's projections.
+        """Add the parameters of the mode.
 
         Args:
             config: An SRformer's config.
@@ -120,11 +119,11 @@ class SegmentedCrossAttention:
 
         Args:
             query: Projected, `(B, T, H K)`.
-            source: The encoder's output as `cut` returns it, `(D, M S, width)`; not looked at once it is in the cache.
+            source: The encoder's output from `cut`, `(D, M S, width)`; ignored if the cache has the documents.
             project_key: The parent's projection.
             project_value: The parent's projection.
-            past_key_values: Cache; what is made of the documents is kept there.
-            reading: Which token reads what.
+            past_key_values: Cache, which keeps the `SegmentMemory`.
+            reading: Maps tokens to segments.
 
         Returns:
             Output before its projection, `(B, T, H K)`; and with eager attention the probabilities of the keys that
@@ -161,19 +160,19 @@ class SegmentedCrossAttention:
         return output, None
 
     def _is_step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> bool:
-        """Whether one token is decoded, in a way that `segment_step` knows."""
+        """Whether `segment_step` can decode this token."""
         kept = memory.states if memory.keys is None else memory.keys
         return (
             reading.is_step
             and not torch.is_grad_enabled()
             and memory.mean_keys is None
             and not (self.training and self.dropout > 0)
-            and self.config._attn_implementation != "eager"  # which returns probabilities
+            and self.config._attn_implementation != "eager"  # eager returns probabilities
             and kept.dtype == query.dtype
         )
 
     def _step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> torch.Tensor:
-        """Attend with one token `(B, H, K)`, to `(B, H, K)`."""
+        """Attend from one token `(B, H, K)`, to `(B, H, K)`."""
         return segment_step(
             query,
             memory.keys,
@@ -188,10 +187,7 @@ class SegmentedCrossAttention:
         )
 
     def memorize(self, key: torch.Tensor, value: torch.Tensor, reading: Reading) -> SegmentMemory:
-        """Make of keys and values `(D, M S, H K)` what a target reads.
-
-        Keys and values of segments that no token visits are not kept.
-        """
+        """Compute what a target reads from keys and values `(D, M S, H K)`; skip segments that no token visits."""
         segments, mode = reading.segments, self.config.cross_attention_mode
         if segments.kept is not None:
             key, value = (x.masked_fill(~segments.kept[..., None], 0) for x in (key, value))
@@ -220,11 +216,10 @@ class SegmentedCrossAttention:
     def _states_and_norm(
         self, key: torch.Tensor, value: torch.Tensor, visited: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States, and what remains to divide by what is read of them."""
+        """Return states R, and norm(K) if R is not yet divided by it."""
         if key.dtype != torch.float16:
             return self._states(key, value, visited), self._norm(key)
-        # Sums over a long document, divided by a threshold of 0.1, leave float16's range; divided by the norm as well,
-        # they seldom do.
+        # sums over a long document, divided by a threshold of 0.1, overflow float16; divided by the norm, rarely
         states, norm = self._states(key.float(), value.float(), visited), self._norm(key.float())
         return _in_range(states if norm is None else states / norm[:, :, None], key.dtype), None
 
@@ -242,7 +237,7 @@ class SegmentedCrossAttention:
         return self.recurrent_gate(states) if self.config.has_gate else states
 
     def _norm(self, key: torch.Tensor) -> torch.Tensor | None:
-        """norm(K) of keys `(D, H, M, S, K)`, `(D, H, 1, K or 1)`."""
+        """Return norm(K) of keys `(D, H, M, S, K)`, `(D, H, 1, K or 1)`."""
         if self.config.norm_type == "none" or self.config.cross_attention_mode == "no_norm":
             return None
         axes = (2,) if self.config.norm_type == "feature_l2" else (2, 3)
@@ -252,7 +247,7 @@ class SegmentedCrossAttention:
 
     @staticmethod
     def _means(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """Mean of the kept rows of each segment, `(D, H, M, S, K)` to `(D, H, M, K)`."""
+        """Average the kept rows of each segment, `(D, H, M, S, K)` to `(D, H, M, K)`."""
         if kept is None:
             return x.mean(3)
         counts = kept.unflatten(1, x.shape[2:4]).sum(2).clamp_min(1)
@@ -260,7 +255,7 @@ class SegmentedCrossAttention:
 
     @staticmethod
     def _with_previous(x: torch.Tensor, rnn: nn.RNN) -> torch.Tensor:
-        """Put what an RNN makes of the slot before in front of each slot of `(D, H, N, S, K)`."""
+        """Prepend to each slot of `(D, H, N, S, K)` the output of an RNN at the previous slot."""
         tokens = x.permute(0, 2, 3, 1, 4)
         passed = rnn(tokens.flatten(3).flatten(1, 2))[0].view(tokens.shape).permute(0, 3, 1, 2, 4)
         return torch.cat([previous_slot(passed, 2), x], dim=3)
@@ -268,7 +263,7 @@ class SegmentedCrossAttention:
     def _segmented(
         self, query: torch.Tensor, memory: SegmentMemory, reading: Reading
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Softmax attention of tiles `(B, H, n, g, K)` to their segments: output and probabilities."""
+        """Attend from tiles `(B, H, n, g, K)` to their segments; return output and probabilities."""
         keys, values = reading.pick(memory.keys), reading.pick(memory.values)
         scores = torch.matmul(query, keys.mT)
         if memory.mean_keys is not None:
@@ -278,7 +273,7 @@ class SegmentedCrossAttention:
             scores = scores.masked_fill(~reading.visible, torch.finfo(scores.dtype).min)
         probabilities = scores.softmax(-1, dtype=compute_dtype(scores)).to(values.dtype)
         if reading.visible is not None:
-            probabilities = probabilities.masked_fill(~reading.visible, 0)  # where a segment has no key at all
+            probabilities = probabilities.masked_fill(~reading.visible, 0)  # a segment may have no key at all
         probabilities = nn.functional.dropout(probabilities, p=self.dropout, training=self.training)
         if memory.mean_values is None:
             return torch.matmul(probabilities, values), probabilities

@@ -1,7 +1,7 @@
-"""What SRformer's models of T5 and of BART share: mixins that stand before the parent's classes.
+"""Mixins for SRformer's models of T5 and BART; they go before the parent's classes.
 
-The decoder plans once per call what all its layers read; the model with a head has a loss that may be accumulated, and
-tells generation's length to the plan.
+The decoder plans once per call what its layers read. The model with a head has a loss for gradient accumulation, and
+passes the length of generation to the plan.
 
 Shapes: B batch · D documents · T tokens of this call · L source length.
 """
@@ -13,6 +13,7 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import (
+    BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
@@ -21,27 +22,40 @@ from transformers.utils.generic import can_return_tuple
 
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
+from ..state_cache import cached_length
 from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
 class SegmentedPreTrainedModel(ModelCardMixin):
-    """Mixin for a parent's models: initialises what SRformer adds."""
+    """Mixin for all models: initialises the parameters that SRformer adds."""
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
-        if not hasattr(config, "has_states"):  # not by its class: a checkpoint with its code may load that file twice
+        if not hasattr(config, "has_states"):  # a checkpoint with its code has its own config class
             raise ValueError(
-                f"config must be a {self.config_class.__name__}, as its from_parent makes one; "
+                f"config must be a {self.config_class.__name__}, as from {self.config_class.__name__}.from_parent; "
                 f"got {type(config).__name__}"
             )
         super().__init__(config, *args, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        # For classes outside of it, transformers initialises no module without tensors of its own, and so would draw
-        # the projections in T5's attention a hundred times too large. The guard is for draws that would overwrite what
-        # a checkpoint holds; there are none here.
+        # In custom code, transformers does not initialise modules without own tensors, so the projections of T5's
+        # attention would start a hundred times too large. It protects loaded weights, which nothing here overwrites.
         return False
+
+    def _encode(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """Run the encoder."""
+        check_not_empty("input_ids", input_ids, inputs_embeds)
+        return self.get_encoder()(
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -61,7 +75,7 @@ class SegmentedPreTrainedModel(ModelCardMixin):
 
 
 class SegmentedDecoder(SegmentedPreTrainedModel):
-    """Mixin for a parent's decoder: plans once per call what all layers read."""
+    """Mixin for a decoder: plans once per call what its layers read."""
 
     def forward(
         self,
@@ -85,7 +99,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
                 inputs = input_ids if inputs_embeds is None else inputs_embeds
                 if decoder_horizon is None and past_key_values is None and not use_cache:
                     decoder_horizon = self._target_length(inputs)
-                    # a step that went on from it would be of a target of another length
+                    # no cache: later steps would have a target of another length
                     use_cache = use_cache if decoder_horizon is None else False
                 kwargs["reading"], encoder_hidden_states = self._plan(
                     inputs, encoder_hidden_states, encoder_attention_mask, past_key_values, decoder_horizon
@@ -113,7 +127,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         past_key_values: EncoderDecoderCache | None,
         horizon: int | None,
     ) -> tuple[Reading, torch.Tensor]:
-        """Say what each token of `inputs` `(B, T)` reads; cut `source` `(D, L, width)` unless a cache has it cut."""
+        """Return what each token of `inputs` `(B, T)` reads, and `source` `(D, L, width)`, cut unless it is cached."""
         if horizon is not None and (not isinstance(horizon, int) or horizon < 1):
             raise ValueError(f"decoder_horizon must be a positive integer; got {horizon}")
         cache = None if past_key_values is None else self._segment_cache(past_key_values, horizon)
@@ -126,13 +140,10 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         else:
             documents = self._documents(inputs, source)
             segments, source = cut(self.config, source, attention_mask, horizon or self.config.decoder_horizon)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if isinstance(past, torch.Tensor):  # a static cache counts in place
-            past = past.clone()
         reading = Reading(
             segments,
             inputs.shape[1],
-            past=past,
+            past=cached_length(past_key_values),
             batch=inputs.shape[0],
             heads=self.cross_attention_heads,
             documents=documents,
@@ -142,7 +153,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
 
     @staticmethod
     def _documents(inputs: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-        """Document of each row, `(B,)`, where several rows in succession, beams, read each document."""
+        """Return the document of each row, `(B,)`, if several consecutive rows (beams) read each document."""
         rows, documents = inputs.shape[0], source.shape[0]
         if rows == documents:
             return None
@@ -154,7 +165,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         return torch.arange(documents, device=inputs.device).repeat_interleave(rows // documents)
 
     def _segment_cache(self, past_key_values: EncoderDecoderCache, horizon: int | None) -> SegmentCache | None:
-        """Return the cache of documents if there is one, and check that it is of use."""
+        """Return the cache of documents, if any; raise ValueError if it does not fit."""
         if not isinstance(past_key_values, EncoderDecoderCache):
             raise ValueError(f"past_key_values must be an EncoderDecoderCache; got {type(past_key_values).__name__}")
         cache = past_key_values.cross_attention_cache
@@ -169,14 +180,12 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
             past_key_values.cross_attention_cache = DynamicCache()
             return None
         if horizon is not None and horizon != cache.segments.horizon:
-            raise ValueError(
-                f"decoder_horizon must be {cache.segments.horizon}, for which past_key_values was made; got {horizon}"
-            )
+            raise ValueError(f"decoder_horizon must be {cache.segments.horizon}, as in past_key_values; got {horizon}")
         return cache
 
 
 class SegmentedModel(SegmentedPreTrainedModel):
-    """Mixin for a parent's model without a head."""
+    """Mixin for a model without a head."""
 
     @can_return_tuple
     def forward(
@@ -194,14 +203,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
         **kwargs,
     ) -> Seq2SeqModelOutput:
         if encoder_outputs is None:
-            check_not_empty("input_ids", input_ids, inputs_embeds)
-            encoder_outputs = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                return_dict=True,
-                **kwargs,
-            )
+            encoder_outputs = self._encode(input_ids, attention_mask, inputs_embeds, **kwargs)
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
         return super().forward(
@@ -220,7 +222,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
 
 
 class SegmentedGeneration(SegmentedPreTrainedModel):
-    """Mixin for a parent's model with a head: its loss, and how generation knows the length of the target."""
+    """Mixin for a model with a head: its loss, and the horizon of generation."""
 
     @can_return_tuple
     def forward(
@@ -244,14 +246,7 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             use_cache = False if use_cache is None else use_cache
         if encoder_outputs is None:
-            check_not_empty("input_ids", input_ids, inputs_embeds)
-            encoder_outputs = self.get_encoder()(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                return_dict=True,
-                **kwargs,
-            )
+            encoder_outputs = self._encode(input_ids, attention_mask, inputs_embeds, **kwargs)
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
         outputs = super().forward(
@@ -269,12 +264,12 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
         )
         if labels is None:
             return outputs
-        # the parents' own loss ignores num_items_in_batch, and so is wrong by a factor where gradients are accumulated
+        # the parents' loss ignores num_items_in_batch, so it is wrong with gradient accumulation
         loss = self.loss_function(
             logits=outputs.logits,
             labels=labels,
             vocab_size=self.config.vocab_size,
-            shift_labels=labels,  # the decoder's inputs are shifted already
+            shift_labels=labels,  # the decoder's inputs are shifted
             num_items_in_batch=num_items_in_batch,
         )
         return Seq2SeqLMOutput(loss=loss, **outputs)
@@ -287,17 +282,17 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
         decoder_horizon: int | None = None,
         **kwargs,
     ):
-        """Generate as every model of transformers does, with the segments spread over the length that is asked for.
+        """Generate as every model of transformers, with the segments spread over the requested length.
 
         Args:
-            inputs: As everywhere.
-            generation_config: As everywhere.
-            *args: As everywhere.
+            inputs: As in `GenerationMixin.generate`.
+            generation_config: As in `GenerationMixin.generate`.
+            *args: As in `GenerationMixin.generate`.
             decoder_horizon: Length of the target, in tokens, over which the segments are spread. When None: with
                 `horizon_mode="fixed"` the config's `decoder_horizon`; otherwise `max_new_tokens` or `max_length - 1`,
-                whether given here or by a generation config, and without either the config's `decoder_horizon`.
-                Tokens beyond it read the last segment.
-            **kwargs: As everywhere.
+                given here or in a generation config, and without either the config's `decoder_horizon`. Tokens beyond
+                it read the last segment.
+            **kwargs: As in `GenerationMixin.generate`.
 
         Raises:
             ValueError: `decoder_horizon` is not positive.
@@ -309,7 +304,7 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
     def _generation_horizon(self, generation_config: GenerationConfig | None, options: dict) -> int | None:
         cache = getattr(options.get("past_key_values"), "cross_attention_cache", None)
         if getattr(cache, "segments", None) is not None:
-            return None  # the cache's
+            return None  # use the cache's
         if self.config.horizon_mode == "fixed":
             return self.config.decoder_horizon
         prompt = options.get("decoder_input_ids")
@@ -325,7 +320,7 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: torch.Tensor | None = None, **kwargs
     ) -> tuple[torch.Tensor, dict]:
-        """Repeat rows for beams, but not documents: the beams of a document read it together."""
+        """Repeat rows for beams, but not documents: beams share their document."""
         shared = {}
         if self.config.cross_attention_mode != "full":
             shared = {name: kwargs.pop(name) for name in ("encoder_outputs", "attention_mask") if name in kwargs}

@@ -1,6 +1,6 @@
-"""SRformer made of BART: its decoder reads the document by segments.
+"""SRformer based on BART: its decoder reads the document by segments.
 
-Names of modules are BART's, so that its checkpoints load; what is added stands in `cross_attention.py` and in
+Modules have BART's names, so that its checkpoints load. New parts are in `cross_attention.py` and
 `modeling_srformer.py`.
 
 Shapes: B batch · T target length · L source length · D width · H heads · K head width.
@@ -18,7 +18,7 @@ from .segments import Reading
 
 
 class SRformerBartPositions(BartLearnedPositionalEmbedding):
-    """BART's positions, with an error in words, before a device asserts, for a text that is longer than they are."""
+    """BART's positions, with a ValueError for texts that are too long, instead of a device assertion."""
 
     def forward(
         self,
@@ -27,7 +27,7 @@ class SRformerBartPositions(BartLearnedPositionalEmbedding):
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         positions = self.num_embeddings - self.offset
-        if isinstance(past_key_values_length, int):  # a tensor, as a static cache counts in, is not read by the host
+        if isinstance(past_key_values_length, int):  # reading the tensor of a static cache would wait for the device
             tokens = input_ids.shape[1] if position_ids is None else position_ids.shape[-1]
             if past_key_values_length + tokens > positions:
                 raise ValueError(
@@ -38,12 +38,7 @@ class SRformerBartPositions(BartLearnedPositionalEmbedding):
 
 
 class SRformerBartAttention(SegmentedCrossAttention, BartAttention):
-    """BART's cross-attention, by segments.
-
-    Args:
-        config: The config.
-        layer_idx: Index of the layer, for the cache.
-    """
+    """BART's cross-attention to segments."""
 
     def __init__(self, config: SRformerBartConfig, layer_idx: int):
         super().__init__(
@@ -80,11 +75,7 @@ class SRformerBartAttention(SegmentedCrossAttention, BartAttention):
 
 
 class SRformerBartDecoder(SegmentedDecoder, BartDecoder):
-    """BART's decoder with segmented cross-attention.
-
-    Args:
-        config: The config.
-    """
+    """BART's decoder with segmented cross-attention."""
 
     config: SRformerBartConfig
 
@@ -97,11 +88,7 @@ class SRformerBartDecoder(SegmentedDecoder, BartDecoder):
 
 
 class SRformerBartModel(SegmentedModel, BartModel):
-    """SRformer of BART without a head.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on BART, without a head."""
 
     config: SRformerBartConfig
     _fsdp_plan = {"encoder.layers.*": "free_full_weight", "decoder.layers.*": "free_full_weight"}
@@ -115,11 +102,7 @@ class SRformerBartModel(SegmentedModel, BartModel):
 
 
 class SRformerBartForConditionalGeneration(SegmentedGeneration, BartForConditionalGeneration, GenerationMixin):
-    """SRformer of BART with a language modelling head, for summarization and other text-to-text tasks.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on BART with a language modelling head, for summarization and other text-to-text tasks."""
 
     config: SRformerBartConfig
 

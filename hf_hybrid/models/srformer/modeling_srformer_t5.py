@@ -1,6 +1,6 @@
-"""SRformer made of T5, T5 v1.1 or Flan-T5: their decoder reads the document by segments.
+"""SRformer based on T5, T5 v1.1 or Flan-T5: its decoder reads the document by segments.
 
-Names of modules are T5's, so that its checkpoints load; what is added stands in `cross_attention.py` and in
+Modules have T5's names, so that its checkpoints load. New parts are in `cross_attention.py` and
 `modeling_srformer.py`.
 
 Shapes: B batch · T target length · L source length · D width · H heads · K head width.
@@ -23,12 +23,7 @@ from .segments import Reading
 
 
 class SRformerT5Attention(SegmentedCrossAttention, T5Attention):
-    """T5's cross-attention, by segments.
-
-    Args:
-        config: The decoder's config.
-        layer_idx: Index of the layer, for the cache.
-    """
+    """T5's cross-attention to segments."""
 
     def __init__(self, config: SRformerT5Config, layer_idx: int):
         super().__init__(config, has_relative_attention_bias=False, layer_idx=layer_idx)
@@ -60,11 +55,7 @@ class SRformerT5Attention(SegmentedCrossAttention, T5Attention):
 
 
 class SRformerT5Stack(SegmentedDecoder, T5Stack):
-    """T5's decoder with segmented cross-attention.
-
-    Args:
-        config: The decoder's view of the config.
-    """
+    """T5's decoder with segmented cross-attention."""
 
     config: SRformerT5Config
 
@@ -79,16 +70,12 @@ class SRformerT5Stack(SegmentedDecoder, T5Stack):
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, RAF) and self.config.recurrent_init == "published":
-            # as torch draws a Linear; T5's own draw is for widths that its norms and embeddings have
+            # as torch initialises a Linear; T5's rule assumes the model width
             init.kaiming_uniform_(module.linear.weight, a=math.sqrt(5))
 
 
 class SRformerT5Model(SegmentedModel, T5Model):
-    """SRformer of T5 without a head.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on T5, without a head."""
 
     config: SRformerT5Config
     _fsdp_plan = {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"}
@@ -100,11 +87,7 @@ class SRformerT5Model(SegmentedModel, T5Model):
 
 
 class SRformerT5ForConditionalGeneration(SegmentedGeneration, T5ForConditionalGeneration, GenerationMixin):
-    """SRformer of T5 with a language modelling head, for summarization and other text-to-text tasks.
-
-    Args:
-        config: The config.
-    """
+    """SRformer based on T5 with a language modelling head, for summarization and other text-to-text tasks."""
 
     config: SRformerT5Config
     _fsdp_plan = {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"}

@@ -1,17 +1,11 @@
-"""Turn a T5 or BART that is in memory into an SRformer."""
+"""Turn a loaded T5 or BART into an SRformer."""
 
 import re
 from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import (
-    BartForConditionalGeneration,
-    BartModel,
-    PreTrainedModel,
-    T5ForConditionalGeneration,
-    T5Model,
-)
+from transformers import BartForConditionalGeneration, BartModel, PreTrainedModel, T5ForConditionalGeneration, T5Model
 
 from .modeling_srformer import SegmentedPreTrainedModel
 from .modeling_srformer_bart import SRformerBartForConditionalGeneration, SRformerBartModel
@@ -27,12 +21,11 @@ PATCHED = {
 
 
 def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fields) -> PreTrainedModel:
-    """Give a T5 or BART that is in memory SRformer's cross-attention.
+    """Give a loaded T5 or BART SRformer's cross-attention, in place.
 
-    The object becomes an SRformer, with a config of its own; classes, other models and the model's old config stay as
-    they are, but hooks and attributes that were put on the object's modules do not stay. All parameters stay the same
-    objects, on their device and in their dtype, so that an optimizer that holds them keeps doing so; what is new is
-    drawn from the current seed, and an optimizer must be told about it.
+    The object becomes an SRformer with its own config; the old config, other models and classes do not change. Hooks
+    and attributes added to the object's modules are lost. Parameters stay the same objects, on their device and in
+    their dtype, so an optimizer keeps them. New parameters are drawn from the current seed; add them to the optimizer.
 
     Args:
         model: A `T5Model`, `T5ForConditionalGeneration`, `BartModel` or `BartForConditionalGeneration`.
@@ -43,8 +36,8 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
         The model itself.
 
     Raises:
-        ValueError: It is of another class, or patched already, or something was added to it or taken from it: an
-            adapter, quantization, offloading, layers, a distribution over devices. The model is left as it was.
+        ValueError: The model is of another class, patched already, or modified: by an adapter, quantization,
+            offloading, other layers or a distribution over devices. The model does not change.
         huggingface_hub.errors.StrictDataclassError: A field breaks its rule.
     """
     if isinstance(model, SegmentedPreTrainedModel):
@@ -54,25 +47,23 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
             f"model must be one of {', '.join(source.__name__ for source in PATCHED)}; got {type(model).__name__}"
         )
     if len(set((getattr(model, "hf_device_map", None) or {"": None}).values())) > 1:
-        raise ValueError(f"model must lie on one device; got hf_device_map {model.hf_device_map}")
+        raise ValueError(f"model must be on one device; got hf_device_map {model.hf_device_map}")
     patched_class = PATCHED[type(model)]
     config = patched_class.config_class.from_parent(model.config, segment_size=segment_size, **fields)
     with torch.device("meta"):
         patched = patched_class(config)
     old, new = _tensors(model), _tensors(patched)
-    what = _what_is_not_plain(model, old, new)
-    if what is not None:
-        raise ValueError(
-            f"model must be a plain {type(model).__name__}, patched before anything is changed; got {what}"
-        )
+    change = _find_change(model, old, new)
+    if change is not None:
+        raise ValueError(f"model must be a plain {type(model).__name__}, patched before other changes; got {change}")
     reference = model.get_input_embeddings().weight
     for name, tensor in new.items():
         if name not in old:
             tensor = nn.Parameter(torch.empty_like(tensor, device=reference.device, dtype=reference.dtype))
         parent, _, leaf = name.rpartition(".")
         setattr(patched.get_submodule(parent), leaf, old.get(name, tensor))
-    _draw_what_is_new(patched, old.values())
-    patched.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # whether a head is tied, weights have said
+    _initialize_new(patched, old.values())
+    patched.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # loading decided by the weights
     modules = dict(model.named_modules())
     for name, module in patched.named_modules():
         module.training = modules[name].training if name in modules else model.training
@@ -89,22 +80,20 @@ def patch_cross_attention(model: PreTrainedModel, segment_size: int = 64, **fiel
     return model
 
 
-def _what_is_not_plain(
-    model: PreTrainedModel, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
-) -> str | None:
-    """Say what was added to a model, or taken from it, that the patched one would not have."""
+def _find_change(model: PreTrainedModel, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> str | None:
+    """Return what was added to a model or removed from it, or None."""
     if getattr(model, "is_quantized", False):
         return "quantization"
     for name in sorted(set(old) - set(new)):
-        return f"{name}, which a plain one has not"
+        return f"{name}, which a plain one does not have"
     for name, tensor in new.items():
         if name not in old and not NEW_TENSORS.search(name):
-            return f"no {name}, which its config asks for"
+            return f"no {name}, which its config requires"
         if name in old and old[name].shape != tensor.shape:
             return f"{name} of shape {tuple(old[name].shape)} instead of {tuple(tensor.shape)}"
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook") or "forward" in vars(module):
-            return f"a forward of its own on {name or 'the model'} (accelerate's, when it offloads)"
+            return f"a changed forward of {name or 'the model'} (such as accelerate's for offloading)"
     return None
 
 
@@ -112,8 +101,8 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
-def _draw_what_is_new(model: PreTrainedModel, loaded: Iterable[torch.Tensor]) -> None:
-    """Initialise all tensors but these, as transformers does with those that a checkpoint lacks."""
+def _initialize_new(model: PreTrainedModel, loaded: Iterable[torch.Tensor]) -> None:
+    """Initialise all other tensors, as transformers does with those missing from a checkpoint."""
     loaded = list(loaded)
     for tensor in loaded:
         tensor._is_hf_initialized = True

@@ -1,10 +1,10 @@
-"""Which segment of its document every token of the target reads, and the cache that keeps what was made of a document.
+"""Segments of documents, the map from tokens of the target to segments, and the cache of documents.
 
-All of it is said in tensors of integers, so that nothing waits for a device: the documents of a batch may differ in
-length, and the position of a token comes from the cache.
+All of these are integer tensors, so that nothing waits for a device, although documents differ in length and a token's
+position comes from the cache.
 
 Shapes: B batch · L source length · T tokens of this call · M segments of the longest document · S segment size ·
-N slots: the segments that a target visits, in order · n tiles of g tokens, each of one segment · H heads.
+N slots: the segments that a target visits, in order · n tiles of g tokens that read one segment each · H heads.
 """
 
 from dataclasses import dataclass, replace
@@ -21,30 +21,30 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """How the documents of a batch are cut, and which of their segments a target visits."""
+    """Segments of a batch of documents, and which of them a target visits."""
 
     size: int
     """S."""
     number: int
     """M."""
     horizon: int
-    """Length q of the target over which the segments are spread: token t reads segment ``min(t m // q, m - 1)``."""
+    """Target length q over which the segments are spread: token t reads segment ``min(t m // q, m - 1)``."""
     counts: torch.Tensor | None = None
-    """Segments m of each document, `(B,)`; M each when None."""
+    """Number m of segments of each document, `(B,)`; M when None."""
     kept: torch.Tensor | None = None
-    """Keys that enter sums, `(B or 1, M S)`; all when None."""
+    """Keys that are part of sums, `(B or 1, M S)`; all when None."""
     visible: torch.Tensor | None = None
-    """Keys that the softmax over a slot's segment sees, `(B or 1, N, keys of a slot)`; all when None."""
+    """Keys that the softmax of each slot sees, `(B or 1, N, keys of a slot)`; all when None."""
     device: torch.device | None = None
-    """Where the documents are."""
+    """Device of the documents."""
 
     @property
     def slots(self) -> int:
-        """N: a target that is shorter than the segments are many visits only so many, and at its end the last."""
+        """N: a target with fewer tokens than segments visits one segment per token, and the last at its end."""
         return min(self.number, self.horizon + 1)
 
     def visited(self) -> torch.Tensor | None:
-        """Segment of each slot, `(B or 1, N)`; None where slot and segment are the same for all documents."""
+        """Return the segment of each slot, `(B or 1, N)`; None if slots are segments."""
         if self.slots == self.number:
             return None
         slots = torch.arange(self.slots, device=self.device)
@@ -55,7 +55,7 @@ class Segments:
         return torch.minimum(spread, counts - 1)
 
     def slots_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slot of the tokens at these positions of the target, `(T,)` to `(B or 1, T)`; it never decreases."""
+        """Return the slots of tokens at these positions of the target, `(T,)` to `(B or 1, T)`, ascending."""
         if self.counts is None:
             if self.number > self.horizon:
                 return positions.clamp_max(self.slots - 1)[None]
@@ -73,52 +73,49 @@ def cut(
     Args:
         config: An SRformer's config.
         states: The encoder's output, `(B, L, D)`.
-        attention_mask: `(B, L)` or `(B, 1, 1, L)`, boolean or 1 for tokens to keep, or `(B, 1, 1, L)` added to scores.
+        attention_mask: `(B, L)` or `(B, 1, 1, L)`, boolean or 1 = keep; or `(B, 1, 1, L)`, added to scores.
         horizon: Length of the target.
 
     Returns:
-        The segments, and the encoder's output as long as M segments; where each document has segments of its own, it
-        stands at the beginning of its row, whatever side it was padded on.
+        The segments, and the encoder's output padded to M segments. With segments per document, each document is moved
+        to the start of its row.
     """
     batch, length, _ = states.shape
     size, number = config.segment_size, -(-length // config.segment_size)
     pad = number * size - length
-    mask = None if attention_mask is None else _padding_mask(attention_mask, batch, length)
+    visible = None if attention_mask is None else _kept_tokens(attention_mask, batch, length)
     counts = None
-    if mask is not None and config.per_example_segments:
-        lengths = mask.sum(1)
+    if visible is not None and config.per_example_segments:
+        lengths = visible.sum(1)
         counts = (lengths + size - 1).div(size, rounding_mode="floor").clamp_min(1)
-        # kept tokens first, in their order: a grid that starts at the document's first token
-        order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        # kept tokens first, so that segments start at the document's first token
+        order = visible.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         states = states.take_along_dim(order[..., None], dim=1)
-        mask = torch.arange(length, device=states.device) < lengths[:, None]
+        visible = torch.arange(length, device=states.device) < lengths[:, None]
     if number > horizon:
         _warn_of_skipped_segments(number, counts, horizon)
-    kept = mask
+    kept = visible
     if config.mask_mode == "official":
-        # padding is in the sums; T5 hides it from the softmax, but not what fills the last segment up; BART nothing
+        # sums include padding; T5's softmax hides it, except in the tail of the last segment; BART's sees all
         kept = None
-        mask = (
-            None
-            if mask is None or config.parent_model_type == "bart"
-            else nn.functional.pad(mask, (0, pad), value=True)
-        )
+        if visible is not None:
+            visible = None if config.parent_model_type == "bart" else nn.functional.pad(visible, (0, pad), value=True)
     elif pad:
-        mask = states.new_ones(1, length, dtype=torch.bool) if mask is None else mask
-        mask = nn.functional.pad(mask, (0, pad))
+        visible = states.new_ones(1, length, dtype=torch.bool) if visible is None else visible
+        visible = nn.functional.pad(visible, (0, pad))
     if pad:
         kept = states.new_ones(1, length, dtype=torch.bool) if kept is None else kept
         kept = nn.functional.pad(kept, (0, pad))
         states = nn.functional.pad(states, (0, 0, 0, pad))
     segments = Segments(size=size, number=number, horizon=horizon, counts=counts, kept=kept, device=states.device)
-    if mask is not None:
-        segments = replace(segments, visible=_visible(config.cross_attention_mode, segments, mask))
+    if visible is not None:
+        segments = replace(segments, visible=_visible(config.cross_attention_mode, segments, visible))
     return segments, states
 
 
-def _visible(mode: str, segments: Segments, mask: torch.Tensor) -> torch.Tensor:
-    """Spell out which keys the softmax of each slot sees."""
-    of_segments = mask.unflatten(1, (segments.number, segments.size))
+def _visible(mode: str, segments: Segments, visible: torch.Tensor) -> torch.Tensor:
+    """Return which keys the softmax of each slot sees, from the visible tokens `(B or 1, M S)`."""
+    of_segments = visible.unflatten(1, (segments.number, segments.size))
     visited = segments.visited()
     visible = of_segments
     if visited is not None:
@@ -135,21 +132,22 @@ def _visible(mode: str, segments: Segments, mask: torch.Tensor) -> torch.Tensor:
 
 
 def previous_slot(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Shift by one slot; the first slot is its own predecessor (Transformer-XL)."""
+    """Shift by one slot; the first slot precedes itself (Transformer-XL)."""
     slots = x.shape[dim]
     return torch.cat([x.narrow(dim, 0, 1), x.narrow(dim, 0, slots - 1)], dim=dim)
 
 
-def _padding_mask(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Read a mask as `(B, L)`, True where it keeps."""
-    if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
-        mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, 0]
-    if mask.shape != (batch, length):
+def _kept_tokens(attention_mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """Return the boolean form of an attention mask, `(B, L)`."""
+    kept = attention_mask
+    if kept.dim() == 4 and kept.shape[1] == kept.shape[2] == 1:
+        kept = (kept if kept.dtype == torch.bool else kept == 0)[:, 0, 0]
+    if kept.shape != (batch, length):
         raise ValueError(
             f"attention_mask must be of shape (batch, length) = {(batch, length)}, or (batch, 1, 1, length); "
-            f"got {tuple(mask.shape)}"
+            f"got {tuple(kept.shape)}"
         )
-    return mask.to(torch.bool)
+    return kept.to(torch.bool)
 
 
 _told: set[str] = set()
@@ -158,31 +156,31 @@ _told: set[str] = set()
 def _warn_of_skipped_segments(number: int, counts: torch.Tensor | None, horizon: int) -> None:
     if torch.compiler.is_compiling() or "skipped" in _told:
         return
-    most = number if counts is None else int(counts.max())  # of padding there is nothing to skip
+    most = number if counts is None else int(counts.max())  # segments of padding are not read anyway
     if most <= horizon:
         return
     _told.add("skipped")
     logger.warning(
-        f"A document has {most} segments and its target only {horizon} tokens, each of which attends to one segment: "
+        f"A document has {most} segments, but its target only {horizon} tokens, each of which attends to one segment: "
         f"{most - horizon} segments are skipped. A longer target or decoder_horizon, or a larger segment_size, reads "
-        f"all of them. This is said once."
+        f"all of them. This warning appears once."
     )
 
 
 class Reading:
-    """What one call of the decoder reads: for each of its tokens, a slot of its row's document.
+    """Map from the tokens of one decoder call to slots of their documents.
 
-    Consecutive tokens mostly read the same segment. They are laid into tiles of g tokens that read one segment each,
+    Consecutive tokens mostly read the same segment. They are arranged in tiles of g tokens that read one segment each,
     so that keys and states are fetched once per tile, not once per token. A decoding step is one tile of one token.
 
     Args:
         segments: How the documents are cut.
         length: T.
-        past: Tokens of the target before this call's.
+        past: Number of earlier tokens of the target.
         batch: Rows B of the target.
         heads: H.
         documents: Document of each row, `(B,)`; row b reads document b when None.
-        device: Where the result lives.
+        device: Device of the indices.
     """
 
     def __init__(
@@ -201,7 +199,7 @@ class Reading:
         slots = segments.slots_at(torch.arange(length, device=device) + past)
         if documents is not None and slots.shape[0] > 1:
             slots = slots[documents]
-        # a whole target and a batch without padding: every slot in turn, where it lies
+        # a complete target without padding reads all slots in order: no index is needed
         in_turn = documents is None and segments.counts is None and isinstance(past, int) and past == 0
         if in_turn and length == segments.horizon:
             self.tiles = min(length, segments.number)
@@ -209,35 +207,35 @@ class Reading:
         elif length <= segments.slots:
             in_turn, self.tiles, self.rows = False, length, 1
         else:
-            # enough for any lengths of documents; at most one tile in three stays empty
+            # enough for documents of any length; at most one tile in three is empty
             in_turn, self.rows = False, 2 * -(-length // segments.slots)
             self.tiles = segments.slots + length // self.rows
-        self.index = self.place = None
+        self.index = self.position = None
         if self.rows > 1:
-            self.index, self.place, slots = self._lay(slots)
+            self.index, self.position, slots = self._tiled(slots)
         self.shape = (batch, heads, self.tiles)
         self.picked = None if in_turn else self._picked(slots, device)
         self.visible = self._visible(slots, in_turn)
 
     @property
     def is_step(self) -> bool:
-        """Whether it is of one token, for which `picked` says where each row's slot lies."""
+        """Whether this is a decoding step, for which `picked` holds the index of each row's slot."""
         return self.tiles == self.rows == 1 and self.picked is not None
 
-    def _lay(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Lay tokens into tiles: token of each place, place of each token, slot of each tile."""
+    def _tiled(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Arrange tokens in tiles; return token at each tile position, position of each token, slot of each tile."""
         count, length = slots.shape
         tokens = torch.arange(length, device=slots.device).expand(count, -1)
         starts = torch.ones_like(slots, dtype=torch.bool)
         starts[:, 1:] = slots[:, 1:] != slots[:, :-1]
         row = (tokens - torch.where(starts, tokens, 0).cummax(1).values) % self.rows
         tile = (row == 0).cumsum(1) - 1
-        place = tile * self.rows + row
-        index = slots.new_zeros(count, self.tiles * self.rows).scatter_(1, place, tokens)
-        return index, place, slots.new_zeros(count, self.tiles).scatter_(1, tile, slots)
+        position = tile * self.rows + row
+        index = slots.new_zeros(count, self.tiles * self.rows).scatter_(1, position, tokens)
+        return index, position, slots.new_zeros(count, self.tiles).scatter_(1, tile, slots)
 
     def _picked(self, slots: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Where each tile's slot lies in a tensor `(documents, H, N, ...)` without its first three dimensions."""
+        """Return the index of each tile's slot in the flattened first three dimensions of `(documents, H, N, ...)`."""
         batch, heads, _ = self.shape
         documents = torch.arange(batch, device=device) if self.documents is None else self.documents
         strips = documents[:, None] * heads + torch.arange(heads, device=device)
@@ -258,26 +256,26 @@ class Reading:
         return visible[:, None, :, None]
 
     def lay_out(self, query: torch.Tensor) -> torch.Tensor:
-        """Lay `(B, T, H, K)` into tiles, `(B, H, n, g, K)`."""
+        """Arrange `(B, T, H, K)` in tiles, `(B, H, n, g, K)`."""
         return _taken(query, self.index).unflatten(1, (self.tiles, self.rows)).permute(0, 3, 1, 2, 4)
 
     def collect(self, output: torch.Tensor) -> torch.Tensor:
-        """Take `(B, H, n, g, V)` back to the tokens, `(B, T, H, V)`."""
-        return _taken(output.permute(0, 2, 3, 1, 4).flatten(1, 2), self.place)
+        """Return tiles `(B, H, n, g, V)` to the order of tokens, `(B, T, H, V)`."""
+        return _taken(output.permute(0, 2, 3, 1, 4).flatten(1, 2), self.position)
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
-        """Fetch what `(documents, H, N, ...)` holds for each tile's slot, `(B, H, n, ...)`."""
+        """Select from `(documents, H, N, ...)` each tile's slot, `(B, H, n, ...)`."""
         if self.picked is None:
             return x[:, :, : self.tiles]
         return x.flatten(0, 2).index_select(0, self.picked).unflatten(0, self.shape)
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Fetch what `(documents, ...)` holds for each row, `(B, ...)`."""
+        """Select from `(documents, ...)` each row's document, `(B, ...)`."""
         return x if self.documents is None else x.index_select(0, self.documents)
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """Take entries of dimension 1, the same or others for each row."""
+    """Select entries of dimension 1 by an index `(1 or B, entries)`."""
     if index is None:
         return x
     if index.shape[0] == 1:
@@ -286,13 +284,13 @@ def _taken(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 
 
 class SegmentMemory(NamedTuple):
-    """What one layer makes of the documents, once; D documents."""
+    """Keys, values and states of D documents in one layer, computed once."""
 
     keys: torch.Tensor | None
-    """Of each slot's softmax, `(D, H, N, keys, K)`; None without segmented attention."""
+    """For each slot's softmax, `(D, H, N, keys, K)`; None without segmented attention."""
     values: torch.Tensor | None
     mean_keys: torch.Tensor | None = None
-    """Of each segment, seen by all slots, `(D, H, M, K)` (LongT5)."""
+    """Mean key of each segment, seen by all slots, `(D, H, M, K)` (LongT5)."""
     mean_values: torch.Tensor | None = None
     states: torch.Tensor | None = None
     """R, `(D, H, N, K, V)`; None without recurrent attention."""
@@ -313,16 +311,16 @@ class SegmentLayer(DynamicLayer):
         self.memory: SegmentMemory | None = None
 
     def get_seq_length(self) -> int:
-        """Slots that are kept, of whatever size; 0 before there are any."""
+        """Return the number of cached slots."""
         if self.memory is None:
             return 0
         return (self.memory.states if self.memory.keys is None else self.memory.keys).shape[2]
 
 
 class SegmentCache(DynamicCache):
-    """Cross-attention cache of an SRformer decoder: documents, and which of them each row of the target reads.
+    """Cross-attention cache of an SRformer decoder: documents, and the document of each row of the target.
 
-    Beams of a document share its entry. What moves when they are reordered is one integer per row.
+    Beams share the entry of their document; reordering them moves one integer per row.
 
     Args:
         segments: How the documents are cut.
@@ -335,7 +333,7 @@ class SegmentCache(DynamicCache):
         self.documents = documents
 
     def keep(self, layer_idx: int, memory: SegmentMemory) -> None:
-        """Keep what a layer has made of the documents."""
+        """Store the memory of one layer."""
         while len(self.layers) <= layer_idx:
             self.layers.append(SegmentLayer())
         self.layers[layer_idx].memory = memory
@@ -345,7 +343,7 @@ class SegmentCache(DynamicCache):
 
     @property
     def rows(self) -> int | None:
-        """Rows B of the target that it is for; None before anything is kept."""
+        """Number B of rows of the target; None if the cache is empty."""
         if self.documents is not None:
             return self.documents.shape[0]
         memory = self._memory()
@@ -359,17 +357,17 @@ class SegmentCache(DynamicCache):
         return torch.arange(memory.documents, device=tensor.device)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let each row read what the row of this index has read."""
+        """Give each row the document of the row with this index."""
         rows = self._rows()
         self.documents = None if rows is None else rows.index_select(0, beam_idx.to(rows.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Let `repeats` rows in succession read what each row has read."""
+        """Repeat each row `repeats` times."""
         rows = self._rows()
         self.documents = None if rows is None else rows.repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Leave only these rows."""
+        """Keep only these rows."""
         rows = self._rows()
         self.documents = None if rows is None else rows[indices]
 

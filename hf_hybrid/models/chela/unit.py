@@ -1,0 +1,232 @@
+"""CHELA's unit: short-long convolutions, attention over their output, and two gates (Liu et al. 2024, section 4.3).
+
+Shapes: B batch · T length · P tokens already read · D width · H heads · K = D / H head width · C chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.utils import logging
+
+from ...kernels import laplace_attention, linear_attention
+from ...kernels.laplace_attention import laplace
+from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
+from ...layers.norms import make_norm
+from ...layers.s4d import S4D
+from ...layers.state_space import StateSpaceLayer
+from .configuration_chela import ChelaConfig
+
+ALPHA_STD = 0.02
+"""Initial standard deviation of α_q and α_k: the norm removes their size, but Adam moves small values further."""
+
+logger = logging.get_logger(__name__)
+
+
+def make_mixer(config: ChelaConfig) -> StateSpaceLayer:
+    """Build the module that computes Z in one layer."""
+    width, bidirectional = config.hidden_size, not config.is_decoder
+    if config.mixer == "s4d":
+        return S4D(width, config.mixer_state_size, bidirectional=bidirectional, freeze="none")
+    if config.mixer == "ema":
+        return DampedEMA(width, config.mixer_state_size, bidirectional=bidirectional)
+    options = {
+        "groups": config.long_kernel_groups,
+        "bidirectional": bidirectional,
+        "init": config.long_kernel_init,
+        "squash": config.kernel_squash,
+        "kernel_dropout": config.kernel_dropout,
+        "smoothing": config.kernel_smoothing,
+        "use_D": config.long_conv_skip,
+    }
+    if config.mixer == "long":
+        return LongConv(width, config.long_kernel_size, **options)
+    return ShortLongConv(
+        width,
+        config.long_kernel_size,
+        short_kernel_sizes=config.short_kernel_sizes,
+        short_bias=config.short_conv_bias,
+        branch_norm=config.short_branch_norm,
+        **options,
+    )
+
+
+class KeptKeys(NamedTuple):
+    """State of Laplace attention.
+
+    Attributes:
+        key: `(B, P, H, K)`; with chunks only of the last C - 1 tokens.
+        value: `(B, P, H, K)`.
+        kept: `(B, P)`, True for kept tokens.
+        first: Position of each row's first kept token relative to these keys, `(B,)`; P if none is kept. Chunks are
+            counted from there.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    kept: torch.Tensor
+    first: torch.Tensor
+
+
+class ChelaState(NamedTuple):
+    """State of a layer: the mixer's, and the attention's, a matrix `(B, H, K, K)` or keys."""
+
+    mixer: Any
+    attention: torch.Tensor | KeptKeys
+
+
+class ChelaUnit(nn.Module):
+    """Convolutions, attention over their output, and two gates (CHELA, section 4.3).
+
+    Z = mixer(x),  Q = α_q Z + β_q,  K = α_k Z + β_k,  V = SiLU(x W_v + b_v)                    (eqs. 8, 11 to 13)
+    M = Norm(Q (K^T V)) ⊙ SiLU(Z W_g + b_g),  U = M ⊙ G + r ⊙ (1 - G),  G = sigmoid(Z W_o + b_o)    (eqs. 9 to 15)
+
+    with a residual r from the caller; Q (K^T V) has causal sums in a causal model.
+    """
+
+    def __init__(self, config: ChelaConfig):
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.mixer = make_mixer(config)
+        self.v_proj = nn.Linear(width, width)
+        self.gate_proj = None if config.share_gate_value_proj else nn.Linear(width, width)
+        self.gate_bias = nn.Parameter(torch.zeros(width)) if config.share_gate_value_proj else None
+        self.output_gate_proj = nn.Linear(width, width)
+        self.query_alpha, self.key_alpha = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
+        self.query_beta, self.key_beta = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
+        self.attention_norm = None
+        if config.attention_norm in ("rms_norm", "layer_norm") and config.attention_fn != "laplace":
+            head_dim = width // config.num_attention_heads
+            self.attention_norm = make_norm(config.attention_norm, head_dim, config.attention_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.value_dropout = nn.Dropout(config.activation_dropout)
+
+    def reset_parameters(self):
+        """Initialise the offsets and scales of queries and keys, and the gate's bias."""
+        for alpha in (self.query_alpha, self.key_alpha):
+            if self.config.alpha_init is None:
+                init.normal_(alpha, std=ALPHA_STD)
+            else:
+                init.constant_(alpha, float(self.config.alpha_init))
+        for bias in (self.query_beta, self.key_beta, self.gate_bias):
+            if bias is not None:
+                init.zeros_(bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        state: ChelaState | None,
+        return_state: bool,
+    ) -> tuple[torch.Tensor, ChelaState | None]:
+        """Run the unit.
+
+        Args:
+            hidden_states: x, `(B, T, D)`.
+            residual: r, `(B, T, D)`.
+            attention_mask: `(B, T)`, True = keep; None keeps all.
+            state: State before these tokens.
+            return_state: Whether to return the state after them.
+
+        Returns:
+            U, `(B, T, D)`, and the state or None.
+        """
+        if attention_mask is not None:
+            hidden_states = hidden_states.masked_fill(~attention_mask[..., None], 0)
+        mixer_state = None
+        if state is not None or return_state:
+            before = None if state is None else state.mixer
+            mixed, mixer_state = self.mixer(hidden_states, attention_mask, state=before, return_state=True)
+        else:
+            mixed = self.mixer(hidden_states, attention_mask)
+        mixed = self.dropout(mixed)
+        value = self.value_dropout(F.silu(self.v_proj(hidden_states)))
+        before = None if state is None else state.attention
+        attended, attention_state = self._attend(mixed, value, self._gate(mixed), attention_mask, before)
+        output_gate = torch.sigmoid(self.output_gate_proj(mixed))
+        attended = self.dropout(attended)
+        output = residual + output_gate * (attended - residual)
+        return output, ChelaState(mixer_state, attention_state) if return_state else None
+
+    def _gate(self, mixed: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is not None:
+            return self.gate_proj(mixed)
+        if isinstance(self.v_proj, nn.Linear):
+            return F.linear(mixed, self.v_proj.weight, self.gate_bias)
+        # an adapter wraps the shared map: subtract the value's bias from its output
+        return self.v_proj(mixed) - self.v_proj(torch.zeros_like(mixed[:1, :1])) + self.gate_bias
+
+    def _attend(
+        self,
+        mixed: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        kept: torch.Tensor | None,
+        state: torch.Tensor | KeptKeys | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | KeptKeys | None]:
+        """Compute M, `(B, T, D)`, and the attention's next state (None in a bidirectional model)."""
+        heads = (*mixed.shape[:2], self.config.num_attention_heads, -1)
+        query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
+        key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
+        if self.config.attention_fn == "laplace_feature":
+            query, key = laplace(query), laplace(key)
+        if kept is not None:  # β gives padding a key
+            key = key.masked_fill(~kept[..., None], 0)
+        query, key, value, gate = query.view(heads), key.view(heads), value.view(heads), gate.view(heads)
+        if self.config.attention_fn == "laplace":
+            attended, state = self._laplace_attention(query, key, value, kept, state)
+            return (attended * F.silu(gate)).flatten(2), state
+        options = {"causal": self.config.is_decoder, "state": state}
+        if self.config.attention_norm == "simple_rms_norm":
+            eps = self.config.attention_norm_eps
+            attended, state = linear_attention(query, key, value, norm_eps=eps, gate=gate, **options)
+            return attended.flatten(2), state
+        attended, state = linear_attention(query, key, value, **options)
+        attended = self._normed(attended).to(value.dtype) * F.silu(gate)
+        if self.attention_norm is None and value.dtype == torch.float16:
+            logger.warning_once("attention_norm 'none' overflows float16 on long inputs: use bfloat16.")
+        return attended.flatten(2), state
+
+    def _normed(self, attended: torch.Tensor) -> torch.Tensor:
+        """Normalise each head in the dtype of the sums, whatever the dtype of the weights."""
+        if self.attention_norm is None:
+            return attended
+        weights = dict(self.attention_norm.named_parameters())
+        if all(weight.dtype == attended.dtype for weight in weights.values()):
+            return self.attention_norm(attended)
+        weights = {name: weight.to(attended.dtype) for name, weight in weights.items()}
+        return torch.func.functional_call(self.attention_norm, weights, attended)
+
+    def _laplace_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kept: torch.Tensor | None,
+        state: KeptKeys | None,
+    ) -> tuple[torch.Tensor, KeptKeys]:
+        kept = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if kept is None else kept
+        length = kept.shape[1]
+        first = position = torch.where(kept.any(1), kept.int().argmax(1), length)
+        if state is not None:
+            past = state.kept.shape[1]
+            first = torch.where(state.first < past, state.first, past + position)
+            key, value = torch.cat([state.key, key], dim=1), torch.cat([state.value, value], dim=1)
+            kept = torch.cat([state.kept, kept], dim=1)
+        attended = laplace_attention(
+            query,
+            key,
+            value,
+            causal=self.config.is_decoder,
+            attention_mask=kept,
+            chunk_size=self.config.chunk_size,
+            first=first,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )
+        total = kept.shape[1]
+        dropped = 0 if self.config.chunk_size is None else max(0, total - self.config.chunk_size + 1)
+        return attended, KeptKeys(key[:, dropped:], value[:, dropped:], kept[:, dropped:], first - dropped)

@@ -1,0 +1,285 @@
+"""One layer of SPADE: token mixer, cross-attention and feed-forward network (Zuo et al. 2022).
+
+Shapes: B batch · T length of the stack's input · S source length · D width · H heads · K head width.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+
+from ...layers.hyena import Hyena
+from ...layers.lstm import LSTM
+from ...layers.norms import make_norm
+from ...layers.relative_position import RelativePositionBias
+from ...layers.s4 import S4
+from ...layers.s4d import S4D
+from ...layers.s5 import S5
+from ...layers.state_space import StateSpaceLayer
+from ..local_attention import LocalSelfAttention, eager_attention_forward, make_feed_forward
+from .configuration_spade import SpadeConfig
+
+
+def make_state_space(config: SpadeConfig) -> StateSpaceLayer:
+    """Build the state space model of a global layer."""
+    shared = {"bidirectional": not config.is_decoder, "postact": config.ssm_postact, "freeze": config.ssm_freeze}
+    steps = {"dt_min": config.ssm_dt_min, "dt_max": config.ssm_dt_max, "use_D": config.ssm_use_D}
+    sizes = (config.hidden_size, config.ssm_state_size)
+    if config.ssm_type == "lstm":
+        return LSTM(config.hidden_size, **shared)
+    if config.ssm_type == "hyena":
+        return Hyena(
+            config.hidden_size,
+            order=config.hyena_order,
+            max_length=config.ssm_l_max,
+            filter_size=config.hyena_filter_size,
+            embedding_size=config.hyena_embedding_size,
+            sine_frequency=config.hyena_sine_frequency,
+            short_kernel_size=config.hyena_short_kernel_size,
+            dropout=config.dropout,
+            **shared,
+        )
+    if config.ssm_type == "s5":
+        return S5(*sizes, blocks=config.ssm_blocks, discretization=config.ssm_discretization, **steps, **shared)
+    copies = {"num_copies": config.ssm_num_copies, "max_length": config.ssm_l_max}
+    if config.ssm_type == "s4d":
+        forms = {"init": config.ssm_init, "discretization": config.ssm_discretization}
+        return S4D(*sizes, **forms, **copies, **steps, **shared)
+    return S4(*sizes, **copies, **steps, **shared)
+
+
+class SpadeCrossAttention(nn.Module):
+    """Full attention of the decoder to the encoder's output."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = False
+        self.scaling = config.head_dim**-0.5 if config.scale_attention else 1.0
+        inner_size = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
+        if not config.scale_attention:
+            # scores start as large as scaled ones
+            self.q_proj.init_std = config.initializer_range * config.head_dim**-0.5
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `(B, T, D)`.
+            encoder_hidden_states: `(B, S, D)`.
+            attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
+            past_key_values: Cache, which keeps the keys and values of the encoder's output.
+            **kwargs: Passed on to the attention function.
+
+        Returns:
+            Output `(B, T, D)`, and probabilities `(B, H, T, S)` if the attention function returns them.
+        """
+        batch, length, _ = hidden_states.shape
+        heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
+        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+            layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            key, value = layer.keys, layer.values
+        else:
+            key = self.k_proj(encoder_hidden_states).view(heads).transpose(1, 2)
+            value = self.v_proj(encoder_hidden_states).view(heads).transpose(1, 2)
+            if past_key_values is not None:
+                key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
+                past_key_values.is_updated[self.layer_idx] = True
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, probabilities = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=False,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(batch, length, -1)), probabilities
+
+
+class SpadeTokenMixer(nn.Module):
+    """Local attention l, in a global layer joined with a state space model g of the same input x.
+
+    `config.combine_mode` joins them (SPADE, section 3.2): concat ``W [LN(l(x)), LN(g(x))] + b``,
+    add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``, residual ``l(x) + W LN(g(x))`` with W zero at first.
+
+    Args:
+        config: The stack's config.
+        layer_idx: Index of the layer.
+        has_bias_table: Whether the layer has its own table of relative position biases.
+    """
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, *, has_bias_table: bool):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.attention = None
+        if config.attention_type != "none":
+            self.attention = LocalSelfAttention(config, layer_idx, has_bias_table=has_bias_table)
+        self.ssm = None
+        if layer_idx not in config.global_layers:
+            return
+        self.ssm = make_state_space(config)
+        if self.attention is None:
+            return
+        if config.combine_mode in ("concat", "add"):
+            self.local_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        if config.combine_mode != "stack":
+            self.global_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        if config.combine_mode == "concat":
+            self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
+            # as torch initialises it, like the published code: the update starts smaller than the residual
+            self.aggregate.init_std = (6 * config.hidden_size) ** -0.5
+        if config.combine_mode == "residual":
+            self.global_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            self.global_proj.init_std = 0  # the layer starts as local attention
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        *,
+        bias_table: RelativePositionBias | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Map `(B, T, D)` to `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
+        attend = {
+            "bias_table": bias_table,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            **kwargs,
+        }
+        if self.ssm is None:
+            return self.attention(hidden_states, **attend)[0]
+        global_states = self._state_space(hidden_states, attention_mask, past_key_values)
+        if self.attention is None:
+            return global_states
+        if self.config.combine_mode == "stack":
+            return self.attention(global_states, **attend)[0]
+        local_states = self.attention(hidden_states, **attend)[0]
+        global_states = self.global_norm(global_states)
+        if self.config.combine_mode == "residual":
+            return local_states + self.global_proj(global_states)
+        local_states = self.local_norm(local_states)
+        if self.config.combine_mode == "add":
+            # not torch.lerp, which refuses the mixed dtypes of autocast
+            return local_states + self.config.combine_alpha * (global_states - local_states)
+        branches = (local_states, global_states)
+        if self.config.concat_order == "global_local":
+            branches = branches[::-1]
+        return self.aggregate(torch.cat(branches, dim=-1))
+
+    def _state_space(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
+    ) -> torch.Tensor:
+        """Run the state space model, with the state in the cache if there is one."""
+        if self.config.ssm_stop_gradient:
+            hidden_states = hidden_states.detach()
+        if attention_mask is not None:
+            if attention_mask.dim() != 2:
+                raise ValueError(
+                    f"attention_mask must be of shape (batch, length) for a layer with a state space model; "
+                    f"got {tuple(attention_mask.shape)}"
+                )
+            attention_mask = attention_mask[:, -hidden_states.shape[1] :]
+        if past_key_values is None:
+            return self.ssm(hidden_states, attention_mask)
+        layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
+        if not hasattr(layer, "recurrent_states"):
+            raise ValueError(
+                "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got one whose "
+                f"layer {self.layer_idx} is {type(layer).__name__}"
+            )
+        state = layer.recurrent_states[0] if layer.has_previous_state[0] else None
+        output, state = self.ssm(hidden_states, attention_mask, state=state, return_state=True)
+        layer.update_recurrent_state(state)
+        layer.has_previous_state[0] = True
+        if self.attention is None:
+            # the cache counts tokens by its keys: append keys of width 0
+            nothing = output.new_empty(output.shape[0], 1, output.shape[1], 0)
+            layer.update(nothing, nothing)
+        return output
+
+
+class SpadeLayer(GradientCheckpointingLayer):
+    """One layer: token mixer, cross-attention in a decoder, and feed-forward network, each with a residual.
+
+    Post-norm ``x <- LN(x + sublayer(x))``, pre-norm ``x <- x + sublayer(LN(x))``.
+
+    Args:
+        config: The stack's config.
+        layer_idx: Index of the layer.
+        has_bias_table: Whether the layer has its own table of relative position biases.
+        has_cross_attention: Whether the layer attends to an encoder's output.
+    """
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, *, has_bias_table: bool, has_cross_attention: bool):
+        super().__init__()
+        self.pre_norm = config.norm_position == "pre"
+        self.mixer = SpadeTokenMixer(config, layer_idx, has_bias_table=has_bias_table)
+        self.mixer_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.cross_attention = None
+        if has_cross_attention:
+            self.cross_attention = SpadeCrossAttention(config, layer_idx)
+            self.cross_attention_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.feed_forward = make_feed_forward(config)
+        self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        bias_table: RelativePositionBias | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
+        self_cache = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            self_cache = past_key_values.self_attention_cache
+        mixed = self.mixer(
+            self.mixer_norm(hidden_states) if self.pre_norm else hidden_states,
+            attention_mask,
+            self_cache,
+            bias_table=bias_table,
+            **kwargs,
+        )
+        hidden_states = self._add(hidden_states, mixed, self.mixer_norm)
+        if self.cross_attention is not None and encoder_hidden_states is not None:
+            attended, _ = self.cross_attention(
+                self.cross_attention_norm(hidden_states) if self.pre_norm else hidden_states,
+                encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            hidden_states = self._add(hidden_states, attended, self.cross_attention_norm)
+        transformed = self.feed_forward(self.feed_forward_norm(hidden_states) if self.pre_norm else hidden_states)
+        return self._add(hidden_states, transformed, self.feed_forward_norm)
+
+    def _add(self, residual: torch.Tensor, update: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        total = residual + self.dropout(update)
+        return total if self.pre_norm else norm(total)

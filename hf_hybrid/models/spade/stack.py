@@ -1,0 +1,197 @@
+"""SPADE's base class and its stack: embedding, layers and final norm (Zuo et al. 2022).
+
+Shapes: B batch · T length of the stack's input · S source length · P tokens already cached · D width.
+"""
+
+import os
+from typing import Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ...layers.norms import make_norm
+from ..checks import check_not_empty
+from ..description import ModelCardMixin
+from ..heads import StateSpaceModelMixin, make_embedding
+from ..local_attention import LocalSelfAttention, additive_mask, init_shared, kept_pairs, make_bias_table
+from .configuration_spade import SpadeConfig
+from .conversion_spade import start_from_t5
+from .layer import SpadeCrossAttention, SpadeLayer
+
+
+class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+    """Base class of all SPADE models."""
+
+    config: SpadeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SpadeLayer"]
+    _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a shared table stays on its device
+    _keep_in_fp32_modules_strict = ["ssm"]
+    _supports_sdpa = True
+    _can_record_outputs = {
+        "hidden_states": SpadeLayer,
+        "attentions": OutputRecorder(LocalSelfAttention, index=1),
+        "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        init_shared(module, self.config)
+
+    @classmethod
+    def from_t5(cls, name_or_model: str | os.PathLike | PreTrainedModel, **options) -> Self:
+        """Start from T5, mT5, UMT5, or LongT5 with local attention: take its weights, add a state space model.
+
+        The encoder's attention becomes local and the decoder stays as it is. The state space model of the global
+        layers enters through a projection that is zero at first (`combine_mode="residual"`). So the new model computes
+        the outputs of its source at first, for inputs of at most ``local_radius + 1`` tokens; with LongT5, whose
+        `local_radius` is used, for any length. New weights are drawn from the current seed.
+
+        Args:
+            name_or_model: Name on the Hub, folder, or loaded model of transformers. A loaded model is not changed and
+                shares no memory with the new one. An encoder takes the encoder of an encoder-decoder.
+            **options: Options of `from_pretrained`: `dtype` (default: the source's), `attn_implementation`,
+                `device_map`, and for a name `revision`, `token`, `subfolder`, `variant`, `use_safetensors`,
+                `cache_dir`, `force_download`, `local_files_only`. All others are fields of `SpadeConfig`, except
+                those that the source fixes, such as `hidden_size`. With another `combine_mode` the outputs differ from
+                the source's.
+
+        Returns:
+            The model in evaluation mode, with the token ids and the generation config, if any, of the source.
+
+        Raises:
+            ValueError: The source is of another kind, has a weight that SPADE lacks or lacks one that SPADE needs; or
+                an option is unknown or contradicts the source.
+            huggingface_hub.errors.StrictDataclassError: A field of the config breaks its rule.
+        """
+        return start_from_t5(cls, name_or_model, **options)
+
+
+class SpadeStack(SpadePreTrainedModel):
+    """Embedding, layers and final norm of an encoder, a language model or a decoder.
+
+    Args:
+        config: Config of the stack, from `SpadeConfig.get_text_config`.
+    """
+
+    # embedding and head may share tables, so they stay in the model's own group
+    _fsdp_plan = {"layers.*": "free_full_weight"}
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        reads_embeddings = config.is_decoder and config.is_encoder_decoder  # from the encoder's table
+        self.embed_tokens = None
+        if not reads_embeddings:
+            self.embed_tokens = make_embedding(config)
+        absolute = config.is_decoder and config.decoder_position == "learned_absolute"
+        self.embed_positions = None
+        if absolute:
+            self.embed_positions = nn.Embedding(config.max_decoder_position_embeddings, config.hidden_size)
+            # as large as the token embeddings
+            scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
+            self.embed_positions.init_std = scale * config.initializer_range
+        self.embedding_norm = None
+        if config.embedding_norm:
+            self.embedding_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        biased = config.attention_type != "none" and not absolute
+        shared = biased and config.share_relative_bias
+        self.relative_attention_bias = make_bias_table(config) if shared else None
+        self.layers = nn.ModuleList(
+            SpadeLayer(config, layer_idx, has_bias_table=biased and not shared, has_cross_attention=reads_embeddings)
+            for layer_idx in range(config.num_hidden_layers)
+        )
+        self.final_norm = None
+        if config.final_norm:
+            self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
+        """Run the stack on tokens or embeddings; `encoder_hidden_states` is `(B, S, D)`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        check_not_empty("input_ids", inputs_embeds)
+        if not self.config.is_decoder:
+            past_key_values = None
+        elif use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
+        if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
+            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
+
+        hidden_states = inputs_embeds
+        if self.embed_positions is not None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            hidden_states = hidden_states + self._positions(inputs_embeds.shape[1], past, attention_mask)
+        if self.embedding_norm is not None:
+            hidden_states = self.embedding_norm(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+
+        if encoder_attention_mask is not None:
+            encoder_attention_mask = self._cross_attention_mask(encoder_attention_mask, hidden_states)
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
+            hidden_states = layer(
+                hidden_states,
+                encoder_hidden_states,
+                bias_table=self.relative_attention_bias,
+                attention_mask=attention_mask,
+                encoder_attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        if self.final_norm is not None:
+            hidden_states = self.dropout(self.final_norm(hidden_states))
+        if not self.config.is_decoder:
+            return BaseModelOutput(last_hidden_state=hidden_states)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden_states, past_key_values=past_key_values
+        )
+
+    @staticmethod
+    def _cross_attention_mask(attention_mask: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the additive mask of cross-attention, `(B, 1, 1 or T, S)`."""
+        kept = kept_pairs(attention_mask)
+        if kept.shape[2] not in (1, hidden_states.shape[1]):
+            raise ValueError(
+                f"attention_mask must be of shape (batch, length) or (batch, 1, 1, length) for a model with a "
+                f"decoder, which uses it in cross-attention too; got {tuple(attention_mask.shape)}"
+            )
+        return additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
+
+    def _positions(self, length: int, past: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
+        if past + length > self.config.max_decoder_position_embeddings:
+            raise ValueError(
+                f"decoder inputs must hold at most max_decoder_position_embeddings "
+                f"{self.config.max_decoder_position_embeddings} tokens, cached ones included; got {past + length}: "
+                f"use decoder_position='relative' for longer outputs"
+            )
+        if attention_mask is not None and attention_mask.dim() == 2:
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+        else:
+            positions = torch.arange(past, past + length, device=self.embed_positions.weight.device)[None]
+        return self.embed_positions(positions)

@@ -31,6 +31,7 @@ from .tiny import (
     TRAINED,
     is_causal_lm,
     main_output,
+    new_model,
     tiny_config,
     tiny_inputs,
     tiny_labels,
@@ -84,7 +85,7 @@ def test_a_loaded_model_trains_exactly_what_a_built_one_does(model_type, auto_cl
 @every_class
 def test_a_missing_weight_is_initialised_as_at_construction(model_type, auto_class, tmp_path):
     """from_pretrained builds without memory first: whatever a checkpoint lacks must come from `_init_weights`."""
-    model = tiny_model(model_type, auto_class)
+    model = new_model(model_type, auto_class)
     state = model.state_dict()
     model.save_pretrained(tmp_path, state_dict={next(iter(state)): next(iter(state.values()))})
     loaded = []

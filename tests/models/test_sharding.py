@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..torchrun import once, torchrun
 from .sharding import CASES, FINE
-from .tiny import MODEL_CLASSES, TRAINED, tiny_model
+from .tiny import MODEL_CLASSES, TRAINED, new_model, tiny_model
 
 every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
 
@@ -53,8 +53,8 @@ def test_a_module_initialises_itself_alone(model_type, auto_class):
     """As DeepSpeed's third stage has it: each module in turn, its own and its children's tensors there, no others."""
     trained = TRAINED.get(model_type, {})
     torch.manual_seed(0)
-    built = tiny_model(model_type, auto_class, **trained)
-    model = tiny_model(model_type, auto_class, **trained)
+    built = new_model(model_type, auto_class, **trained)
+    model = new_model(model_type, auto_class, **trained)
     values = {name: parameter.data for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.new_empty(0)

@@ -191,15 +191,20 @@ def tiny_config(model_type: str, **overrides):
     return transformers.AutoConfig.for_model(model_type, **fields)
 
 
-def tiny_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
-    """A tiny model in evaluation mode, the same one for the same seed."""
+def new_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
+    """A tiny model in evaluation mode as a user gets it, the same one for the same seed."""
     if model_type in ATTENTION_FREE:
         overrides.pop("attn_implementation", None)
     torch.manual_seed(seed)
     config = tiny_config(model_type, **{**ROLES.get((model_type, auto_class), {}), **overrides})
-    model = getattr(transformers, auto_class).from_config(config).eval()
+    return getattr(transformers, auto_class).from_config(config).eval()
+
+
+def tiny_model(model_type: str, auto_class: str, *, seed: int = 0, **overrides):
+    """`new_model`, but with random numbers where it starts with zeros that hide its state space model."""
+    model = new_model(model_type, auto_class, seed=seed, **overrides)
     for name, weight in model.named_parameters():
-        if name.endswith("global_proj.weight"):  # zero at first, which would hide the state space model from tests
+        if name.endswith("global_proj.weight"):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
     return model
 

@@ -120,7 +120,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "chela": lambda: _chela(num_attention_heads=HEADS),
     "chela-one-head": _chela,
     "spade": _spade,
-    "spade-trained-s4": lambda: _spade(ssm_freeze="none"),
+    "spade-frozen-s4": lambda: _spade(ssm_freeze="all"),
     "spade-s5": lambda: _spade(ssm_type="s5"),
     "spade-hyena": lambda: _spade(ssm_type="hyena"),
     "spade-chunk": lambda: _spade(attention_type="chunk"),

@@ -15,14 +15,14 @@ from ..tolerances import assert_close
 from .tiny import DECODERS, MODEL_CLASSES, main_output, tiny_inputs, tiny_model
 
 LENGTH = 13
-PROMPT = 11  # of the tokens behind it, the last begins a chunk and a window
+PROMPT = 11  # of the tokens after it, the last begins a chunk and a window
 
 ATTENTION = {"local_attention", "local_attention_step"}
 # model type -> what it runs on Triton, over all of its cases
 OPS = {
     "bst": ATTENTION | {"filter_bank_conv", "long_conv", "s4_kernel", "ssm_step"},
     "chela": {"linear_attention", "long_conv", "short_conv", "ssm_step"},
-    "spade": ATTENTION | {"diagonal_scan", "long_conv", "ssm_step"},
+    "spade": ATTENTION | {"diagonal_scan", "long_conv", "s4_kernel", "ssm_step"},
     "srformer_bart": {"segment_recurrence", "segment_step"},
     "srformer_t5": {"segment_recurrence", "segment_step"},
 }

@@ -165,6 +165,7 @@ DECODERS = {
         "chunk alone": {"attention_type": "chunk", "global_layers": "none"},
         "state space alone": {"attention_type": "none", "global_layers": "all"},
         "absolute positions": {"decoder_position": "learned_absolute"},
+        "frozen and concatenated": {"ssm_freeze": "all", "combine_mode": "concat"},
         "s4d": {"ssm_type": "s4d", "global_layers": "all"},
         "s5": {"ssm_type": "s5", "attention_type": "chunk"},
         "hyena": {"ssm_type": "hyena", "ssm_l_max": 8},

@@ -47,7 +47,7 @@ def public_names() -> dict[str, str]:
     """Arguments of operations and layers, and config fields: name -> one place where it stands."""
     names = {}
     for package in (hf_hybrid.kernels, hf_hybrid.layers):
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if package is hf_hybrid.kernels and not found.ispkg:
                 continue
             module = importlib.import_module(found.name)

@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # imported where it draws: half a second that a command line need not wait for
 
 _MOST = 400
 """More points are drawn as means of neighbours, in a band from the least to the greatest."""
@@ -91,6 +90,9 @@ def describe(panel: Panel) -> str:
 
 def draw_picture(panels: Sequence[Panel], path: Path) -> None:
     """Draw the diagrams side by side, two in a row, into a PNG."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     with rc_context(STYLE):
@@ -107,6 +109,9 @@ def draw_svg(panel: Panel, prefix: str) -> str:
 
     `prefix` begins the names of its parts, which must be unique in a page.
     """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     buffer = io.StringIO()
     with rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.8), layout="constrained")
@@ -122,7 +127,9 @@ def draw_svg(panel: Panel, prefix: str) -> str:
     return f'<svg role="img" aria-labelledby="{prefix}-alt"{svg}'
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
+def _draw(axes: "Axes", panel: Panel) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for (name, points), color in zip(panel.series.items(), _COLORS * len(panel.series), strict=False):
         steps, values = np.array(points, dtype=float).T
         if len(points) > _MOST:

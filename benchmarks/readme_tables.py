@@ -77,7 +77,13 @@ def architectures() -> str:
     for auto_class, task in TASKS.items():
         has = (any(auto_class in ARCHITECTURES[name][1] for name in names) for names in FAMILIES.values())
         rows.append([f"{task}: `{auto_class}`", *("yes" if it else "" for it in has)])
-    return _table(rows + [[feature, *cells] for feature, cells in FEATURES.items()])
+    for feature, cells in FEATURES.items():
+        if len(cells) != len(FAMILIES):
+            raise ValueError(
+                f"FEATURES[{feature!r}] must have {len(FAMILIES)} cells, one for each family; got {cells}"
+            )
+        rows.append([feature, *cells])
+    return _table(rows)
 
 
 def learning_rates() -> str:

@@ -1,5 +1,8 @@
 """Embeddings, pooling and heads that several architectures share.
 
+They read of a config: `vocab_size hidden_size tie_word_embeddings scale_embeddings adaptive_cutoffs`, with cutoffs
+`adaptive_factor adaptive_dropout`; classifiers of sequences `pooling`.
+
 A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
 those named in the mixin's docstring.
 """
@@ -64,7 +67,7 @@ def make_lm_head(config: PreTrainedConfig, embedding: AdaptiveEmbedding | None) 
 
 
 class StateSpaceModelMixin:
-    """Mixin before `PreTrainedModel` for models with state space layers."""
+    """Mixin before `PreTrainedModel` for models with local attention or state space layers."""
 
     @staticmethod
     def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:

@@ -1,5 +1,10 @@
 """Local self-attention, its masks and biases, and a feed-forward network, for several architectures.
 
+They read of a config: `hidden_size num_attention_heads head_dim attention_type local_radius chunk_size is_decoder
+attention_bias scale_attention attention_dropout initializer_range relative_attention_num_buckets
+relative_attention_max_distance relative_attention_init`, with `qk_norm` `score_scale_init`; the feed-forward network
+`intermediate_size hidden_act gated_feed_forward feed_forward_bias activation_dropout`.
+
 Shapes: B batch · T length · S keys · P tokens already cached · D width · H heads · K head width.
 """
 

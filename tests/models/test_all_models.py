@@ -15,6 +15,7 @@ import hf_hybrid
 from hf_hybrid.models.auto import ARCHITECTURES, register
 
 from ..tolerances import assert_close
+from . import test_numerics, test_remote_code, test_triton_models
 from .golden import GOLDEN_FOLDER, golden_record
 from .tiny import (
     ALWAYS_TIED,
@@ -43,8 +44,11 @@ every_generative = pytest.mark.parametrize(("model_type", "auto_class"), GENERAT
 every_decoder = pytest.mark.parametrize(("model_type", "auto_class", "case"), DECODER_CASES)
 
 
-def test_every_architecture_has_a_tiny_config():
+def test_every_architecture_is_in_the_tables_of_the_tests():
     assert set(TINY_CONFIGS) == set(ARCHITECTURES)
+    assert set(test_triton_models.OPS) == set(ARCHITECTURES)
+    assert set(test_remote_code.EXPORTED) == set(ARCHITECTURES)
+    assert {model_type for model_type, *_ in test_numerics.MODELS.values()} == set(ARCHITECTURES)
 
 
 def test_registration_twice_changes_nothing():

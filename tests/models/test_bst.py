@@ -728,6 +728,7 @@ def test_the_papers_layers_and_their_defaults():
         ({"context_filter": "unstructured", "filter_embedding_size": 4}, "filter_embedding_size must be odd and at"),
         ({"adaptive_factor": 2}, "adaptive_factor must be left at 4 for adaptive_cutoffs None"),
         ({"adaptive_cutoffs": [5, 5]}, "adaptive_cutoffs must be a list of ascending token ids"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder must be False, because BST is one stack; got True"),
         ({"is_decoder": False}, "is_decoder must be True: a Block-State Transformer is causal"),
         ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be even and at least 4; got 3"),
         ({"relative_attention_init": "alibi"}, "relative_attention_init must be one of normal, recency; got 'alibi'"),

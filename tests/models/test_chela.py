@@ -709,6 +709,7 @@ def test_mixers_tensors_want_no_weight_decay():
         ({"short_kernel_sizes": []}, "short_kernel_sizes must be one or more positive integers"),
         ({"short_kernel_sizes": [3, 0]}, r"short_kernel_sizes must be one or more positive integers; got \[3, 0\]"),
         ({"short_kernel_sizes": [3, 8]}, r"short_kernel_sizes must be odd unless is_decoder is True.*\[3, 8\]"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder must be False, because CHELA is one stack; got True"),
         ({"kernel_squash": math.nan}, "kernel_squash must be finite and not negative; got nan"),
         ({"alpha_init": math.inf}, "alpha_init must be finite; got inf"),
         ({"kernel_squash": -0.1}, "kernel_squash must be finite and not negative; got -0.1"),

@@ -178,6 +178,7 @@ DECODERS = {
         },
     },
 }
+DECODERS |= {key: {"default": {}} for key in GENERATIVE if key not in DECODERS}
 DECODER_CASES = [(model_type, name, case) for model_type, name in GENERATIVE for case in DECODERS[model_type, name]]
 
 

@@ -86,6 +86,7 @@ class BstConfig(PreTrainedConfig):
         embedding_initializer_range: Standard deviation of initial token embeddings.
         use_cache: Whether decoding returns its cache of keys, values and states.
         is_decoder: True: the model is causal.
+        is_encoder_decoder: False: the model is one stack.
         pad_token_id: Padding token.
         bos_token_id: Beginning-of-sequence token, if there is one.
         eos_token_id: End-of-sequence token or tokens.
@@ -176,6 +177,7 @@ class BstConfig(PreTrainedConfig):
     embedding_initializer_range: float | int = 1.0
     use_cache: bool = True
     is_decoder: bool = True
+    is_encoder_decoder: bool = False
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
@@ -277,6 +279,8 @@ class BstConfig(PreTrainedConfig):
             },
         )
         check_activation(self)
+        if self.is_encoder_decoder:
+            raise ValueError("is_encoder_decoder must be False, because BST is one stack; got True")
         check_relative_attention(self)
         check_token_ids(self, ("pad_token_id", "bos_token_id", "eos_token_id"))
         if self.adaptive_cutoffs is not None:

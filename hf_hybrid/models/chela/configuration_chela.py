@@ -133,6 +133,7 @@ class ChelaConfig(PreTrainedConfig):
         initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, which keeps gates
             and values as large as their inputs at every width.
         is_decoder: Whether the model is causal.
+        is_encoder_decoder: False: the model is one stack.
         use_cache: Whether decoding returns its states.
         pad_token_id: Padding token.
         bos_token_id: Beginning-of-sequence token, if there is one.
@@ -217,6 +218,7 @@ class ChelaConfig(PreTrainedConfig):
     activation_dropout: float | int = 0.0
     initializer_range: float | int | None = None
     is_decoder: bool = False
+    is_encoder_decoder: bool = False
     use_cache: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
@@ -318,6 +320,8 @@ class ChelaConfig(PreTrainedConfig):
             },
         )
         check_activation(self)
+        if self.is_encoder_decoder:
+            raise ValueError("is_encoder_decoder must be False, because CHELA is one stack; got True")
         check_token_ids(self, ("pad_token_id", "bos_token_id", "eos_token_id"))
         self._validate_convolutions()
         if self.adaptive_cutoffs is not None:

@@ -334,11 +334,10 @@ class SpadeConfig(PreTrainedConfig):
             ssm_init=inits[0],
             ssm_discretization=discretizations[0],
             ssm_l_max=4096 if self.ssm_type == "hyena" else None,
+            ssm_num_copies=1 if "ssm_num_copies" in SSM_FIELDS.get(self.ssm_type, ()) else None,
             classifier_dropout=self.dropout,
             initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
         )
-        if self.ssm_num_copies is None and "ssm_num_copies" in SSM_FIELDS.get(self.ssm_type, ()):
-            self.ssm_num_copies = 1
 
     def _spell_out_layers(self):
         self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)

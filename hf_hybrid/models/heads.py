@@ -28,6 +28,7 @@ from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 from ..layers.state_space import ssm_parameters
+from .checks import check_not_empty
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -57,6 +58,18 @@ def make_embedding(config: PreTrainedConfig) -> nn.Module:
         return ScaledEmbedding(config.vocab_size, config.hidden_size, scale)
     cutoffs, factor = config.adaptive_cutoffs, config.adaptive_factor
     return AdaptiveEmbedding(config.vocab_size, config.hidden_size, cutoffs, factor, scale=scale)
+
+
+def embed_inputs(
+    embed_tokens: nn.Module, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the embeddings `(B, T, D)` of tokens, or those given; raise ValueError unless there is one of the two."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    if inputs_embeds is None:
+        inputs_embeds = embed_tokens(input_ids)
+    check_not_empty("input_ids", inputs_embeds)
+    return inputs_embeds
 
 
 def make_lm_head(config: PreTrainedConfig, embedding: AdaptiveEmbedding | None) -> nn.Module:

@@ -17,9 +17,15 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
-from ..checks import check_not_empty
 from ..description import ModelCardMixin
-from ..heads import CausalLMForward, SequenceClassificationForward, StateSpaceModelMixin, make_embedding, make_lm_head
+from ..heads import (
+    CausalLMForward,
+    SequenceClassificationForward,
+    StateSpaceModelMixin,
+    embed_inputs,
+    make_embedding,
+    make_lm_head,
+)
 from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
 from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer
 from .configuration_bst import BstConfig
@@ -145,11 +151,7 @@ class BstModel(BstPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        check_not_empty("input_ids", inputs_embeds)
+        inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)

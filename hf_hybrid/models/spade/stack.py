@@ -17,9 +17,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...layers.norms import make_norm
-from ..checks import check_not_empty
 from ..description import ModelCardMixin
-from ..heads import StateSpaceModelMixin, make_embedding
+from ..heads import StateSpaceModelMixin, embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, additive_mask, init_shared, kept_pairs, make_bias_table
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
@@ -130,11 +129,7 @@ class SpadeStack(SpadePreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
         """Run the stack on tokens or embeddings; `encoder_hidden_states` is `(B, S, D)`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        check_not_empty("input_ids", inputs_embeds)
+        inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
         elif use_cache and past_key_values is None:

@@ -6,7 +6,7 @@ E positional features · F width of the network
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
 from ..kernels.precision import full_precision
-from .state_space import StateSpaceLayer, check_positive, fingerprint
+from .state_space import StateSpaceLayer, check_positive, keep
 
 
 class ImplicitFilter(StateSpaceLayer):
@@ -94,7 +94,6 @@ class ImplicitFilter(StateSpaceLayer):
                 "D": (num_filters, hidden_size),
             }
         )
-        self._kept: tuple[tuple[Any, ...], list[torch.Tensor], torch.Tensor] | None = None
 
     def _initialize(self, name: str, tensor: torch.Tensor) -> None:
         """Initialise D normal, and the network like torch's linear layers."""
@@ -106,13 +105,6 @@ class ImplicitFilter(StateSpaceLayer):
             fan_in = self.embedding_size if name.startswith("mlp_in") else tensor.shape[-1]
             nn.init.uniform_(tensor, -(fan_in**-0.5), fan_in**-0.5)
 
-    def clear_cache(self) -> None:
-        """Drop cached taps; needed only after edits through ``.data``, which leave no trace."""
-        self._kept = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
-
     def _may_keep(self) -> bool:
         """Return whether taps may be cached."""
         return not self._is_trained()
@@ -122,13 +114,14 @@ class ImplicitFilter(StateSpaceLayer):
         wanted = min(length, self.max_length)
         if not self._may_keep() or torch.compiler.is_compiling():  # tracers see no addresses
             return self._generate(wanted)
-        tensors = [tensor for _, tensor in self.own_tensors()]
-        key = fingerprint(tensors)
-        if self._kept is None or self._kept[0] != key or self._kept[2].shape[2] < wanted:
+
+        def make() -> torch.Tensor:
             with torch.inference_mode(False), torch.no_grad():  # a training step may use them later
-                made = self._generate(min(fft_length(length) // 2, self.max_length))
-            # holding the tensors keeps their addresses from being reused
-            self._kept = key, [x.detach() for x in tensors], made
+                return self._generate(min(fft_length(length) // 2, self.max_length))
+
+        if self._kept is not None and self._kept[2].shape[2] < wanted:
+            self.clear_cache()
+        self._kept = keep(self._kept, [tensor for _, tensor in self.own_tensors()], make)
         return self._kept[2][:, :, :wanted]
 
     def _generate(self, length: int) -> torch.Tensor:

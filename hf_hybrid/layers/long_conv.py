@@ -22,7 +22,7 @@ from ..kernels.ssm_kernel import (
     s4d_state_response,
 )
 from .norms import BatchNorm
-from .state_space import StateSpaceLayer, check_choice, check_positive, fingerprint
+from .state_space import Kept, StateSpaceLayer, check_choice, check_positive, keep
 
 INITS = ("double_exp", "random")
 
@@ -86,7 +86,7 @@ class LongConv(StateSpaceLayer):
             raise ValueError(f"smoothing must be a positive odd integer; got {smoothing}")
         self.kernel_size, self.groups, self.init, self.squash = kernel_size, groups, init, squash
         self.kernel_dropout, self.smoothing = kernel_dropout, smoothing
-        self._kept_taps: tuple[tuple[Any, ...], torch.Tensor, torch.Tensor] | None = None
+        self._kept_taps: Kept | None = None
         self._declare(self._shapes(use_D))
         self.reset_parameters()
 
@@ -126,20 +126,18 @@ class LongConv(StateSpaceLayer):
 
     def clear_cache(self) -> None:
         """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
+        super().clear_cache()
         self._kept_taps = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept_taps": None}
+        return {**super().__getstate__(), "_kept_taps": None}
 
     def _taps(self, length: int) -> torch.Tensor:
         """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
         plain = not self.squash and self.smoothing == 1
         if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._regularised(length)
-        key = fingerprint([self.long_kernel])
-        if self._kept_taps is None or self._kept_taps[0] != key:
-            # holding the tensor keeps its address from being reused
-            self._kept_taps = key, self.long_kernel.detach(), self._regularised(self.kernel_size)
+        self._kept_taps = keep(self._kept_taps, [self.long_kernel], lambda: self._regularised(self.kernel_size))
         return self._kept_taps[2][..., :length]
 
     def _regularised(self, length: int) -> torch.Tensor:
@@ -205,7 +203,6 @@ class ShortLongConv(LongConv):
         branches = [f"short_{kind}_{i}" for i in range(len(short_kernel_sizes)) for kind in ("kernel", "bias")]
         self.TRAINED = {"none": (*LongConv.TRAINED["none"], *branches)}  # type: ignore[misc]
         self.fused = False
-        self._kept: tuple[tuple[Any, ...], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
         super().__init__(hidden_size, kernel_size, **options)
         self.short_norms = None
         if branch_norm:
@@ -282,14 +279,6 @@ class ShortLongConv(LongConv):
             self.unfuse_short_convs()
         return self
 
-    def clear_cache(self) -> None:
-        """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
-        super().clear_cache()
-        self._kept = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": None}
-
     def _branches(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         count = len(self.short_kernel_sizes)
         return [(getattr(self, f"short_kernel_{i}"), getattr(self, f"short_bias_{i}")) for i in range(count)]
@@ -316,10 +305,7 @@ class ShortLongConv(LongConv):
         tensors = [x for branch in self._branches() for x in branch if x is not None]
         if self.short_norms is not None:
             tensors += self.short_norms.state_dict(keep_vars=True).values()
-        key = fingerprint(tensors)
-        if self._kept is None or self._kept[0] != key:
-            # holding the tensors keeps their addresses from being reused
-            self._kept = key, [x.detach() for x in tensors], self._merged()
+        self._kept = keep(self._kept, tensors, self._merged)
         return self._kept[2]
 
     def _run_masked(

@@ -3,7 +3,7 @@
 B batch · T length · H hidden size
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -86,6 +86,7 @@ class StateSpaceLayer(nn.Module):
         self.hidden_size, self.bidirectional, self.freeze = hidden_size, bidirectional, freeze
         self.output_linear = None if postact is None else nn.Linear(hidden_size, 2 * hidden_size)
         self._names: tuple[str, ...] = ()
+        self._kept: Kept | None = None
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
         """Return the shape of the state of `batch` sequences."""
@@ -154,6 +155,10 @@ class StateSpaceLayer(nn.Module):
 
     def clear_cache(self) -> None:
         """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
+        self._kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
 
     def _is_trained(self) -> bool:
         """Return whether an optimizer may change the tensors, and if so drop the cache: fused ones leave no trace."""
@@ -226,3 +231,13 @@ def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
         for x in tensors
         if x is not None
     )
+
+
+Kept = tuple[tuple[Any, ...], list[torch.Tensor], Any]
+"""A fingerprint, its tensors, which no other tensor can replace at their addresses, and what was made of them."""
+
+
+def keep(kept: Kept | None, tensors: Sequence[torch.Tensor], make: Callable[[], Any]) -> Kept:
+    """Return what is kept if the tensors are still the same, or else what `make` returns."""
+    key = fingerprint(tensors)
+    return kept if kept is not None and kept[0] == key else (key, [x.detach() for x in tensors], make())

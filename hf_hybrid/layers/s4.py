@@ -5,13 +5,13 @@ B batch · T length · H hidden size · S copies of (A, B) · N state size · M 
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from ..kernels.ssm_kernel import dplr_legs
-from .s4_system import S4Cache, S4Tensors, frozen_s4_advance, frozen_s4_conv, s4_system
+from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
 from .state_space import StateSpaceLayer, check_positive
 
 
@@ -134,7 +134,7 @@ class S4Base(StateSpaceLayer):
         if not trained and not differentiable:
             return frozen_s4_advance(u, state, *arguments, self._cache.handle)
         if trained or torch.compiler.is_compiling():  # tracers see no addresses
-            system = s4_system(tensors, self.discretization)
+            system = S4System(tensors, self.discretization)
         else:
             system = self._cache.system(tensors, self.discretization)
         if convolution:
@@ -144,9 +144,9 @@ class S4Base(StateSpaceLayer):
     def _tensors(self) -> S4Tensors:
         return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
 
-    def _system(self) -> Any:
+    def _system(self) -> S4System:
         """Build a system for this call only."""
-        return s4_system(self._tensors(), self.discretization)
+        return S4System(self._tensors(), self.discretization)
 
 
 class S4(S4Base):

@@ -10,9 +10,9 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,6 @@ from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, l
 from ..kernels.long_conv import op as conv_op
 from ..kernels.precision import complex_dtype, compute_dtype, full_precision
 from ..kernels.ssm_kernel import (
-    S4Blocks,
     S4DStep,
     S4Step,
     s4_block_constants,
@@ -64,14 +63,18 @@ class S4Tensors(NamedTuple):
     log_dt: torch.Tensor
 
 
-def _as_complex(pair: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(pair.to(torch.float64).contiguous())
+def _as_complex(pair: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.view_as_complex(pair.to(dtype).contiguous())
 
 
-class _System:
+def _complex_state(state: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if state is None else _as_complex(state, dtype)
+
+
+class S4System:
     """A system's kernel, spectra, step and block constants, each made on first use and cached in the object.
 
-    Differentiable in the tensors and in every input. A subclass defines how to make and use each constant.
+    S4 with a low-rank term, S4D without. Differentiable in the tensors and in every input.
 
     Args:
         tensors: The stored system.
@@ -80,11 +83,11 @@ class _System:
             taps as fit the spectrum.
     """
 
-    _final_state: ClassVar[Callable[..., torch.Tensor]]
-
-    def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool):
+    def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool = False):
+        assert tensors.P is None or discretization == "bilinear"
         self.tensors, self.discretization, self.reuse = tensors, discretization, reuse
         self.C, self.B = _as_complex(tensors.C), _as_complex(tensors.B[0])
+        self.P = None if tensors.P is None else _as_complex(tensors.P[0])
         self.w = torch.complex(-tensors.log_A_real.double().exp(), tensors.A_imag.double())
         self.dt = tensors.log_dt.double().exp()
         self._kernels: dict[torch.dtype, torch.Tensor] = {}
@@ -93,22 +96,32 @@ class _System:
         self._blocks: dict[torch.dtype, Any] = {}
 
     def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
-        raise NotImplementedError
+        if self.P is None:
+            return s4d_kernel(C, self.B, self.w, self.dt, taps, discretization=self.discretization)
+        system = C, self.B, self.P, self.w, self.dt, taps
+        trained = any(x is not None and x.requires_grad for x in self.tensors)
+        # a kernel that is not trained serves many calls, so it may cost float64 on any device
+        return s4_kernel(*system) if trained else make_taps(*system, "two_level")
 
-    def _make_step(self) -> Any:
-        """The step in complex128."""
-        raise NotImplementedError
+    def _make_step(self) -> S4Step | S4DStep:
+        """Return the step in complex128."""
+        if self.P is None:
+            return s4d_step_constants(self.B, self.w, self.dt, self.discretization)
+        return s4_step_constants(self.B, self.P, self.w, self.dt)
 
-    def _make_blocks(self, step: Any, dtype: torch.dtype, C: torch.Tensor) -> Any:
+    def _make_blocks(self, dtype: torch.dtype, C: torch.Tensor) -> Any:
         """Return the constants that advance a state by blocks, with the outputs of filters C."""
-        raise NotImplementedError
+        step = self._make_step()
+        return s4_block_constants(C, step, dtype) if isinstance(step, S4Step) else s4d_block_powers(step, dtype)
 
-    def _window_states(self, u: torch.Tensor, window: int) -> torch.Tensor:
-        """Return the state at the end of each full window, `(B, T // window, H, M)`."""
-        raise NotImplementedError
+    def _response(self, state: torch.Tensor, length: int, C: torch.Tensor, blocks: Any) -> torch.Tensor:
+        if self.P is None:
+            return s4d_state_response(state, length, C, blocks)
+        return s4_state_response(state, length, blocks)
 
-    def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: Any) -> torch.Tensor:
-        raise NotImplementedError
+    def _final_state(self, u: torch.Tensor, step: Any, blocks: Any, state: torch.Tensor | None) -> torch.Tensor:
+        final_state = s4d_final_state if self.P is None else s4_final_state
+        return torch.view_as_real(final_state(u, step, blocks, state))
 
     def _making(self) -> AbstractContextManager[object]:
         # a training step may later use what a call in inference mode makes
@@ -153,7 +166,7 @@ class _System:
         """Return the constants that advance a state by blocks."""
         if dtype not in self._blocks:
             with self._making():
-                self._blocks[dtype] = self._make_blocks(self._make_step(), dtype, self.C)
+                self._blocks[dtype] = self._make_blocks(dtype, self.C)
         return self._blocks[dtype]
 
     def convolve(
@@ -185,12 +198,11 @@ class _System:
         C, step = self.step(dtype)
         if u.shape[1] == 1:
             return ssm_step(state, u[:, 0], C[:1], step, None if skip is None else skip[None])
-        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
-        blocks = self.blocks(dtype)
+        before, blocks = _complex_state(state, dtype), self.blocks(dtype)
         y = self.convolve(u.to(dtype), skip, max_length)
-        if x is not None:
-            y = y + self._response(x, u.shape[1], C, blocks)[:, 0]
-        return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, blocks, x))
+        if before is not None:
+            y = y + self._response(before, u.shape[1], C, blocks)[:, 0]
+        return y.to(u.dtype), self._final_state(u, step, blocks, before)
 
     def advance_all(
         self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, return_state: bool
@@ -211,15 +223,11 @@ class _System:
         if u.shape[1] == 1:
             y, after = ssm_step(state, u[:, 0], C, step, skip)
             return y.transpose(0, 1)[:, :, None], after
-        x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
-        y = filter_bank_conv(
-            u.to(dtype), self.kernel(u.shape[1], dtype), skip=None if skip is None else skip.to(dtype)
-        )
-        if x is not None:
-            y = y + self._response(x, u.shape[1], C, self.blocks(dtype)).transpose(0, 1)
-        if not return_state:
-            return y.to(u.dtype), None
-        return y.to(u.dtype), torch.view_as_real(self._final_state(u, step, self.blocks(dtype), x))
+        before, skip = _complex_state(state, dtype), None if skip is None else skip.to(dtype)
+        y = filter_bank_conv(u.to(dtype), self.kernel(u.shape[1], dtype), skip=skip)
+        if before is not None:
+            y = y + self._response(before, u.shape[1], C, self.blocks(dtype)).transpose(0, 1)
+        return y.to(u.dtype), self._final_state(u, step, self.blocks(dtype), before) if return_state else None
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, H, M, 2)` before tokens `stops` of `u`, in ascending order, without outputs."""
@@ -230,9 +238,8 @@ class _System:
                 state = ssm_step(state, u[:, start], C[:1], step)[1]
             else:
                 if blocks is None:
-                    blocks = self._make_blocks(self._make_step(), dtype, self.C[:1])
-                x = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
-                state = torch.view_as_real(self._final_state(u[:, start:stop], step, blocks, x))
+                    blocks = self._make_blocks(dtype, self.C[:1])
+                state = self._final_state(u[:, start:stop], step, blocks, _complex_state(state, dtype))
             states.append(state)
             start = stop
         return states
@@ -250,7 +257,7 @@ class _System:
         """
         dtype = self.dtype(last)
         C = to_real_row(self.C).to(dtype)
-        x = to_real(torch.view_as_complex(state.to(dtype).contiguous()))
+        x = to_real(_as_complex(state, dtype))
         with full_precision(last.device):
             y = torch.einsum("...hn,chn->...ch", x, C)
         y = y if skip is None else y + skip.to(dtype) * last.to(dtype)[..., None, :]
@@ -258,58 +265,9 @@ class _System:
 
     def sample(self, u: torch.Tensor, skip: torch.Tensor | None, window: int) -> torch.Tensor:
         """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`."""
-        last = u[:, window - 1 :: window]
-        return self.read(torch.view_as_real(self._window_states(u, window)), last, skip)
-
-
-class _S4System(_System):
-    _final_state = staticmethod(s4_final_state)
-
-    def __init__(self, tensors: S4Tensors, discretization: str, *, reuse: bool):
-        super().__init__(tensors, discretization, reuse=reuse)
-        assert tensors.P is not None
-        assert discretization == "bilinear"
-        self.P = _as_complex(tensors.P[0])
-
-    def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
-        system = C, self.B, self.P, self.w, self.dt, taps
-        trained = any(x is not None and x.requires_grad for x in self.tensors)
-        # a kernel that is not trained serves many calls, so it may cost float64 on any device
-        return s4_kernel(*system) if trained else make_taps(*system, "two_level")
-
-    def _make_step(self) -> S4Step:
-        return s4_step_constants(self.B, self.P, self.w, self.dt)
-
-    def _make_blocks(self, step: S4Step, dtype: torch.dtype, C: torch.Tensor) -> S4Blocks:
-        return s4_block_constants(C, step, dtype)
-
-    def _window_states(self, u: torch.Tensor, window: int) -> torch.Tensor:
-        return s4_window_states(u, self.B, self.P, self.w, self.dt, window, self.dtype(u))
-
-    def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: S4Blocks) -> torch.Tensor:
-        return s4_state_response(x, length, blocks)
-
-
-class _S4DSystem(_System):
-    _final_state = staticmethod(s4d_final_state)
-
-    def _make_kernel(self, C: torch.Tensor, taps: int) -> torch.Tensor:
-        return s4d_kernel(C, self.B, self.w, self.dt, taps, discretization=self.discretization)
-
-    def _make_step(self) -> S4DStep:
-        return s4d_step_constants(self.B, self.w, self.dt, self.discretization)
-
-    def _make_blocks(self, step: S4DStep, dtype: torch.dtype, C: torch.Tensor) -> torch.Tensor:
-        return s4d_block_powers(step, dtype)
-
-    def _response(self, x: torch.Tensor, length: int, C: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return s4d_state_response(x, length, C, blocks)
-
-
-def s4_system(tensors: S4Tensors, discretization: str, *, reuse: bool = False) -> _System:
-    """Build the system of these tensors: S4 with a low-rank term, S4D without; see `_System` for the arguments."""
-    kind = _S4DSystem if tensors.P is None else _S4System
-    return kind(tensors, discretization, reuse=reuse)
+        assert self.P is not None
+        states = s4_window_states(u, self.B, self.P, self.w, self.dt, window, self.dtype(u))
+        return self.read(torch.view_as_real(states), u[:, window - 1 :: window], skip)
 
 
 _handles = itertools.count(1)
@@ -324,7 +282,7 @@ class S4Cache:
 
     def __init__(self) -> None:
         self.handle = next(_handles)
-        self._entry: tuple[tuple[Any, ...], _System] | None = None
+        self._entry: tuple[tuple[Any, ...], S4System] | None = None
         _caches[self.handle] = self
 
     def __reduce__(self) -> tuple[type["S4Cache"], tuple[()]]:
@@ -334,7 +292,7 @@ class S4Cache:
         """Drop the cached system."""
         self._entry = None
 
-    def system(self, tensors: S4Tensors, discretization: str) -> _System:
+    def system(self, tensors: S4Tensors, discretization: str) -> S4System:
         """Return the cached system if these are its tensors, or a new one.
 
         The system holds its tensors, so that no other tensor can reuse their addresses.
@@ -343,14 +301,14 @@ class S4Cache:
         if self._entry is None or self._entry[0] != key:
             with torch.inference_mode(False):
                 frozen = S4Tensors._make(None if x is None else x.detach() for x in tensors)
-                self._entry = key, s4_system(frozen, discretization, reuse=True)
+                self._entry = key, S4System(frozen, discretization, reuse=True)
         return self._entry[1]
 
 
-def _system(handle: int, tensors: S4Tensors, discretization: str) -> _System:
+def _system(handle: int, tensors: S4Tensors, discretization: str) -> S4System:
     cache = _caches.get(handle)
     if cache is None:
-        return s4_system(S4Tensors._make(None if x is None else x.detach() for x in tensors), discretization)
+        return S4System(S4Tensors._make(None if x is None else x.detach() for x in tensors), discretization)
     return cache.system(tensors, discretization)
 
 

@@ -10,7 +10,7 @@ window. S4D, with diagonal dynamics, has the same functions under its own name.
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
 """
 
-import torch
+from torch import Tensor
 
 from .discrete import (
     S4Blocks,
@@ -65,16 +65,16 @@ __all__ = [
 
 
 def s4_kernel(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
+    C: Tensor,
+    B: Tensor,
+    P: Tensor,
+    w: Tensor,
+    dt: Tensor,
     length: int,
     *,
     algorithm: str | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Return the first taps of S4's convolution kernel.
 
     K[l] = C Abar^l Bbar = 2 Re sum over one of each conjugate pair,  A = diag(w) - P P^H, bilinear transform

@@ -11,6 +11,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..precision import full_precision
@@ -22,10 +23,10 @@ BLOCK = 64
 class S4Step(NamedTuple):
     """One channel's step ``x <- decay x + column 2Re(row . x) + input u``; every field is `(H, M)`, complex."""
 
-    decay: torch.Tensor
-    column: torch.Tensor
-    row: torch.Tensor
-    input: torch.Tensor
+    decay: Tensor
+    column: Tensor
+    row: Tensor
+    input: Tensor
 
 
 class S4Blocks(NamedTuple):
@@ -37,12 +38,12 @@ class S4Blocks(NamedTuple):
         outputs: ``C Abar, ..., C Abar^R``, `(C, H, R, N)`.
     """
 
-    transition: torch.Tensor
-    inputs: torch.Tensor
-    outputs: torch.Tensor
+    transition: Tensor
+    inputs: Tensor
+    outputs: Tensor
 
 
-def check_system(C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> None:
+def check_system(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor) -> None:
     """Raise ValueError if the shapes of a system do not fit."""
     if dt.dim() != 1 or dt.is_complex():
         raise ValueError(f"dt must be real (H,); got {tuple(dt.shape)} of {dt.dtype}")
@@ -56,7 +57,7 @@ def check_system(C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Ten
         raise ValueError(f"C must be complex (C, {channels}, {modes}); got {tuple(C.shape)} of {C.dtype}")
 
 
-def s4_step_constants(B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor) -> S4Step:
+def s4_step_constants(B: Tensor, P: Tensor, w: Tensor, dt: Tensor) -> S4Step:
     """Discretise every channel by the bilinear transform (SPADE, eq. 3), without forming a matrix.
 
     With G = 1 / (1 - dt/2 w) and s = (dt/2) / (1 + dt/2 P^H G P) (Woodbury),
@@ -83,12 +84,12 @@ def s4_step_constants(B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: tor
     return S4Step(decay=2 * G - 1, column=column, row=row, input=dt * applied)
 
 
-def two_re(product: torch.Tensor) -> torch.Tensor:
+def two_re(product: Tensor) -> Tensor:
     """Return 2Re of the sum over modes, `(..., 1)`: an inner product over both conjugate halves."""
     return 2 * product.sum(-1, keepdim=True).real
 
 
-def s4_step(state: torch.Tensor, u: torch.Tensor, C: torch.Tensor, step: S4Step) -> tuple[torch.Tensor, torch.Tensor]:
+def s4_step(state: Tensor, u: Tensor, C: Tensor, step: S4Step) -> tuple[Tensor, Tensor]:
     """Advance every channel by one token in O(N).
 
     Args:
@@ -104,34 +105,34 @@ def s4_step(state: torch.Tensor, u: torch.Tensor, C: torch.Tensor, step: S4Step)
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
-def to_real(x: torch.Tensor) -> torch.Tensor:
+def to_real(x: Tensor) -> Tensor:
     """Return real coordinates of a state or input vector: `(..., M)` complex to `(..., N)`, real parts first."""
     return torch.cat([x.real, x.imag], dim=-1)
 
 
-def to_complex(x: torch.Tensor) -> torch.Tensor:
+def to_complex(x: Tensor) -> Tensor:
     """Invert `to_real`."""
     modes = x.shape[-1] // 2
     return torch.complex(x[..., :modes].contiguous(), x[..., modes:].contiguous())
 
 
-def to_real_row(x: torch.Tensor) -> torch.Tensor:
+def to_real_row(x: Tensor) -> Tensor:
     """Return the real row vector that acts on `to_real` as ``2Re(x . state)``."""
     return 2 * torch.cat([x.real, -x.imag], dim=-1)
 
 
-def dense_diagonal(decay: torch.Tensor) -> torch.Tensor:
+def dense_diagonal(decay: Tensor) -> Tensor:
     """Return a complex diagonal `(H, M)` over real coordinates, `(H, N, N)`."""
     real, imag = torch.diag_embed(decay.real), torch.diag_embed(decay.imag)
     return torch.cat([torch.cat([real, -imag], dim=-1), torch.cat([imag, real], dim=-1)], dim=-2)
 
 
-def dense_transition(step: S4Step) -> torch.Tensor:
+def dense_transition(step: S4Step) -> Tensor:
     """Return Abar over real coordinates, `(H, N, N)`: a contraction, whose powers stay accurate."""
     return dense_diagonal(step.decay) + to_real(step.column)[..., None] * to_real_row(step.row)[..., None, :]
 
 
-def s4_block_constants(C: torch.Tensor, step: S4Step, dtype: torch.dtype = torch.float32) -> S4Blocks:
+def s4_block_constants(C: Tensor, step: S4Step, dtype: torch.dtype = torch.float32) -> S4Blocks:
     """Compute the constants that advance a state by `BLOCK` tokens.
 
     Args:
@@ -149,7 +150,7 @@ def s4_block_constants(C: torch.Tensor, step: S4Step, dtype: torch.dtype = torch
     return S4Blocks(power.to(dtype), columns.to(dtype), rows.to(dtype))
 
 
-def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch.Tensor | None = None) -> torch.Tensor:
+def s4_final_state(u: Tensor, step: S4Step, blocks: S4Blocks, state: Tensor | None = None) -> Tensor:
     """Return the state after the last token of `u`: O(T N) multiplications per channel, T / BLOCK sequential steps.
 
     x[T] = Abar^T x[0] + sum_t Abar^(T-1-t) Bbar u[t]
@@ -184,7 +185,7 @@ def s4_final_state(u: torch.Tensor, step: S4Step, blocks: S4Blocks, state: torch
     return to_complex(x.transpose(0, 1))
 
 
-def s4_state_response(state: torch.Tensor, length: int, blocks: S4Blocks) -> torch.Tensor:
+def s4_state_response(state: Tensor, length: int, blocks: S4Blocks) -> Tensor:
     """Return the state's contribution to the next `length` outputs, ``C Abar^(t+1) x``.
 
     Args:
@@ -221,8 +222,8 @@ def tile_numbers(device: torch.device) -> int:
     return _CPU_TILE if device.type == "cpu" else _GPU_TILE
 
 
-def recomputed(function: Callable[..., Any], *args: torch.Tensor | int) -> Any:
+def recomputed(function: Callable[..., Any], *args: Tensor | int | str) -> Any:
     """Call a function; if a gradient is needed, store only its arguments and call it again in the backward."""
-    if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return function(*args)

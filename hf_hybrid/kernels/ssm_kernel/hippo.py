@@ -4,17 +4,10 @@ N state size · N/2 modes, one of each conjugate pair
 """
 
 import torch
+from torch import Tensor
 
 
-def check_state_size(state_size: int) -> None:
-    """Raise ValueError unless `state_size` is a positive even number."""
-    if state_size < 2 or state_size % 2:
-        raise ValueError(f"state_size must be a positive even number; got {state_size}")
-
-
-def hippo_legs(
-    state_size: int, dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def hippo_legs(state_size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return HiPPO-LegS as a normal matrix minus a rank-one term.
 
     P_i = sqrt(i + 1/2),  B_i = sqrt(2i + 1),
@@ -36,7 +29,7 @@ def hippo_legs(
     return S - torch.outer(P, P), B, P, S
 
 
-def diagonalize_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def diagonalize_legs(state_size: int) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of the normal part S of HiPPO-LegS.
 
     S + I/2 is skew, so ``-i (S + I/2)`` is Hermitian and its eigenvectors are orthonormal to rounding. Never
@@ -47,7 +40,8 @@ def diagonalize_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         is the conjugate. The eigenvectors' phases make ``V^H B`` real and positive, so that the result does not depend
         on the linear algebra library.
     """
-    check_state_size(state_size)
+    if state_size < 2 or state_size % 2:
+        raise ValueError(f"state_size must be a positive even number; got {state_size}")
     _, B, _, S = hippo_legs(state_size)
     skew = S + 0.5 * torch.eye(state_size, dtype=torch.float64, device="cpu")
     frequencies, vectors = torch.linalg.eigh(-1j * skew)
@@ -60,7 +54,7 @@ def diagonalize_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return w, half * (phase / phase.abs())
 
 
-def dplr_legs(state_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dplr_legs(state_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return HiPPO-LegS in diagonal plus low-rank form: ``V^H A V = diag(w) - P P^H``.
 
     Returns:

@@ -17,15 +17,7 @@ def triton(backend: str, x: Tensor, dtype: torch.dtype, algorithm: str | None) -
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_cauchy", mutates_args=())
 def s4_cauchy(
-    C: Tensor,
-    B: Tensor,
-    P: Tensor,
-    w: Tensor,
-    rate: Tensor,
-    length: int,
-    tile: int,
-    dtype: torch.dtype,
-    backend: str,
+    C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int, tile: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
     """Return the taps of a few channels, `(C, H, L)`, from Ct and 2 / dt of `cauchy.truncated`; all tensors are wide.
 

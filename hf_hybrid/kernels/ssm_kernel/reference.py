@@ -6,11 +6,10 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 """
 
 import torch
+from torch import Tensor
 
 
-def dense_system(
-    B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dense_system(B: Tensor, P: Tensor, w: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
     """Discretise every channel's system.
 
     A = diag(w) - P P^H,  Abar = (I - dt/2 A)^-1 (I + dt/2 A),  Bbar = (I - dt/2 A)^-1 dt B      (SPADE, eq. 3)
@@ -35,14 +34,8 @@ def dense_system(
 
 
 def s4_scan(
-    u: torch.Tensor,
-    C: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    u: Tensor, C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence token by token.
 
     x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t] = 2 Re sum over half of the modes
@@ -71,9 +64,7 @@ def s4_scan(
     return torch.stack(outputs, dim=2), x[..., :modes]
 
 
-def s4_kernel(
-    C: torch.Tensor, B: torch.Tensor, P: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int
-) -> torch.Tensor:
+def s4_kernel(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int) -> Tensor:
     """Return the first `length` taps ``K[l] = C Abar^l Bbar``: the recurrence's impulse response.
 
     Returns:
@@ -84,9 +75,7 @@ def s4_kernel(
     return s4_scan(impulse, C, B, P, w, dt)[0][0].transpose(1, 2)
 
 
-def s4d_system(
-    B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, discretization: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def s4d_system(B: Tensor, w: Tensor, dt: Tensor, discretization: str) -> tuple[Tensor, Tensor]:
     """Discretise every channel's modes.
 
     zoh: Abar = exp(dt w),  Bbar = (Abar - 1) / w B;  bilinear: S4's transform of a 1 x 1 matrix.
@@ -110,14 +99,8 @@ def s4d_system(
 
 
 def s4d_scan(
-    u: torch.Tensor,
-    C: torch.Tensor,
-    B: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    discretization: str = "zoh",
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    u: Tensor, C: Tensor, B: Tensor, w: Tensor, dt: Tensor, discretization: str = "zoh", state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run S4D's recurrence token by token; see `s4_scan` and `s4d_system` for arguments and results."""
     Abar, Bbar = s4d_system(B, w, dt, discretization)
     x = torch.zeros(u.shape[0], *Bbar.shape, dtype=Bbar.dtype, device=u.device) if state is None else state.to(Bbar)
@@ -128,9 +111,7 @@ def s4d_scan(
     return torch.stack(outputs, dim=2), x
 
 
-def s4d_kernel(
-    C: torch.Tensor, B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int, *, discretization: str = "zoh"
-) -> torch.Tensor:
+def s4d_kernel(C: Tensor, B: Tensor, w: Tensor, dt: Tensor, length: int, *, discretization: str = "zoh") -> Tensor:
     """Return the first `length` taps ``K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l``: the recurrence's impulse response.
 
     Returns:

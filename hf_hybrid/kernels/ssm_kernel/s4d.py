@@ -10,12 +10,12 @@ complex128 by repeated squaring, then rounded; matrix products act on real and i
 B batch · T length · H channels · S copies of (A, B) · N state size · M = N/2 modes · C output filters · R block length
 """
 
-from functools import partial
 from math import isqrt
 from operator import index
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..precision import complex_dtype, full_precision
 from .discrete import BLOCK, check_system, recomputed, tile_numbers
@@ -26,11 +26,11 @@ DISCRETIZATIONS = ("zoh", "bilinear")
 class S4DStep(NamedTuple):
     """One channel's step ``x <- decay x + input u``; both fields are `(H, M)`, complex."""
 
-    decay: torch.Tensor
-    input: torch.Tensor
+    decay: Tensor
+    input: Tensor
 
 
-def discretize(w: torch.Tensor, dt: torch.Tensor, discretization: str) -> tuple[torch.Tensor, torch.Tensor]:
+def discretize(w: Tensor, dt: Tensor, discretization: str) -> tuple[Tensor, Tensor]:
     """Discretise decoupled modes ``x' = w x + v``: ``x[t] = decay x[t-1] + gain v[t]``.
 
     zoh       decay = exp(dt w),                    gain = (exp(dt w) - 1) / w
@@ -57,43 +57,21 @@ def discretize(w: torch.Tensor, dt: torch.Tensor, discretization: str) -> tuple[
     return z.exp(), dt * (0.5 * z).exp() * torch.sinc(z * (-0.5j / torch.pi))
 
 
-def s4d_step_constants(B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, discretization: str) -> S4DStep:
-    """Discretise every channel.
-
-    Args:
-        B: `(S, M)`, complex.
-        w: `(S, M)`, complex, negative real parts.
-        dt: Step per channel, `(H,)`; channel c reads copy ``c % S``.
-        discretization: See `discretize`.
-
-    Returns:
-        The step in complex128. Differentiable.
-    """
+def s4d_step_constants(B: Tensor, w: Tensor, dt: Tensor, discretization: str) -> S4DStep:
+    """Discretise every channel as `discretize` says; see `s4_step_constants` for arguments and result."""
     copies = dt.shape[0] // w.shape[0]
     B, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, w))
     decay, gain = discretize(w, dt.to(torch.float64)[:, None], discretization)
     return S4DStep(decay, gain * B)
 
 
-def s4d_step(
-    state: torch.Tensor, u: torch.Tensor, C: torch.Tensor, step: S4DStep
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance every channel by one token in O(N).
-
-    Args:
-        state: `(B, H, M)`, complex.
-        u: One token, `(B, H)`.
-        C: `(C, H, M)`, complex.
-        step: From `s4d_step_constants`, in the state's dtype.
-
-    Returns:
-        y `(B, C, H)`, real, including the token itself (lag 0), and the next state `(B, H, M)`.
-    """
+def s4d_step(state: Tensor, u: Tensor, C: Tensor, step: S4DStep) -> tuple[Tensor, Tensor]:
+    """Advance every channel by one token in O(N); see `s4_step`, here with a step from `s4d_step_constants`."""
     state = step.decay * state + step.input * u[..., None]
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
-def _powers(base: torch.Tensor, count: int) -> torch.Tensor:
+def _powers(base: Tensor, count: int) -> Tensor:
     """Return powers 0 to count - 1 of `(..., M)` as `(..., count, M)`, by squaring, with log2(count) roundings."""
     table = torch.ones_like(base)[..., None, :]
     while table.shape[-2] < count:
@@ -103,17 +81,17 @@ def _powers(base: torch.Tensor, count: int) -> torch.Tensor:
     return table
 
 
-def _real(x: torch.Tensor) -> torch.Tensor:
+def _real(x: Tensor) -> Tensor:
     """Put real and imaginary parts side by side: `(..., M)` complex to `(..., N)`."""
     return torch.view_as_real(x).flatten(-2)
 
 
-def _complex(x: torch.Tensor) -> torch.Tensor:
+def _complex(x: Tensor) -> Tensor:
     """Invert `_real`."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def s4d_block_powers(step: S4DStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def s4d_block_powers(step: S4DStep, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute the powers that advance a state by up to `BLOCK` tokens: ``1, Abar, ..., Abar^R``.
 
     Args:
@@ -126,9 +104,7 @@ def s4d_block_powers(step: S4DStep, dtype: torch.dtype = torch.float32) -> torch
     return _powers(step.decay, BLOCK + 1).to(complex_dtype(dtype))
 
 
-def s4d_final_state(
-    u: torch.Tensor, step: S4DStep, powers: torch.Tensor, state: torch.Tensor | None = None
-) -> torch.Tensor:
+def s4d_final_state(u: Tensor, step: S4DStep, powers: Tensor, state: Tensor | None = None) -> Tensor:
     """Return the state after the last token of `u`: O(T N) multiplications per channel, T / BLOCK sequential steps.
 
     x[T] = Abar^T x[0] + sum_t Abar^(T-1-t) Bbar u[t]; memory grows with T N / BLOCK.
@@ -160,7 +136,7 @@ def s4d_final_state(
     return x.transpose(0, 1).contiguous()
 
 
-def s4d_state_response(state: torch.Tensor, length: int, C: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+def s4d_state_response(state: Tensor, length: int, C: Tensor, powers: Tensor) -> Tensor:
     """Return the state's contribution to the next `length` outputs, ``2 Re C Abar^(t+1) x``.
 
     Args:
@@ -184,9 +160,7 @@ def s4d_state_response(state: torch.Tensor, length: int, C: torch.Tensor, powers
     return y.unflatten(2, rows.shape[2:4]).flatten(3).permute(2, 0, 3, 1)[:, :, :length]
 
 
-def _two_level_kernel(
-    C: torch.Tensor, B: torch.Tensor, w: torch.Tensor, dt: torch.Tensor, length: int, discretization: str
-) -> torch.Tensor:
+def _two_level_kernel(C: Tensor, B: Tensor, w: Tensor, dt: Tensor, length: int, discretization: str) -> Tensor:
     """Return the taps of a few channels: with l = i R + j, a product of ``C Bbar Abar^(iR)`` and ``Abar^j``."""
     step = s4d_step_constants(B, w, dt, discretization)
     block = isqrt(length - 1) + 1
@@ -196,15 +170,7 @@ def _two_level_kernel(
     return 2 * (_real(rows) @ _real(fine[:, :block]).mT).flatten(2)[..., :length]
 
 
-def s4d_kernel(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    length: int,
-    *,
-    discretization: str = "zoh",
-) -> torch.Tensor:
+def s4d_kernel(C: Tensor, B: Tensor, w: Tensor, dt: Tensor, length: int, *, discretization: str = "zoh") -> Tensor:
     """Return the first taps of S4D's convolution kernel.
 
     K[l] = 2 Re sum_n C_n Bbar_n Abar_n^l      (S4D, section 3: a vector times a Vandermonde matrix)
@@ -237,9 +203,9 @@ def s4d_kernel(
     B, w = (x.to(torch.complex128).repeat(copies, 1) for x in (B, w))
     filters, channels, modes = C.shape
     tile = max(1, tile_numbers(w.device) // (8 * modes * (isqrt(length) + 2) * (1 + filters) + 3 * filters * length))
-    make = partial(_two_level_kernel, discretization=discretization)
     parts = []
     for start in range(0, channels, tile):
         part = slice(start, start + tile)
-        parts.append(recomputed(make, C[:, part], B[part], w[part], dt[part], length).to(out_dtype))
+        system = C[:, part], B[part], w[part], dt[part]
+        parts.append(recomputed(_two_level_kernel, *system, length, discretization).to(out_dtype))
     return torch.cat(parts, dim=1)

@@ -13,6 +13,7 @@ from math import ceil, isqrt, log2
 from operator import index
 
 import torch
+from torch import Tensor
 
 from . import op
 from .cauchy import truncated
@@ -34,15 +35,8 @@ def choose_algorithm(wish: str | None, backend: str, device: torch.device, dtype
 
 
 def taps(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    length: int,
-    algorithm: str,
-    backend: str = "torch",
-) -> torch.Tensor:
+    C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int, algorithm: str, backend: str = "torch"
+) -> Tensor:
     """Run an algorithm over tiles of channels; ``"two_level"`` always runs on torch."""
     # the number of matrix products depends on the length, so a symbolic one cannot be traced
     length = index(length)

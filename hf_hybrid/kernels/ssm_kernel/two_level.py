@@ -16,13 +16,14 @@ from math import ceil, isqrt, log2
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..dispatch import NAMESPACE
 from ..precision import full_precision
 from .discrete import S4Step, dense_diagonal, to_complex, to_real, to_real_row, two_re
 
 
-def two_level_kernel(C: torch.Tensor, step: S4Step, length: int) -> torch.Tensor:
+def two_level_kernel(C: Tensor, step: S4Step, length: int) -> Tensor:
     """Return the taps of a few channels, as ``C Abar^(iR)`` times ``Abar^j Bbar`` for l = i R + j.
 
     Args:
@@ -38,7 +39,7 @@ def two_level_kernel(C: torch.Tensor, step: S4Step, length: int) -> torch.Tensor
     return kernel.permute(2, 0, 1, 3).reshape(*C.shape[:2], -1)[..., :length]
 
 
-def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the constants that advance the states of a few channels by a block of tokens.
 
     Args:
@@ -53,14 +54,12 @@ def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return states[:, :, 0], power
 
 
-def _advance(x: torch.Tensor, decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def _advance(x: Tensor, decay: Tensor, column: Tensor, row: Tensor) -> Tensor:
     """Advance by one step without input; ``(conj D, conj f, conj g)`` for ``(D, g, f)`` gives the adjoint."""
     return torch.addcmul(column * two_re(row * x), decay, x)
 
 
-def _orbits(
-    decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int
-) -> torch.Tensor:
+def _orbits(decay: Tensor, column: Tensor, row: Tensor, input: Tensor, block: int) -> Tensor:
     """Return ``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
     states = [torch.stack([input, column], dim=1)]
     constants = [x[:, None] for x in (decay, column, row)]
@@ -69,9 +68,7 @@ def _orbits(
     return torch.stack(states)
 
 
-def _power(
-    states: torch.Tensor, decay: torch.Tensor, row: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _power(states: Tensor, decay: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return Abar^R `(H, N, N)`, its factors, each `(H, R, N)`, and ``D^(R-1), ..., 1``, `(R, H, M)`.
 
     The precision is that of `states`, but powers of D are computed in complex128: a rounded D would multiply the
@@ -91,28 +88,19 @@ def _power(
 
 
 def _orbits_grad(
-    orbit_grad: torch.Tensor,
-    power_grad: torch.Tensor,
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    states: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    powers: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    orbit_grad: Tensor,
+    power_grad: Tensor,
+    decay: Tensor,
+    column: Tensor,
+    row: Tensor,
+    states: Tensor,
+    left: Tensor,
+    right: Tensor,
+    powers: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of decay, column, row and input, in complex128, from those of the orbits and of Abar^R.
 
-    Args:
-        orbit_grad: `(R, H, 2, M)`; overwritten.
-        power_grad: `(H, N, N)`.
-        decay: D, `(H, M)`.
-        column: g, `(H, M)`.
-        row: f, `(H, M)`.
-        states: From `_orbits`.
-        left: From `_power`.
-        right: From `_power`.
-        powers: From `_power`.
+    It overwrites `orbit_grad`; `states` are from `_orbits`, and what follows them from `_power`.
     """
     block = len(states)
     powers, decay, column, row = (x.to(states.dtype).conj_physical() for x in (powers, decay, column, row))
@@ -135,7 +123,7 @@ def _orbits_grad(
     return grads[0], grads[1], grads[2], orbit_grad[0, :, 0].to(torch.complex128, copy=True)
 
 
-def _dense_diagonal_grad(grad: torch.Tensor) -> torch.Tensor:
+def _dense_diagonal_grad(grad: Tensor) -> Tensor:
     """Adjoint of `dense_diagonal`."""
     real, imag = (x.chunk(2, dim=-1) for x in grad.chunk(2, dim=-2))
     diagonals = [x.diagonal(dim1=-2, dim2=-1) for x in (*real, *imag)]
@@ -144,8 +132,8 @@ def _dense_diagonal_grad(grad: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_block", mutates_args=())
 def _block(
-    decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    decay: Tensor, column: Tensor, row: Tensor, input: Tensor, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return both orbits, `(R, H, 2, M)`, and Abar^R; the arguments are the fields of an `S4Step`."""
     states = _orbits(decay, column, row, input, block)
     power = _power(states, decay, row)[0]
@@ -155,8 +143,8 @@ def _block(
 
 @_block.register_fake
 def _(
-    decay: torch.Tensor, column: torch.Tensor, row: torch.Tensor, input: torch.Tensor, block: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    decay: Tensor, _column: Tensor, _row: Tensor, _input: Tensor, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     channels, modes = decay.shape
     states = decay.new_empty(block, channels, 2, modes, dtype=dtype)
     return states, states.real.new_empty(channels, 2 * modes, 2 * modes)
@@ -164,13 +152,8 @@ def _(
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_block_grad", mutates_args=())
 def _block_grad(
-    orbit_grad: torch.Tensor,
-    power_grad: torch.Tensor,
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    states: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    orbit_grad: Tensor, power_grad: Tensor, decay: Tensor, column: Tensor, row: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of `_block`'s tensors."""
     with full_precision(decay.device):
         _, *factors = _power(states, decay, row)
@@ -179,44 +162,35 @@ def _block_grad(
 
 
 @_block_grad.register_fake
-def _(
-    orbit_grad: torch.Tensor,
-    power_grad: torch.Tensor,
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    states: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(decay), torch.empty_like(decay), torch.empty_like(decay), torch.empty_like(decay)
+def _(_orbit_grad: Tensor, _power_grad: Tensor, decay: Tensor, *_others: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(decay) for _ in range(4))
 
 
-def _block_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _block_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:3], output[0])
 
 
-def _block_backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _block_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return *_block_grad(*grads, *ctx.saved_tensors), None, None
 
 
 _block.register_autograd(_block_backward, setup_context=_block_context)
 
 
-def _run(added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int) -> torch.Tensor:
+def _run(added: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
     states = [added[0]]
     for i in range(1, len(added)):
         states.append(torch.baddbmm(added[i], states[-1], power if (i + offset) % group else first))
     return torch.stack(states)
 
 
-def _by_channel(x: torch.Tensor) -> torch.Tensor:
+def _by_channel(x: Tensor) -> Tensor:
     """Order `(n, H, B, N)` as `(H, n B, N)`."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_block_scan", mutates_args=())
-def s4_block_scan(
-    added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int
-) -> torch.Tensor:
+def s4_block_scan(added: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
     """Scan ``x_i = x_(i-1) P_i + added_i``, where P_i is `first` if the group divides i + offset, or `power`.
 
     Args:
@@ -234,16 +208,16 @@ def s4_block_scan(
 
 
 @s4_block_scan.register_fake
-def _(added: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int, offset: int) -> torch.Tensor:
+def _(added: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 
-def _scan_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _scan_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, power, first, ctx.group, ctx.offset = inputs
     ctx.save_for_backward(output, power, first)
 
 
-def _scan_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     states, power, first = ctx.saved_tensors
     count = len(states)
     # in reverse, block k is multiplied by the matrix that led to the block before it
@@ -263,14 +237,8 @@ s4_block_scan.register_autograd(_scan_backward, setup_context=_scan_context)
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_two_level", mutates_args=())
 def _two_level(
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    input: torch.Tensor,
-    C: torch.Tensor,
-    block: int,
-    count: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    decay: Tensor, column: Tensor, row: Tensor, input: Tensor, C: Tensor, block: int, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``C Abar^(iR)`` times ``Abar^j Bbar``, `(H, n, C, R)`, both orbits of a block, and rows `(n, H, C, N)`.
 
     The first result is float64; the others are for the backward, in C's precision.
@@ -284,15 +252,8 @@ def _two_level(
 
 
 @_two_level.register_fake
-def _(
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    input: torch.Tensor,
-    C: torch.Tensor,
-    block: int,
-    count: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(decay: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, C, block, count = given
     filters, channels, modes = C.shape
     return (
         decay.real.new_empty(channels, count, filters, block),
@@ -303,13 +264,8 @@ def _(
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_two_level_grad", mutates_args=())
 def _two_level_grad(
-    grad: torch.Tensor,
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    states: torch.Tensor,
-    rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, decay: Tensor, column: Tensor, row: Tensor, states: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of `_two_level`'s tensors."""
     grad = grad.to(rows.dtype).flatten(1, 2)
     with full_precision(grad.device):
@@ -325,23 +281,16 @@ def _two_level_grad(
 
 
 @_two_level_grad.register_fake
-def _(
-    grad: torch.Tensor,
-    decay: torch.Tensor,
-    column: torch.Tensor,
-    row: torch.Tensor,
-    states: torch.Tensor,
-    rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    like = [torch.empty_like(decay) for _ in range(4)]
-    return like[0], like[1], like[2], like[3], states.new_empty(rows.shape[2], *decay.shape)
+def _(_grad: Tensor, decay: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    *_, states, rows = given
+    return *(torch.empty_like(decay) for _ in range(4)), states.new_empty(rows.shape[2], *decay.shape)
 
 
-def _two_level_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _two_level_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
-def _two_level_backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _two_level_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return *_two_level_grad(grad, *ctx.saved_tensors), None, None
 
 

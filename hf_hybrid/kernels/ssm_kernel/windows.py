@@ -4,6 +4,7 @@ B batch · T length · W window · n = T // W windows · H channels · S copies 
 """
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..precision import full_precision
@@ -12,14 +13,8 @@ from .two_level import s4_block, s4_block_scan
 
 
 def s4_window_states(
-    u: torch.Tensor,
-    B: torch.Tensor,
-    P: torch.Tensor,
-    w: torch.Tensor,
-    dt: torch.Tensor,
-    window: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    u: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, window: int, dtype: torch.dtype
+) -> Tensor:
     """Return the state after the last token of each full window, starting from zeros.
 
     x_i = Abar^R x_(i-1) + sum_{j<R} Abar^(R-1-j) Bbar u[iR + j]  for blocks of R = `BLOCK` tokens, where the first
@@ -60,9 +55,7 @@ def s4_window_states(
     return to_complex(torch.cat(parts, dim=1).permute(2, 0, 1, 3))
 
 
-def _window_states(
-    u: torch.Tensor, states: torch.Tensor, power: torch.Tensor, first: torch.Tensor, group: int
-) -> torch.Tensor:
+def _window_states(u: Tensor, states: Tensor, power: Tensor, first: Tensor, group: int) -> Tensor:
     """Return the states of a few channels after each group of blocks, `(n, H, B, N)`, of u `(H, n group R, B)`."""
     inputs = to_real(states.flip(0)).permute(1, 2, 0)
     with full_precision(u.device):

@@ -5,10 +5,12 @@ With gradients it runs in plain torch.
 B batch · H channels · M = N/2 modes · C output filters
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...dispatch import NAMESPACE, choose_backend, may_run_triton, needs_gradient
+from ...dispatch import NAMESPACE, may_run_triton, needs_gradient, triton_if_chosen
 from ..discrete import S4Step, s4_step
 from ..s4d import S4DStep, s4d_step
 
@@ -87,32 +89,15 @@ def _ssm_step(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Advance by one token, not differentiable; only S4 has `column` and `row`; `gain` is the step's input vector."""
-
-    def why_not() -> str | None:
-        from .triton_kernels import why_not
-
-        return why_not(u, C)
-
     tensors = u, C, decay, column, row, gain, state, skip
-    if choose_backend("ssm_step", backend, tensors, why_not) == "triton":
-        from . import triton_kernels
-
-        return triton_kernels.forward(state, u, C, decay, column, row, gain, skip)
+    kernels = triton_if_chosen("ssm_step", __package__, backend, tensors, lambda k: k.why_not(u, C))
+    if kernels is not None:
+        return kernels.forward(state, u, C, decay, column, row, gain, skip)
     if column is None or row is None:
         return _advance(state, u, C, S4DStep(decay, gain), skip)
     return _advance(state, u, C, S4Step(decay, column, row, gain), skip)
 
 
 @_ssm_step.register_fake
-def _(
-    state: Tensor | None,
-    u: Tensor,
-    C: Tensor,
-    decay: Tensor,
-    column: Tensor | None,
-    row: Tensor | None,
-    gain: Tensor,
-    skip: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _(_state: Tensor | None, u: Tensor, C: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape[0], *C.shape[:2]), u.new_empty(u.shape[0], *C.shape[1:], 2, dtype=_real_dtype(C))

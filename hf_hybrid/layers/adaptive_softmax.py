@@ -198,10 +198,10 @@ class AdaptiveSoftmax(_Tables):
         weights = self._weights(embedding)
         hidden_states = self.dropout(hidden_states)
         words = self.clusters[0].end
-        head = _log_softmax(self._head(hidden_states, weights))
+        head = self._head(hidden_states, weights).log_softmax(-1)
         parts = [head[..., :words]]
         for index in range(1, len(self.clusters)):
-            tail = _log_softmax(self._tail(hidden_states, *weights.of_cluster(index)))
+            tail = self._tail(hidden_states, *weights.of_cluster(index)).log_softmax(-1)
             parts.append(head[..., words + index - 1, None] + tail)
         return torch.cat(parts, dim=-1)
 
@@ -232,9 +232,9 @@ class AdaptiveSoftmax(_Tables):
             inside = _members(self.clusters, index, labels)
             # empty clusters too: every process must produce gradients for the same tensors
             tail = self._tail(hidden_states[inside], *weights.of_cluster(index))
-            losses.append(_cross_entropy(tail, labels[inside] - self.clusters[index].start))
+            losses.append(F.cross_entropy(tail, labels[inside] - self.clusters[index].start, reduction="sum"))
             head_labels = torch.where(inside, words + index - 1, head_labels)
-        losses.append(_cross_entropy(self._head(hidden_states, weights), head_labels))
+        losses.append(F.cross_entropy(self._head(hidden_states, weights), head_labels, reduction="sum"))
         return torch.stack(losses).sum(), counted.sum()
 
     def _weights(self, embedding: AdaptiveEmbedding | None) -> _Tables:
@@ -246,22 +246,14 @@ class AdaptiveSoftmax(_Tables):
         return embedding
 
     def _head(self, hidden_states: torch.Tensor, weights: _Tables) -> torch.Tensor:
-        """Return scores of the head's tokens and of the clusters, `(..., V_0 + C)`."""
+        """Return scores of the head's tokens and of the clusters, `(..., V_0 + C)`, float32 (float64)."""
         scores = F.linear(hidden_states, weights.table_0), F.linear(hidden_states, self.class_weight)
-        return torch.cat(scores, dim=-1)
+        return _wide(torch.cat(scores, dim=-1))
 
     def _tail(self, hidden_states: torch.Tensor, table: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-        """Return scores of a cluster's tokens, `(..., V_i)`."""
-        return F.linear(self.dropout(hidden_states @ projection), table)
+        """Return scores of a cluster's tokens, `(..., V_i)`, float32 (float64)."""
+        return _wide(F.linear(self.dropout(hidden_states @ projection), table))
 
 
 def _wide(scores: torch.Tensor) -> torch.Tensor:
     return scores.to(compute_dtype(scores))
-
-
-def _log_softmax(scores: torch.Tensor) -> torch.Tensor:
-    return F.log_softmax(_wide(scores), dim=-1)
-
-
-def _cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(_wide(scores), labels, reduction="sum")

@@ -27,19 +27,7 @@ class ImplicitFilter(StateSpaceLayer):
 
     If no tensor requires a gradient, the taps are cached between calls: at most `(Z, C, L, H)` numbers.
 
-    Args:
-        hidden_size: Channels H.
-        num_filters: C.
-        max_length: L, taps of a filter in tokens. The filters are functions of t / L, so they change with L.
-        filter_size: F.
-        embedding_size: E, odd.
-        sine_frequency: Initial value of w.
-        bidirectional: Whether there are also filters of the future.
-        postact: None, or ``"gelu_glu"``: GELU and a gated projection after the layer, as in S4's own.
-        freeze: Freeze ``"all"`` or ``"none"`` of the filters and the skip connection D.
-
-    Raises:
-        ValueError: An argument is invalid; the message names it, its value and the rule.
+    `Hyena` and `ImplicitConv` describe the arguments.
     """
 
     TRAINED: ClassVar = {

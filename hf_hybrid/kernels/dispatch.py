@@ -39,11 +39,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def check_devices(x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Check that all tensors of a call are on the device of the first; keywords name the arguments.
-
-    Raises:
-        ValueError: A tensor is on another device.
-    """
+    """Raise ValueError unless all tensors of a call are on the device of the first; keywords name the arguments."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device}, like the first argument; got {tensor.device}")
@@ -57,11 +53,7 @@ def check_dtypes(query: torch.Tensor, **others: torch.Tensor | None) -> None:
 
 
 def check_integer(name: str, value: int | None) -> None:
-    """Check that a number of tokens is an integer or None.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError unless a number of tokens is an integer or None."""
     if value is not None and not isinstance(value, (int, torch.SymInt)):
         raise ValueError(f"{name} must be an integer; got {value!r}")
 

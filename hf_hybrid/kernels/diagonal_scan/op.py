@@ -54,9 +54,8 @@ def diagonal_scan_backward(
 
 
 @diagonal_scan_backward.register_fake
-def _(grad: Tensor, grad_final: Tensor, a: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (grad, grad_final, a)]
-    return like[0], like[1], like[2]
+def _(grad: Tensor, grad_final: Tensor, a: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (grad, grad_final, a))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -31,7 +31,7 @@ def _last_state(query: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tens
 
 @linear_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, backend: str
+    query: Tensor, _key: Tensor, value: Tensor, _state: Tensor | None, cu_seqlens: Tensor | None, _backend: str
 ) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(value, dtype=compute_dtype(query), memory_format=torch.contiguous_format)
     return output, _last_state(query, value, cu_seqlens)
@@ -54,9 +54,8 @@ def linear_attention_backward(
 
 
 @linear_attention_backward.register_fake
-def _(grad: Tensor, grad_state: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*given[:3], grad_state)]
-    return like[0], like[1], like[2], like[3]
+def _(_grad: Tensor, grad_state: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*given[:3], grad_state))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -96,17 +95,8 @@ def linear_attention_normed(
 
 
 @linear_attention_normed.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    eps: float,
-    trained: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, _key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate, _, cu_seqlens, _, trained, _ = given
     y, n = (torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(2))
     scale = query.new_empty(value.shape[:3] if trained else (0,), dtype=compute_dtype(query))
     kept = n if trained and gate is not None else query.new_empty(0)
@@ -168,12 +158,9 @@ def causal_normed(
     return y, last
 
 
-def _why_not_bidirectional() -> str | None:
-    return "the form that is not causal is two matrix products, which always run in torch"
-
-
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, backend: str) -> Tensor:
     """Compute the form that is not causal, always in torch."""
     if not torch.compiler.is_compiling():
-        choose_backend("linear_attention", backend, [query, key, value], _why_not_bidirectional)
+        why_not = "the form that is not causal is two matrix products, which always run in torch"
+        choose_backend("linear_attention", backend, [query, key, value], lambda: why_not)
     return torch_impl.bidirectional(query, key, value, cu_seqlens)

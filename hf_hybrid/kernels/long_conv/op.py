@@ -7,7 +7,6 @@ B batch · T length · D width · G groups · F = n_fft / 2 + 1 frequencies
 """
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,17 +16,6 @@ from ..dispatch import NAMESPACE, wished_backend
 from ..precision import complex_dtype, compute_dtype
 from .blocks import Around, Spectrum, fast_size, transformed_together
 from .transforms import Gradients, Spectra, convolve, differentiate, implementation
-
-
-def _arranged(
-    impl: ModuleType,
-    u: Tensor | None,
-    skip: Tensor | None,
-    input_gate: Tensor | None,
-    gate: Tensor | None,
-    silu: bool,
-) -> tuple[Any, Around]:
-    return impl.arranged(u), Around(skip, impl.arranged(input_gate), impl.arranged(gate), silu)
 
 
 def _gradients(
@@ -83,7 +71,7 @@ def spectral_conv(
     """Call `convolve` as a custom op."""
     impl = implementation("long_conv", backend, u, spectrum, skip, input_gate, gate)
     out = torch.empty_like(u, memory_format=torch.contiguous_format)
-    x, around = _arranged(impl, u, skip, input_gate, gate, silu)
+    x, around = impl.arranged(u), Around(skip, impl.arranged(input_gate), impl.arranged(gate), silu)
     for sequences in transformed_together(u, cu_seqlens, _size_for(n_fft)):
         convolve(impl, x, lambda at: Spectrum(spectrum[at], 0), sequences, around, adjoint, out)
     return out
@@ -118,8 +106,8 @@ def spectral_conv_backward(
     real = compute_dtype(grad)
     into = _gradients(grad, skip, input_gate, gate, (wants[0], *wants[2:]))
     products = torch.zeros(spectrum.shape, dtype=complex_dtype(real), device=grad.device) if wants[1] else None
-    x, around = _arranged(impl, u, skip, input_gate, gate, silu)
     g = impl.arranged(grad)
+    x, around = impl.arranged(u), Around(skip, impl.arranged(input_gate), impl.arranged(gate), silu)
     for sequences in transformed_together(grad, cu_seqlens, _size_for(n_fft)):
         differentiate(impl, g, x, lambda at: Spectrum(spectrum[at], 0), sequences, around, adjoint, into, products)
     if products is not None:
@@ -133,13 +121,11 @@ def spectral_conv_backward(
 
 
 @spectral_conv_backward.register_fake
-def _(
-    grad: Tensor, u: Tensor | None, spectrum: Tensor, n_fft: int, *given: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    skip, input_gate, gate, *_, wants, _ = given
-    d_u, *others = _returned_fakes(grad, (grad, skip, input_gate, gate), (wants[0], *wants[2:]))
+def _(grad: Tensor, u: Tensor | None, spectrum: Tensor, n_fft: int, *given: Any) -> tuple[Tensor, ...]:
+    wants = given[-2]
+    d_u, *others = _returned_fakes(grad, (grad, *given[:3]), (wants[0], *wants[2:]))
     d_spectrum = torch.empty_like(spectrum, memory_format=torch.contiguous_format)
-    return d_u, d_spectrum if wants[1] else spectrum.new_empty(0), others[0], others[1], others[2]
+    return d_u, d_spectrum if wants[1] else spectrum.new_empty(0), *others
 
 
 def _setup_spectral(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -210,7 +196,7 @@ def long_conv(
     """Convolve with taps `(G, ·)`, where channel c has row ``c % G``; otherwise like `spectral_conv`."""
     impl = implementation("long_conv", backend, u, kernel, reverse_kernel, skip, input_gate, gate)
     out = torch.empty_like(u, memory_format=torch.contiguous_format)
-    x, around = _arranged(impl, u, skip, input_gate, gate, silu)
+    x, around = impl.arranged(u), Around(skip, impl.arranged(input_gate), impl.arranged(gate), silu)
     for sequences in transformed_together(u, cu_seqlens, _size_of_taps(kernel, reverse_kernel)):
         taps = _reached(kernel, reverse_kernel, sequences.length)
         convolve(impl, x, _spectra(*taps, u.shape[2], sequences.n_fft), sequences, around, False, out)
@@ -248,8 +234,8 @@ def long_conv_backward(
     d_reverse = None
     if wants[2] and reverse_kernel is not None:
         d_reverse = torch.zeros_like(reverse_kernel, memory_format=torch.contiguous_format)
-    x, around = _arranged(impl, u, skip, input_gate, gate, silu)
     g = impl.arranged(grad)
+    x, around = impl.arranged(u), Around(skip, impl.arranged(input_gate), impl.arranged(gate), silu)
     for sequences in transformed_together(grad, cu_seqlens, _size_of_taps(kernel, reverse_kernel)):
         n_fft = sequences.n_fft
         taps, reverse_taps = _reached(kernel, reverse_kernel, sequences.length)
@@ -270,11 +256,9 @@ def long_conv_backward(
 
 
 @long_conv_backward.register_fake
-def _(grad: Tensor, u: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like, wants = (grad, *given[:5]), given[-2]
-    wants = [wants[0], wants[1] or wants[2], *wants[2:]]
-    found = _returned_fakes(grad, like, wants)
-    return found[0], found[1], found[2], found[3], found[4], found[5]
+def _(grad: Tensor, u: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    wants = given[-2]
+    return tuple(_returned_fakes(grad, (grad, *given[:5]), [wants[0], wants[1] or wants[2], *wants[2:]]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,11 +17,7 @@ def _triton(backend: str, key: Tensor, value: Tensor, *others: Tensor | None) ->
 
 
 def _check_values(number: int, visited: Tensor | None, threshold: Tensor | None) -> None:
-    """Check values on a CPU, where reading them is free; a GPU asserts, or gives NaN.
-
-    Raises:
-        ValueError: A visited segment does not exist, or the threshold is not positive.
-    """
+    """Raise ValueError for bad values on a CPU, where reading them is free; a GPU asserts, or gives NaN."""
     if visited is not None and visited.device.type == "cpu" and visited.numel():
         first, last = (x.item() for x in visited.aminmax())
         if first < 0 or last >= number:

@@ -69,11 +69,7 @@ def segment_step(
 
 
 def _check_within(name: str, index: Tensor | None, size: int) -> None:
-    """Check indices on a CPU, where reading them is cheap; a GPU asserts.
-
-    Raises:
-        ValueError: An index is out of range.
-    """
+    """Raise ValueError for an index out of range on a CPU, where reading them is cheap; a GPU asserts."""
     if index is None or index.numel() == 0:
         return
     first, last = (x.item() for x in index.aminmax())

@@ -58,9 +58,22 @@ def check_integer(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be an integer; got {value!r}")
 
 
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless a value is allowed."""
+    if value not in allowed:
+        names = ", ".join(str(choice) for choice in allowed)
+        raise ValueError(f"{name} must be one of {names}; got {value!r}")
+
+
+def check_positive(**values: int | None) -> None:
+    """Raise ValueError for the first value that is neither None nor positive."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be a positive integer; got {value}")
+
+
 def _check_name(name: str, source: str) -> str:
-    if name not in BACKENDS:
-        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}; got {name!r}")
+    check_choice(source, name, BACKENDS)
     return name
 
 

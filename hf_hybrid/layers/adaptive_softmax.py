@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.dispatch import check_positive
 from ..kernels.precision import compute_dtype
 
 IGNORED = -100
@@ -45,8 +46,7 @@ def make_clusters(vocab_size: int, hidden_size: int, cutoffs: Sequence[int], fac
             f"cutoffs must be one or more ascending positive numbers below vocab_size {vocab_size}; "
             f"got {tuple(cutoffs)}"
         )
-    if factor < 1:
-        raise ValueError(f"factor must be a positive integer; got {factor}")
+    check_positive(factor=factor)
     if hidden_size < 1 or hidden_size % factor ** len(cutoffs):
         raise ValueError(
             f"hidden_size must be a positive multiple of {factor ** len(cutoffs)}, factor to the power of the number "

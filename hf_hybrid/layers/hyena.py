@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.dispatch import check_positive
 from ..kernels.long_conv import long_conv
 from ..kernels.precision import compute_dtype
 from .implicit_filter import ImplicitFilter
-from .state_space import check_positive
 
 
 class Hyena(ImplicitFilter):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.dispatch import check_choice, check_positive
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
 from ..kernels.precision import compute_dtype
 from ..kernels.short_conv import merge_kernels, short_conv
@@ -22,7 +23,7 @@ from ..kernels.ssm_kernel import (
     s4d_state_response,
 )
 from .norms import BatchNorm
-from .state_space import Kept, StateSpaceLayer, check_choice, check_positive, keep
+from .state_space import Kept, StateSpaceLayer, keep
 
 INITS = ("double_exp", "random")
 

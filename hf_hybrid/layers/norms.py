@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.dispatch import check_choice
 from ..kernels.precision import compute_dtype
 
 
@@ -124,8 +125,7 @@ def make_norm(norm_type: str, hidden_size: int, eps: float, *, affine: bool = Tr
     Raises:
         ValueError: ``norm_type`` is unknown.
     """
-    if norm_type not in NORMS:
-        raise ValueError(f"norm_type must be one of {', '.join(NORMS)}; got {norm_type!r}")
+    check_choice("norm_type", norm_type, tuple(NORMS))
     return NORMS[norm_type](hidden_size, eps=eps, elementwise_affine=affine)
 
 

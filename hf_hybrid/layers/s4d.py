@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..kernels.dispatch import check_choice
 from ..kernels.ssm_kernel import DISCRETIZATIONS, dplr_legs
 from .s4 import S4Base
-from .state_space import check_choice
 
 INITS = ("lin", "inv", "legs")
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.dispatch import check_choice, check_positive
+
 POSTACTS = (None, "gelu_glu")
 
 
@@ -28,20 +30,6 @@ def ssm_parameters(module: nn.Module, *, dynamics: bool | None = None) -> Iterat
             for name, tensor in child.own_tensors():
                 if tensor.requires_grad and dynamics in (None, child.shapes_memory(name)):
                     yield tensor  # type: ignore[misc]
-
-
-def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError unless a value is allowed."""
-    if value not in allowed:
-        names = ", ".join("None" if choice is None else str(choice) for choice in allowed)
-        raise ValueError(f"{name} must be one of {names}; got {value!r}")
-
-
-def check_positive(**values: int | None) -> None:
-    """Raise ValueError for the first value that is neither None nor positive."""
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value}")
 
 
 def keep_precision(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -49,12 +49,6 @@ def diagonal_scan(
     Raises:
         ValueError: A shape or dtype does not fit; the message names the argument, its value and the rule.
     """
-    _check(a, b, initial_state, cu_seqlens)
-    states, final = op.diagonal_scan(a, b, initial_state, cu_seqlens, reverse, False, backend)
-    return states, final
-
-
-def _check(a: Tensor, b: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if a.dim() != 1 or a.dtype not in _DTYPES:
         raise ValueError(f"a must be (P,), real or complex of 32 or 64 bits; got {tuple(a.shape)} of {a.dtype}")
     if b.dim() != 3 or b.shape[1] == 0 or b.shape[2] != a.shape[0]:
@@ -68,3 +62,5 @@ def _check(a: Tensor, b: Tensor, initial_state: Tensor | None, cu_seqlens: Tenso
     for name, tensor in (("b", None if narrow else b), ("initial_state", initial_state)):
         if tensor is not None and tensor.dtype != a.dtype:
             raise ValueError(f"{name} must have a's dtype {a.dtype}; got {tensor.dtype}")
+    states, final = op.diagonal_scan(a, b, initial_state, cu_seqlens, reverse, False, backend)
+    return states, final

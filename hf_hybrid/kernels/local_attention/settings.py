@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ..dispatch import check_integer
+from ..dispatch import check_integer, check_positive
 
 
 class Settings(NamedTuple):
@@ -25,5 +25,4 @@ def check_neighbourhood(radius: int | None, chunk_size: int | None) -> None:
     check_integer("chunk_size", chunk_size)
     if radius is not None and radius < 0:
         raise ValueError(f"radius must be at least 0; got {radius}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer; got {chunk_size}")
+    check_positive(chunk_size=chunk_size)

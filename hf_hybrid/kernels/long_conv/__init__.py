@@ -10,7 +10,7 @@ B batch · T length · T_k taps · D width · C filters · N packed sequences ·
 
 import torch
 
-from ..dispatch import check_devices
+from ..dispatch import check_choice, check_devices, check_positive
 from ..packed import check_cu_seqlens
 from ..precision import compute_dtype
 from . import filter_bank, op
@@ -42,8 +42,7 @@ def fft_length(length: int) -> int:
     Raises:
         ValueError: The length is not positive.
     """
-    if length < 1:
-        raise ValueError(f"length must be a positive integer; got {length}")
+    check_positive(length=length)
     return fast_size(2 * length)
 
 
@@ -74,9 +73,7 @@ def _check_around(
             raise ValueError(
                 f"{name} must be floating-point {tuple(u.shape)} like u; got {tuple(x.shape)} of {x.dtype}"
             )
-    if activation not in ACTIVATIONS:
-        names = ", ".join(str(name) for name in ACTIVATIONS)
-        raise ValueError(f"activation must be one of {names}; got {activation!r}")
+    check_choice("activation", activation, ACTIVATIONS)
     check_cu_seqlens(cu_seqlens, u, "u")
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices
+from ..dispatch import check_choice, check_devices
 from . import op
 from .step import segment_step
 
@@ -105,7 +105,6 @@ def _check(
                 f"{tuple(visited.shape)} of {visited.dtype}"
             )
     check_devices(key, value=value, weight=weight, visited=visited)
-    if source not in SOURCES:
-        raise ValueError(f"source must be one of {', '.join(SOURCES)}; got {source!r}")
+    check_choice("source", source, SOURCES)
     if clamp is not None and not clamp > 0:
         raise ValueError(f"clamp must be positive or None; got {clamp}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from ..dispatch import check_devices, forces_triton
+from ..dispatch import check_choice, check_devices, forces_triton
 from ..packed import check_cu_seqlens
 from . import op, torch_impl
 
@@ -89,9 +89,7 @@ def short_conv(
     _check_kernel(kernel, u.shape[2], causal)
     if bias is not None and bias.shape != u.shape[2:]:
         raise ValueError(f"bias must be (D,) with D = {u.shape[2]}; got {tuple(bias.shape)}")
-    if activation not in ACTIVATIONS:
-        names = ", ".join(str(name) for name in ACTIVATIONS)
-        raise ValueError(f"activation must be one of {names}; got {activation!r}")
+    check_choice("activation", activation, ACTIVATIONS)
     past = kernel.shape[1] - 1
     shape = (check_cu_seqlens(cu_seqlens, u, "u"), past, u.shape[2])
     if state is not None and not causal:

@@ -12,6 +12,7 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 
 from torch import Tensor
 
+from ..dispatch import check_choice, check_positive
 from .discrete import (
     S4Blocks,
     S4Step,
@@ -103,9 +104,8 @@ def s4_kernel(
         ValueError: A shape does not fit, the length is not positive or the algorithm unknown.
     """
     check_system(C, B, P, w, dt)
-    if length < 1:
-        raise ValueError(f"length must be a positive integer; got {length}")
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    check_positive(length=length)
+    if algorithm is not None:
+        check_choice("algorithm", algorithm, ALGORITHMS)
     algorithm = choose_algorithm(algorithm, backend, C.device, C.real.dtype)
     return taps(C, B, P, w, dt, length, algorithm, backend)

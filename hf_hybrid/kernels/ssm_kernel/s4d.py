@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import check_choice, check_positive
 from ..precision import complex_dtype, full_precision
 from .discrete import BLOCK, check_system, recomputed, tile_numbers
 
@@ -47,8 +48,7 @@ def discretize(w: Tensor, dt: Tensor, discretization: str) -> tuple[Tensor, Tens
     Raises:
         ValueError: The discretisation is unknown.
     """
-    if discretization not in DISCRETIZATIONS:
-        raise ValueError(f"discretization must be one of {', '.join(DISCRETIZATIONS)}; got {discretization!r}")
+    check_choice("discretization", discretization, DISCRETIZATIONS)
     z = dt * w
     if discretization == "bilinear":
         G = (1 - 0.5 * z).reciprocal()
@@ -194,8 +194,7 @@ def s4d_kernel(C: Tensor, B: Tensor, w: Tensor, dt: Tensor, length: int, *, disc
         ValueError: A shape does not fit, the length is not positive or the discretisation unknown.
     """
     check_system(C, B, B, w, dt)
-    if length < 1:
-        raise ValueError(f"length must be a positive integer; got {length}")
+    check_positive(length=length)
     # the size of the tables depends on the length, so a symbolic one cannot be traced
     length = index(length)
     out_dtype, copies = C.real.dtype, dt.shape[0] // w.shape[0]

@@ -225,7 +225,7 @@ Kept = tuple[tuple[Any, ...], list[torch.Tensor], Any]
 """A fingerprint, its tensors, which no other tensor can replace at their addresses, and what was made of them."""
 
 
-def keep(kept: Kept | None, tensors: Sequence[torch.Tensor], make: Callable[[], Any]) -> Kept:
-    """Return what is kept if the tensors are still the same, or else what `make` returns."""
+def keep(cache: Kept | None, tensors: Sequence[torch.Tensor], function: Callable[[], Any]) -> Kept:
+    """Return the cache if it was made of these tensors as they are now, or else one with the function's result."""
     key = fingerprint(tensors)
-    return kept if kept is not None and kept[0] == key else (key, [x.detach() for x in tensors], make())
+    return cache if cache is not None and cache[0] == key else (key, [x.detach() for x in tensors], function())

@@ -222,6 +222,3 @@ class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedM
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-
-__all__ = ["BstForCausalLM", "BstForSequenceClassification", "BstModel", "BstPreTrainedModel"]

@@ -419,15 +419,3 @@ def check_reads_tokens(model: ChelaPreTrainedModel):
     """Raise ValueError if a language model has inputs of real values."""
     if model.config.input_size is not None:
         raise ValueError(f"input_size must be None for {type(model).__name__}; got {model.config.input_size}")
-
-
-__all__ = [
-    "ChelaForCausalLM",
-    "ChelaForMaskedLM",
-    "ChelaForQuestionAnswering",
-    "ChelaForSequenceClassification",
-    "ChelaForSequencePairClassification",
-    "ChelaForTokenClassification",
-    "ChelaModel",
-    "ChelaPreTrainedModel",
-]

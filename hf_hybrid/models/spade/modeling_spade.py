@@ -331,16 +331,3 @@ class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
 def scale_head_inputs(config: SpadeConfig, hidden_states: torch.Tensor) -> torch.Tensor:
     """Scale the input of a language modelling head if the config asks for it."""
     return hidden_states * config.hidden_size**-0.5 if config.scale_decoder_outputs else hidden_states
-
-
-__all__ = [
-    "SpadeEncoderModel",
-    "SpadeForCausalLM",
-    "SpadeForConditionalGeneration",
-    "SpadeForMaskedLM",
-    "SpadeForQuestionAnswering",
-    "SpadeForSequenceClassification",
-    "SpadeForTokenClassification",
-    "SpadeModel",
-    "SpadePreTrainedModel",
-]

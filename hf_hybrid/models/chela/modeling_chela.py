@@ -362,9 +362,8 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         kwargs.setdefault("use_cache", False)
-        names = ("input_ids", "inputs_embeds", "input_values")
-        first = dict(zip(names, (input_ids, inputs_embeds, input_values), strict=True))
-        second = dict(zip(names, (pair_input_ids, pair_inputs_embeds, pair_input_values), strict=True))
+        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
         sizes = [next((x.shape[0] for x in inputs.values() if x is not None), None) for inputs in (first, second)]
         if None in sizes or sizes[0] != sizes[1]:
             raise ValueError(

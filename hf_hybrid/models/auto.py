@@ -4,77 +4,55 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .bst import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel
-from .chela import (
-    ChelaConfig,
-    ChelaForCausalLM,
-    ChelaForMaskedLM,
-    ChelaForQuestionAnswering,
-    ChelaForSequenceClassification,
-    ChelaForTokenClassification,
-    ChelaModel,
-)
+from . import bst, chela, spade, srformer
 from .peft_targets import register_adapters
-from .spade import (
-    SpadeConfig,
-    SpadeEncoderModel,
-    SpadeForCausalLM,
-    SpadeForConditionalGeneration,
-    SpadeForMaskedLM,
-    SpadeForQuestionAnswering,
-    SpadeForSequenceClassification,
-    SpadeForTokenClassification,
-    SpadeModel,
-)
-from .srformer import (
-    SRformerBartConfig,
-    SRformerBartForConditionalGeneration,
-    SRformerBartModel,
-    SRformerT5Config,
-    SRformerT5ForConditionalGeneration,
-    SRformerT5Model,
-)
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrainedModel]]]] = {
     "bst": (
-        BstConfig,
+        bst.BstConfig,
         {
-            "AutoModel": BstModel,
-            "AutoModelForCausalLM": BstForCausalLM,
-            "AutoModelForSequenceClassification": BstForSequenceClassification,
+            "AutoModel": bst.BstModel,
+            "AutoModelForCausalLM": bst.BstForCausalLM,
+            "AutoModelForSequenceClassification": bst.BstForSequenceClassification,
         },
     ),
     "chela": (
-        ChelaConfig,
+        chela.ChelaConfig,
         {
-            "AutoModel": ChelaModel,
-            "AutoModelForCausalLM": ChelaForCausalLM,
-            "AutoModelForMaskedLM": ChelaForMaskedLM,
-            "AutoModelForQuestionAnswering": ChelaForQuestionAnswering,
-            "AutoModelForSequenceClassification": ChelaForSequenceClassification,
-            "AutoModelForTokenClassification": ChelaForTokenClassification,
+            "AutoModel": chela.ChelaModel,
+            "AutoModelForCausalLM": chela.ChelaForCausalLM,
+            "AutoModelForMaskedLM": chela.ChelaForMaskedLM,
+            "AutoModelForQuestionAnswering": chela.ChelaForQuestionAnswering,
+            "AutoModelForSequenceClassification": chela.ChelaForSequenceClassification,
+            "AutoModelForTokenClassification": chela.ChelaForTokenClassification,
         },
     ),
     "spade": (
-        SpadeConfig,
+        spade.SpadeConfig,
         {
-            "AutoModel": SpadeModel,
-            "AutoModelForCausalLM": SpadeForCausalLM,
-            "AutoModelForMaskedLM": SpadeForMaskedLM,
-            "AutoModelForQuestionAnswering": SpadeForQuestionAnswering,
-            "AutoModelForSeq2SeqLM": SpadeForConditionalGeneration,
-            "AutoModelForSequenceClassification": SpadeForSequenceClassification,
-            "AutoModelForTextEncoding": SpadeEncoderModel,
-            "AutoModelForTokenClassification": SpadeForTokenClassification,
+            "AutoModel": spade.SpadeModel,
+            "AutoModelForCausalLM": spade.SpadeForCausalLM,
+            "AutoModelForMaskedLM": spade.SpadeForMaskedLM,
+            "AutoModelForQuestionAnswering": spade.SpadeForQuestionAnswering,
+            "AutoModelForSeq2SeqLM": spade.SpadeForConditionalGeneration,
+            "AutoModelForSequenceClassification": spade.SpadeForSequenceClassification,
+            "AutoModelForTextEncoding": spade.SpadeEncoderModel,
+            "AutoModelForTokenClassification": spade.SpadeForTokenClassification,
         },
     ),
     "srformer_bart": (
-        SRformerBartConfig,
-        {"AutoModel": SRformerBartModel, "AutoModelForSeq2SeqLM": SRformerBartForConditionalGeneration},
+        srformer.SRformerBartConfig,
+        {
+            "AutoModel": srformer.SRformerBartModel,
+            "AutoModelForSeq2SeqLM": srformer.SRformerBartForConditionalGeneration,
+        },
     ),
     "srformer_t5": (
-        SRformerT5Config,
-        {"AutoModel": SRformerT5Model, "AutoModelForSeq2SeqLM": SRformerT5ForConditionalGeneration},
+        srformer.SRformerT5Config,
+        {
+            "AutoModel": srformer.SRformerT5Model,
+            "AutoModelForSeq2SeqLM": srformer.SRformerT5ForConditionalGeneration,
+        },
     ),
 }
 """Model type → config class, and model class of each Auto class."""

@@ -4,7 +4,8 @@ They read of a config: `vocab_size hidden_size tie_word_embeddings scale_embeddi
 `adaptive_factor adaptive_dropout`; classifiers of sequences `pooling`.
 
 A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
-those named in the mixin's docstring.
+those named in the mixin's docstring. For a language model it also has `_head_inputs`, which computes the input of
+`lm_head` from the last hidden states.
 """
 
 from collections.abc import Iterator
@@ -72,20 +73,8 @@ def embed_inputs(
     return inputs_embeds
 
 
-def make_lm_head(config: PreTrainedConfig, embedding: AdaptiveEmbedding | None) -> nn.Module:
-    """Build the head of a language model: a linear map to the vocabulary, or an adaptive softmax."""
-    if config.adaptive_cutoffs is None:
-        return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    return AdaptiveSoftmax(embedding, tied=config.tie_word_embeddings, dropout=config.adaptive_dropout)
-
-
 class StateSpaceModelMixin:
-    """Mixin before `PreTrainedModel` for models with local attention or state space layers."""
-
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Return the attention mask as it is: the layers derive theirs from it."""
-        return attention_mask
+    """Mixin before `PreTrainedModel` for models with state space layers."""
 
     def ssm_parameters(self, *, dynamics: bool | None = None) -> Iterator[nn.Parameter]:
         """Yield the state space layers' trained tensors, which need no weight decay; see `layers.state_space`."""
@@ -93,15 +82,23 @@ class StateSpaceModelMixin:
 
 
 class CausalLMForward:
-    """Forward of a causal language model: `lm_head`, from `make_lm_head`, on a causal `model` with `embed_tokens`.
+    """Forward of a causal language model: `lm_head`, from `add_lm_head`, on a causal `model` with `embed_tokens`.
 
     With `config.adaptive_cutoffs` the logits are log-probabilities; in training with labels they are None, since the
     loss needs only those of each label's cluster.
     """
 
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute the head's input from the last hidden states."""
-        return hidden_states
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def add_lm_head(self):
+        """Build the head: a linear map to the vocabulary, or an adaptive softmax."""
+        config = self.config
+        if config.adaptive_cutoffs is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            return
+        embedding, tied = self.model.embed_tokens, config.tie_word_embeddings
+        self.lm_head = AdaptiveSoftmax(embedding, tied=tied, dropout=config.adaptive_dropout)
+        self._tied_weights_keys = None  # a tied softmax has no tables of its own
 
     @can_return_tuple
     def forward(
@@ -176,10 +173,6 @@ class CausalLMForward:
 class MaskedLMForward:
     """Forward of a masked language model: `lm_head` on every token of a bidirectional `model`."""
 
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute the head's input from the last hidden states."""
-        return hidden_states
-
     @can_return_tuple
     def forward(
         self,
@@ -236,6 +229,8 @@ class SequenceClassificationForward:
 class TokenClassificationForward:
     """Forward of a token classifier: `dropout` and `classifier` on every token of `model`."""
 
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+
     @can_return_tuple
     def forward(
         self,
@@ -260,6 +255,9 @@ class TokenClassificationForward:
 
 class QuestionAnsweringForward:
     """Forward of a model that marks an answer's first and last token: `qa_outputs` on every token of `model`."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    accepts_loss_kwargs = False  # the loss is a mean over the batch
 
     @can_return_tuple
     def forward(

@@ -8,6 +8,8 @@ relative_attention_max_distance relative_attention_init`, with `qk_norm` `score_
 Shapes: B batch · T length · S keys · P tokens already cached · D width · H heads · K head width.
 """
 
+import functools
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -71,65 +73,6 @@ def first_kept(attention_mask: torch.Tensor) -> torch.Tensor:
     """
     kept = attention_mask.to(torch.bool)
     return torch.where(kept.any(-1), kept.to(torch.int8).argmax(-1), kept.shape[-1])
-
-
-def visible_keys(
-    config: PreTrainedConfig,
-    query_length: int,
-    key_length: int,
-    *,
-    attention_type: str,
-    include_self: bool = True,
-    query_start: int | torch.Tensor,
-    key_start: int | torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """Compute which keys each query of a self-attention sees.
-
-    Args:
-        config: The stack's config, for its reach (`local_radius`, `chunk_size`) and direction (`is_decoder`).
-        query_length: T.
-        key_length: S, cached keys included.
-        attention_type: `"window"`, `"chunk"` or `"full"`.
-        include_self: Whether a query sees its own position.
-        query_start: Position of the first query in the sequence.
-        key_start: Position of the first key.
-        attention_mask: `(B, query_start + T)`, 1 = keep; or `(B, 1, T, S)`, True = keep, or added to scores.
-        device: Device of the result.
-
-    Returns:
-        Boolean `(B or 1, 1, T, S)`, or None if every query sees every key.
-    """
-    queries = torch.arange(query_length, device=device)[:, None] + query_start
-    keys = torch.arange(key_length, device=device)[None, :] + key_start
-    visible = None
-    if config.is_decoder:
-        visible = keys <= queries
-    if attention_type == "window":
-        near = (queries - keys).abs() <= config.local_radius
-        visible = near if visible is None else visible & near
-    if not include_self:
-        others = keys != queries
-        visible = others if visible is None else visible & others
-    visible = None if visible is None else visible[None, None]
-    if attention_mask is not None and attention_mask.dim() == 4:
-        kept = kept_pairs(attention_mask)[..., -query_length:, :key_length]
-        visible = kept if visible is None else visible & kept
-        attention_mask = None
-    if attention_type == "chunk":
-        first = 0 if attention_mask is None else first_kept(attention_mask)[:, None, None, None]
-        same = torch.div(queries - first, config.chunk_size, rounding_mode="floor") == torch.div(
-            keys - first, config.chunk_size, rounding_mode="floor"
-        )
-        same = same if same.dim() == 4 else same[None, None]
-        visible = same if visible is None else visible & same
-    if attention_mask is not None:
-        # a static cache has empty keys beyond the mask; causality hides them
-        positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
-        kept = attention_mask.to(torch.bool)[:, positions][:, None, None, :]
-        visible = kept if visible is None else visible & kept
-    return visible
 
 
 def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -277,55 +220,79 @@ class LocalAttention(nn.Module):
         trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
         if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             return self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start), None
-        return self._attend_dense(query, key, value, bias_table, attention_mask, query_start, key_start, **kwargs)
-
-    def _attend_dense(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias_table: RelativePositionBias | None,
-        attention_mask: torch.Tensor | None,
-        query_start: int | torch.Tensor,
-        key_start: int | torch.Tensor,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`attend` with all scores, by an attention function of transformers."""
-        visible = visible_keys(
-            self.config,
-            query.shape[1],
-            key.shape[1],
-            attention_type=self.attention_type,
-            include_self=self.include_self,
-            query_start=query_start,
-            key_start=key_start,
-            attention_mask=attention_mask,
-            device=query.device,
-        )
+        queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
+        keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
+        visible = self._visible(queries, keys, attention_mask)
         sees = None
         if not self.include_self:  # some queries see no key
             sees = visible.any(-1, keepdim=True)
             visible = visible | ~sees  # a softmax needs at least one key
         bias = None
         if bias_table is not None:
-            queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
-            keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
             bias = self._scaled(bias_table(keys - queries), query.device)[None]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, probabilities = attend(
-            self,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            additive_mask(visible, bias, query.dtype, query.device),
-            dropout=self.dropout,
-            scaling=self.scaling,
-            is_causal=False,  # the mask is causal already
-            **kwargs,
-        )
+        mask = additive_mask(visible, bias, query.dtype, query.device)
+        output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
         if sees is not None:
             output = output.masked_fill(~sees.transpose(1, 2), 0)
         return output.flatten(2), probabilities
+
+    def _visible(
+        self, queries: torch.Tensor, keys: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Compute which keys each query sees.
+
+        Args:
+            queries: Positions of the queries in the sequence, `(T, 1)`.
+            keys: Positions of the keys, `(1, S)`.
+            attention_mask: `(B, query_start + T)`, 1 = keep; or `(B, 1, T, S)`, True = keep, or added to scores.
+
+        Returns:
+            Boolean `(B or 1, 1, T, S)`, or None if every query sees every key.
+        """
+        rules = []
+        if self.is_causal:
+            rules.append(keys <= queries)
+        if self.attention_type == "window":
+            rules.append((queries - keys).abs() <= self.config.local_radius)
+        if not self.include_self:
+            rules.append(keys != queries)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            rules.append(kept_pairs(attention_mask)[..., -queries.shape[0] :, : keys.shape[1]])
+            attention_mask = None
+        if attention_mask is not None:
+            # a static cache has empty keys beyond the mask; causality hides them
+            positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
+            rules.append(attention_mask.to(torch.bool)[:, positions][:, None, None, :])
+        if self.attention_type == "chunk":
+            first = 0 if attention_mask is None else first_kept(attention_mask)[:, None, None, None]
+            queries, keys = (
+                torch.div(x - first, self.config.chunk_size, rounding_mode="floor") for x in (queries, keys)
+            )
+            rules.append(queries == keys)
+        if not rules:
+            return None
+        visible = functools.reduce(torch.logical_and, rules)
+        return visible if visible.dim() == 4 else visible[None, None]
+
+    def _attend_all(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to all keys, by an attention function of transformers.
+
+        Arguments and results are those of `attend`, but for the output, `(B, T, H, K)`, and the mask, which is added
+        to the scores and broadcastable to `(B, H, T, S)`.
+        """
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        # never causal: the mask says which keys a query sees
+        return attend(
+            self, query, key, value, mask, dropout=self.dropout, scaling=self.scaling, is_causal=False, **kwargs
+        )
 
     def _scaled(self, bias: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Scale biases `(H, ...)` like the scores they are added to."""

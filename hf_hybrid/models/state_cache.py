@@ -154,13 +154,22 @@ def cached_length(past_key_values: Cache | None, layer_idx: int = 0) -> int | to
     return past.clone() if isinstance(past, torch.Tensor) else past
 
 
-class StatefulGenerationMixin(GenerationMixin):
-    """Generation mixin that refuses decoding which would have to roll back a state; goes before `PreTrainedModel`."""
+class HybridGenerationMixin(GenerationMixin):
+    """Generation by layers that make their own masks and may keep states; goes before `PreTrainedModel`.
+
+    It refuses decoding which would have to roll back a state.
+    """
 
     @property
     def _is_stateful(self) -> bool:
         """Whether the cache keeps a state; transformers then refuses assisted decoding of the model."""
-        return True
+        layer_types = self.config.get_text_config(decoder=True).layer_types
+        return not {"full_attention", "sliding_attention"}.issuperset(layer_types)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+        """Return the attention mask as it is: the layers derive theirs from it."""
+        return attention_mask
 
     def generate(self, *args, **kwargs):
         """Generate as every model of transformers, except as an assistant."""

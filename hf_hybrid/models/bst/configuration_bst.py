@@ -353,6 +353,3 @@ class BstConfig(PreTrainedConfig):
 
     def validate_layer_type(self):
         """Accept the layer types of `models.state_cache`, which transformers does not know."""
-
-
-__all__ = ["BstConfig"]

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from ...layers.implicit_filter import ImplicitConv
 from ...layers.s4 import S4
-from ..local_attention import LocalAttention, eager_attention_forward
+from ..local_attention import LocalAttention
 from ..state_cache import without_first
 from .configuration_bst import BstConfig
 from .windows import Span, from_windows, to_windows, window_of
@@ -271,7 +270,7 @@ class WindowBeforeContext(BstContext):
             later = self._window_pairs(grid[:, : wanted * window])
             key, value = (torch.cat(pair, dim=1) for pair in zip((key, value), later, strict=True))
         windows = to_windows(query, first, count, window)
-        output = self._attend_all(*(x[:, :count].flatten(0, 1) for x in (windows, key, value)), **kwargs)
+        output, _ = self._attend_all(*(x[:, :count].flatten(0, 1) for x in (windows, key, value)), **kwargs)
         output = from_windows(output.unflatten(0, (batch, count)), first, length)
         if not return_state:
             return output, None
@@ -297,7 +296,8 @@ class WindowBeforeContext(BstContext):
         state, pair_at = self._read(u, state, stops)
         attended, done = [], 0
         for index, stop in enumerate(stops):
-            attended.append(self._attend_all(query[:, done:stop], state.key, state.value, **kwargs))
+            output, _ = self._attend_all(query[:, done:stop], state.key, state.value, **kwargs)
+            attended.append(output)
             done = stop
             turning = [row for row, start in enumerate(starts) if stop in turns[start]]
             if not turning:
@@ -308,22 +308,6 @@ class WindowBeforeContext(BstContext):
                 key=state.key.index_copy(0, turning, key), value=state.value.index_copy(0, turning, value)
             )
         return torch.cat(attended, dim=1), state
-
-    def _attend_all(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
-    ) -> torch.Tensor:
-        """Attend from all queries `(B, T, H, K)` to all keys `(B, S, H, K)`."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attend(
-            self,
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            None,
-            dropout=self.dropout,
-            scaling=self.scaling,
-            is_causal=False,
-            **kwargs,
-        )
-        return output
 
 
 class ShiftedTokenContext(WindowBeforeContext, TokenContext):

@@ -24,10 +24,9 @@ from ..heads import (
     StateSpaceModelMixin,
     embed_inputs,
     make_embedding,
-    make_lm_head,
 )
 from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
-from ..state_cache import SlidingStateCacheLayer, StatefulGenerationMixin, state_layer
+from ..state_cache import HybridGenerationMixin, SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
 from .windows import Span
@@ -187,27 +186,19 @@ class BstModel(BstPreTrainedModel):
         return Span(attention_mask, past, first, starts)
 
 
-class BstForCausalLM(CausalLMForward, StatefulGenerationMixin, BstPreTrainedModel):
+class BstForCausalLM(CausalLMForward, HybridGenerationMixin, BstPreTrainedModel):
     """Block-State Transformer as a language model.
 
     With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
     def __init__(self, config: BstConfig):
         super().__init__(config)
         self.model = BstModel(config)
-        self.lm_head = make_lm_head(config, self.model.embed_tokens)
-        if config.adaptive_cutoffs is not None:
-            self._tied_weights_keys = None  # a tied softmax has no tables of its own
-        elif config.scale_decoder_outputs:  # as large as a tied table
+        self.add_lm_head()
+        if config.adaptive_cutoffs is None and config.scale_decoder_outputs:  # as large as a tied table
             self.lm_head.init_std = config.embedding_initializer_range
         self.post_init()
-
-    @property
-    def _is_stateful(self) -> bool:
-        return bool(self.config.bst_layers)
 
     def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states * self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else hidden_states
@@ -222,6 +213,3 @@ class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedM
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-
-__all__ = ["BstForCausalLM", "BstForSequenceClassification", "BstModel", "BstPreTrainedModel"]

@@ -367,6 +367,3 @@ class ChelaConfig(PreTrainedConfig):
 
     def validate_layer_type(self):
         """Accept the layer type of `models.state_cache`, which transformers does not know."""
-
-
-__all__ = ["ChelaConfig"]

@@ -33,10 +33,9 @@ from ..heads import (
     StateSpaceModelMixin,
     TokenClassificationForward,
     make_embedding,
-    make_lm_head,
     pool,
 )
-from ..state_cache import StatefulGenerationMixin, state_layer
+from ..state_cache import HybridGenerationMixin, state_layer
 from .configuration_chela import ChelaConfig
 from .unit import ChelaUnit
 
@@ -97,15 +96,13 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax):
+        if isinstance(module, StateSpaceLayer | AdaptiveEmbedding | AdaptiveSoftmax | ChelaUnit):
             module.reset_parameters()
         elif isinstance(module, ScaleNorm):
             if module.weight is not None:
                 init.ones_(module.weight)
         elif isinstance(module, nn.Embedding) and self.config.scale_embeddings:
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
-        elif isinstance(module, ChelaUnit):
-            module.reset_parameters()
 
     def post_init(self):
         """Finish construction and set `main_input_name`."""
@@ -143,6 +140,9 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
                 if getattr(module, "config", None) is self.config and module is not self:
                     module.config = config
             self.config = config
+
+    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
         """Resize the vocabulary, as in every model of transformers, if there is one."""
@@ -238,26 +238,23 @@ class ChelaModel(ChelaPreTrainedModel):
         return self.input_proj(input_values.to(self.input_proj.weight.dtype))
 
 
-class ChelaForCausalLM(CausalLMForward, StatefulGenerationMixin, ChelaPreTrainedModel):
+class ChelaForCausalLM(CausalLMForward, HybridGenerationMixin, ChelaPreTrainedModel):
     """CHELA causal language model (CHELA, section 5.3).
 
     With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
 
     Args:
-        config: The config; `is_decoder` is set to True.
+        config: The config; a copy is used with `is_decoder` True, if that is False.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
     def __init__(self, config: ChelaConfig):
-        config = copy.deepcopy(config)
-        config.is_decoder = True
+        if not config.is_decoder:
+            config = copy.deepcopy(config)
+            config.is_decoder = True
         super().__init__(config)
         check_reads_tokens(self)
         self.model = ChelaModel(config)
-        self.lm_head = make_lm_head(config, self.model.embed_tokens)
-        if config.adaptive_cutoffs is not None:
-            self._tied_weights_keys = None  # a tied softmax has no tables of its own
+        self.add_lm_head()
         self.post_init()
 
 
@@ -365,9 +362,8 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         kwargs.setdefault("use_cache", False)
-        names = ("input_ids", "inputs_embeds", "input_values")
-        first = dict(zip(names, (input_ids, inputs_embeds, input_values), strict=True))
-        second = dict(zip(names, (pair_input_ids, pair_inputs_embeds, pair_input_values), strict=True))
+        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
         sizes = [next((x.shape[0] for x in inputs.values() if x is not None), None) for inputs in (first, second)]
         if None in sizes or sizes[0] != sizes[1]:
             raise ValueError(
@@ -392,8 +388,6 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
 class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedModel):
     """CHELA that classifies every token."""
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
-
     def __init__(self, config: ChelaConfig):
         super().__init__(config)
         self.model = ChelaModel(config)
@@ -404,9 +398,6 @@ class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedMod
 
 class ChelaForQuestionAnswering(QuestionAnsweringForward, ChelaPreTrainedModel):
     """CHELA that marks an answer's first and last token."""
-
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
-    accepts_loss_kwargs = False  # the loss is a mean over the batch
 
     def __init__(self, config: ChelaConfig):
         super().__init__(config)
@@ -419,15 +410,3 @@ def check_reads_tokens(model: ChelaPreTrainedModel):
     """Raise ValueError if a language model has inputs of real values."""
     if model.config.input_size is not None:
         raise ValueError(f"input_size must be None for {type(model).__name__}; got {model.config.input_size}")
-
-
-__all__ = [
-    "ChelaForCausalLM",
-    "ChelaForMaskedLM",
-    "ChelaForQuestionAnswering",
-    "ChelaForSequenceClassification",
-    "ChelaForSequencePairClassification",
-    "ChelaForTokenClassification",
-    "ChelaModel",
-    "ChelaPreTrainedModel",
-]

@@ -481,6 +481,3 @@ def _layer_list(field: str, value: list[int] | str, num_layers: int) -> list[int
     if any(not 0 <= layer < num_layers for layer in value) or len(set(value)) < len(value):
         raise ValueError(f"{field} must list distinct layers between 0 and {num_layers - 1}; got {value}")
     return sorted(value)
-
-
-__all__ = ["SpadeConfig"]

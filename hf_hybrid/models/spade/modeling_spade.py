@@ -20,9 +20,8 @@ from ..heads import (
     QuestionAnsweringForward,
     SequenceClassificationForward,
     TokenClassificationForward,
-    make_lm_head,
 )
-from ..state_cache import StatefulGenerationMixin
+from ..state_cache import HybridGenerationMixin
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
 
@@ -105,15 +104,7 @@ class SpadeModel(SpadePreTrainedModel):
         )
 
 
-class SpadeGenerationMixin(StatefulGenerationMixin):
-    """Generation mixin: global layers, if any, keep a state."""
-
-    @property
-    def _is_stateful(self) -> bool:
-        return bool(self.config.get_text_config(decoder=True).global_layers)
-
-
-class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
+class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel):
     """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
@@ -157,7 +148,7 @@ class SpadeForConditionalGeneration(SpadeGenerationMixin, SpadePreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(scale_head_inputs(self.config, outputs.last_hidden_state))
+        logits = self.lm_head(self._head_inputs(outputs.last_hidden_state))
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -228,7 +219,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         )
 
 
-class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedModel):
+class SpadeForCausalLM(CausalLMForward, HybridGenerationMixin, SpadePreTrainedModel):
     """SPADE causal language model (SPADE, section 4.2): a decoder without cross-attention, and a head.
 
     With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
@@ -237,8 +228,6 @@ class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedMod
         config: The config, with `is_encoder_decoder` False. Create it with `is_decoder=True`, which sets the defaults
             of a language model; this model is causal in any case.
     """
-
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
         if config.is_encoder_decoder:
@@ -257,13 +246,8 @@ class SpadeForCausalLM(CausalLMForward, SpadeGenerationMixin, SpadePreTrainedMod
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
         self.model = SpadeStack(config)
-        self.lm_head = make_lm_head(config, self.model.embed_tokens)
-        if config.adaptive_cutoffs is not None:
-            self._tied_weights_keys = None  # a tied softmax has no tables of its own
+        self.add_lm_head()
         self.post_init()
-
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return scale_head_inputs(self.config, hidden_states)
 
 
 class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
@@ -277,9 +261,6 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
         self.model = SpadeEncoderModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return scale_head_inputs(self.config, hidden_states)
 
 
 class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrainedModel):
@@ -319,28 +300,9 @@ class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
     """SPADE encoder that marks an answer's first and last token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
-    accepts_loss_kwargs = False  # the loss is a mean over the batch
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.model = SpadeEncoderModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
-
-
-def scale_head_inputs(config: SpadeConfig, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Scale the input of a language modelling head if the config asks for it."""
-    return hidden_states * config.hidden_size**-0.5 if config.scale_decoder_outputs else hidden_states
-
-
-__all__ = [
-    "SpadeEncoderModel",
-    "SpadeForCausalLM",
-    "SpadeForConditionalGeneration",
-    "SpadeForMaskedLM",
-    "SpadeForQuestionAnswering",
-    "SpadeForSequenceClassification",
-    "SpadeForTokenClassification",
-    "SpadeModel",
-    "SpadePreTrainedModel",
-]

@@ -46,6 +46,10 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
         super()._init_weights(module)
         init_shared(module, self.config)
 
+    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scale the input of a language modelling head if the config asks for it."""
+        return hidden_states * self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else hidden_states
+
     @classmethod
     def from_t5(cls, name_or_model: str | os.PathLike | PreTrainedModel, **options) -> Self:
         """Start from T5, mT5, UMT5, or LongT5 with local attention: take its weights, add a state space model.

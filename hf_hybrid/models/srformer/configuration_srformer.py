@@ -277,6 +277,3 @@ class SRformerBartConfig(SegmentedCrossAttentionFields, BartConfig):
         check_token_ids(
             self, ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id")
         )
-
-
-__all__ = ["SRformerBartConfig", "SRformerT5Config"]

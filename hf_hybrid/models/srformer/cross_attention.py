@@ -161,14 +161,13 @@ class SegmentedCrossAttention:
 
     def _is_step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> bool:
         """Whether `segment_step` can decode this token."""
-        kept = memory.states if memory.keys is None else memory.keys
         return (
             reading.is_step
             and not torch.is_grad_enabled()
             and memory.mean_keys is None
             and not (self.training and self.dropout > 0)
             and self.config._attn_implementation != "eager"  # eager returns probabilities
-            and kept.dtype == query.dtype
+            and memory.of_slots.dtype == query.dtype
         )
 
     def _step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> torch.Tensor:

@@ -13,7 +13,6 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import (
-    BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
@@ -43,19 +42,6 @@ class SegmentedPreTrainedModel(ModelCardMixin):
         # In custom code, transformers does not initialise modules without own tensors, so the projections of T5's
         # attention would start a hundred times too large. It protects loaded weights, which nothing here overwrites.
         return False
-
-    def _encode(
-        self,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        **kwargs,
-    ) -> BaseModelOutput:
-        """Run the encoder."""
-        check_not_empty("input_ids", input_ids, inputs_embeds)
-        return self.get_encoder()(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
-        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -185,7 +171,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
 
 
 class SegmentedModel(SegmentedPreTrainedModel):
-    """Mixin for a model without a head."""
+    """Mixin for a model: encodes the document, and passes the length of the target to the decoder alone."""
 
     @can_return_tuple
     def forward(
@@ -203,7 +189,14 @@ class SegmentedModel(SegmentedPreTrainedModel):
         **kwargs,
     ) -> Seq2SeqModelOutput:
         if encoder_outputs is None:
-            encoder_outputs = self._encode(input_ids, attention_mask, inputs_embeds, **kwargs)
+            check_not_empty("input_ids", input_ids, inputs_embeds)
+            encoder_outputs = self.get_encoder()(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                return_dict=True,
+                **kwargs,
+            )
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
         return super().forward(
@@ -221,7 +214,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
         )
 
 
-class SegmentedGeneration(SegmentedPreTrainedModel):
+class SegmentedGeneration(SegmentedModel):
     """Mixin for a model with a head: its loss, and the horizon of generation."""
 
     @can_return_tuple
@@ -245,10 +238,6 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             use_cache = False if use_cache is None else use_cache
-        if encoder_outputs is None:
-            encoder_outputs = self._encode(input_ids, attention_mask, inputs_embeds, **kwargs)
-        if decoder_horizon is not None:
-            kwargs["decoder_horizon"] = decoder_horizon
         outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -259,6 +248,7 @@ class SegmentedGeneration(SegmentedPreTrainedModel):
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
+            decoder_horizon=decoder_horizon,
             return_dict=True,
             **kwargs,
         )

@@ -110,6 +110,3 @@ class SRformerBartForConditionalGeneration(SegmentedGeneration, BartForCondition
         super().__init__(config)
         self.model = SRformerBartModel(config)
         self.post_init()
-
-
-__all__ = ["SRformerBartForConditionalGeneration", "SRformerBartModel"]

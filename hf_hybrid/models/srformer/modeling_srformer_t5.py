@@ -96,6 +96,3 @@ class SRformerT5ForConditionalGeneration(SegmentedGeneration, T5ForConditionalGe
         super().__init__(config)
         self.decoder = SRformerT5Stack(copy.deepcopy(self.decoder.config))
         self.post_init()
-
-
-__all__ = ["SRformerT5ForConditionalGeneration", "SRformerT5Model"]

@@ -298,9 +298,9 @@ class SegmentMemory(NamedTuple):
     """norm(K), `(D, H, 1, V or 1)`."""
 
     @property
-    def documents(self) -> int:
-        """D."""
-        return (self.states if self.keys is None else self.keys).shape[0]
+    def of_slots(self) -> torch.Tensor:
+        """The keys, or the states if there are none, `(D, H, N, ...)`."""
+        return self.states if self.keys is None else self.keys
 
 
 class SegmentLayer(DynamicLayer):
@@ -312,9 +312,7 @@ class SegmentLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Return the number of cached slots."""
-        if self.memory is None:
-            return 0
-        return (self.memory.states if self.memory.keys is None else self.memory.keys).shape[2]
+        return 0 if self.memory is None else self.memory.of_slots.shape[2]
 
 
 class SegmentCache(DynamicCache):
@@ -347,14 +345,13 @@ class SegmentCache(DynamicCache):
         if self.documents is not None:
             return self.documents.shape[0]
         memory = self._memory()
-        return None if memory is None else memory.documents
+        return None if memory is None else memory.of_slots.shape[0]
 
     def _rows(self) -> torch.Tensor | None:
         memory = self._memory()
         if memory is None or self.documents is not None:
             return self.documents
-        tensor = memory.states if memory.keys is None else memory.keys
-        return torch.arange(memory.documents, device=tensor.device)
+        return torch.arange(memory.of_slots.shape[0], device=memory.of_slots.device)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give each row the document of the row with this index."""

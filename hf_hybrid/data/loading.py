@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 __all__ = ["embedded_name", "load_raw_datasets"]
-
-logger = logging.getLogger(__name__)
 
 _EMBEDDED_PREFIX = "embedded:"
 _FORMAT = 3  # part of the cache key: raise it when the same files give other rows

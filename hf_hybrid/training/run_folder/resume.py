@@ -100,7 +100,7 @@ def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, ne
             override = f" (--config_overrides {name}={before[name]})" if name != "model_type" else ""
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {name} is {before[name]!r} there and {now[name]!r} in this "
-                f"run; go on with the model that was begun{override}, or start anew in another --output_dir"
+                f"run; continue with that model{override}, or start anew in another --output_dir"
             )
 
 
@@ -134,7 +134,7 @@ def check_resumed_adapter(config: Mapping[str, Any], resume_from: str | None) ->
         if before != asked:
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {name} of its adapter is {before!r} and {asked!r} in this "
-                "run; go on with the adapter that was begun, or start anew in another --output_dir"
+                "run; continue with that adapter, or start anew in another --output_dir"
             )
 
 

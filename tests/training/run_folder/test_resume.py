@@ -346,7 +346,7 @@ def test_a_run_that_0_1_0_began_goes_on_where_only_starting_values_are_others():
     config.initializer_range, config.relative_attention_init = 0.5, "recency"
     check_resumed_model(config, folder, new=True)
     config.scale_embeddings = True
-    remedy = r"go on with the model that was begun \(--config_overrides scale_embeddings=False\)"
+    remedy = r"continue with that model \(--config_overrides scale_embeddings=False\)"
     with pytest.raises(ValueError, match=f"scale_embeddings is False there and True in this run; {remedy}"):
         check_resumed_model(config, folder, new=True)
 

@@ -1,4 +1,4 @@
-"""Turn text into model inputs: offline corpora, dataset files and columns, preprocessing, tokenizer training.
+"""Turn text into model inputs: offline corpora, data files and columns, preprocessing, tokenizers.
 
-The package uses no model and no Trainer. It imports ``datasets`` and ``tokenizers`` only when a function needs them.
+It needs no model and no Trainer, and imports ``datasets`` and ``tokenizers`` only when a function needs them.
 """

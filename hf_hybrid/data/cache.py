@@ -1,8 +1,6 @@
-"""Cache folders that several processes can request at once; each is built once, completely or not at all."""
+"""Cache folders that several processes can request at once; each is built once."""
 
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,12 +27,12 @@ def cache_root(cache_dir: str | None = None) -> Path:
 def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
     """Build a folder unless it exists.
 
-    One process builds while the others wait. The folder is built under a temporary name and renamed at the end, so an
-    existing folder is complete and a failed build leaves nothing.
+    One process builds while the others wait. It builds under a temporary name and renames the folder at the end, so
+    an existing folder is complete and a failed build leaves nothing.
 
     Args:
         folder: The folder; its name must depend on everything that the result depends on.
-        build: Writes the result into the empty folder it receives.
+        build: Writes the result into an empty folder.
 
     Returns:
         ``folder``.
@@ -48,23 +46,21 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(folder) + ".lock")
-        lock.acquire()
+        lock = FileLock(str(folder) + ".lock").acquire()
     except OSError as error:
         raise ValueError(
             f"cache_dir must be a writable folder; got {str(folder.parent)!r} ({error.strerror or error})"
         ) from error
-    try:
+    with lock:
         if not folder.is_dir():
-            unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            unfinished = folder.with_name(f".{folder.name}-unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)  # a killed process may have left one
+            unfinished.mkdir()
             try:
                 build(unfinished)
-                unfinished.chmod(0o777 & ~_umask())
                 unfinished.replace(folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
-    finally:
-        lock.release()
     return folder
 
 
@@ -79,10 +75,3 @@ def save_quietly(dataset: "DatasetDict", folder: Path) -> None:
     finally:
         if not were_disabled:
             enable_progress_bars()
-
-
-def _umask() -> int:
-    """Return the process's file mode mask, since `tempfile` makes private folders."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -1,4 +1,4 @@
-"""Data of a sentence classifier: GLUE's tasks, the columns of sentences and labels, and label ids."""
+"""Read the data of a sentence classifier: GLUE's tasks, columns of sentences and labels, and label ids."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,17 +64,7 @@ GLUE_TASKS: dict[str, GlueTask] = {
 """The nine tasks by their names on the Hub."""
 
 _PAIRS = (*dict.fromkeys(task.columns for task in GLUE_TASKS.values() if len(task.columns) == 2),)
-_LABEL_NAMES = (
-    "label",
-    "labels",
-    "gold_label",
-    "score",
-    "is_duplicate",
-    "Quality",
-    "target",
-    "class",
-    "category",
-)
+_LABEL_NAMES = ("label", "labels", "gold_label", "score", "is_duplicate", "Quality", "target", "class", "category")
 
 
 def sentence_columns(
@@ -83,8 +73,8 @@ def sentence_columns(
     """Return the column of the sentence, or the two columns of a pair.
 
     The user's choice comes first, then the task's columns, named as on the Hub or in GLUE's own files. Without a
-    task: a pair of columns of some GLUE task, or else the text columns apart from label and identifiers, if there are
-    one or two.
+    task: the pair of columns of any GLUE task, or else the text columns that are neither label nor identifier, if
+    there are one or two.
 
     Args:
         dataset: The splits.
@@ -95,7 +85,8 @@ def sentence_columns(
     Raises:
         ValueError: A split lacks a column, there are more than two, or the choice is not clear.
     """
-    everywhere = [name for name in _first(dataset) if all(name in rows.column_names for rows in dataset.values())]
+    first = next(iter(dataset.values()))
+    everywhere = [name for name in first.column_names if all(name in rows.column_names for rows in dataset.values())]
     there = f"; the columns of every split are: {', '.join(everywhere)}"
     if named is not None:
         for name in named:
@@ -109,28 +100,22 @@ def sentence_columns(
                 f"text_column_names must be one or two columns other than the label {label!r}; got {', '.join(named)}"
             )
         return tuple(named)
-    if task is not None:
-        known = [columns for columns in (GLUE_TASKS[task].columns, GLUE_TASKS[task].tsv_columns) if columns]
-    else:
-        known = list(_PAIRS)
+    known = _PAIRS if task is None else tuple(filter(None, (GLUE_TASKS[task].columns, GLUE_TASKS[task].tsv_columns)))
     for columns in known:
         if set(columns) <= set(everywhere):
             return columns
     if task is not None:
         wanted = " or ".join(", ".join(columns) for columns in known)
         raise ValueError(f"task_name {task} must have the columns {wanted} (or name text_column_names){there}")
-    features = next(iter(dataset.values())).features
     texts = [
-        name for name in everywhere if name != label and is_text(features[name]) and not IDENTIFIER.fullmatch(name)
+        name
+        for name in everywhere
+        if name != label and is_text(first.features[name]) and not IDENTIFIER.fullmatch(name)
     ]
     if not 1 <= len(texts) <= 2:
         found = f"got {', '.join(texts)}" if texts else "got none"
         raise ValueError(f"text_column_names must say which one or two columns of text are classified; {found}{there}")
     return tuple(texts)
-
-
-def _first(dataset: "DatasetDict") -> list[str]:
-    return list(next(iter(dataset.values())).column_names)
 
 
 def label_column(dataset: "DatasetDict", *, needed: Sequence[str], named: str | None = None) -> str | None:
@@ -237,11 +222,12 @@ class Labels:
                 f"{_few(missing)} {rows}"
             )
         if self.are_numbers:
-            if (wrong := next((pair for pair in enumerate(labels, 1) if isinstance(pair[1], str)), None)) is not None:
-                raise ValueError(
-                    f"split {name!r} must hold a number as the label of every row; row {wrong[0]} {rows} holds "
-                    f"{wrong[1]!r}"
-                )
+            for row, label in enumerate(labels, start=1):
+                if isinstance(label, str):
+                    raise ValueError(
+                        f"split {name!r} must hold a number as the label of every row; row {row} {rows} holds "
+                        f"{label!r}"
+                    )
             return [float(label) for label in labels]  # type: ignore[arg-type]
         keys = [label.casefold() if isinstance(label, str) else label for label in labels]
         if unknown := [row for row, key in enumerate(keys, start=1) if key not in self.ids]:

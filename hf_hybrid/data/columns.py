@@ -42,22 +42,12 @@ _KNOWN_DATASETS: dict[str, tuple[str, str]] = {
 
 # Usual column names, the most specific first.
 _TEXT_NAMES = (
-    "document",
-    "article",
-    "dialogue",
-    "text",
-    "report",
-    "body",
-    "description",
-    "source",
-    "input",
-    "content",
-)
+    "document", "article", "dialogue", "text", "report", "body", "description", "source", "input", "content",
+)  # fmt: skip
 _SUMMARY_NAMES = ("summary", "summaries", "highlights", "abstract", "tldr", "target", "output", "headline", "title")
 _NAMED_ROWS = 5  # rows listed in a message
-IDENTIFIER = re.compile(
-    r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE
-)  # never text to summarize
+IDENTIFIER = re.compile(r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)", re.IGNORECASE)
+"""Names of columns that hold no text to read."""
 
 
 def summarization_columns(
@@ -70,8 +60,8 @@ def summarization_columns(
     """Return the names of the text column and the summary column.
 
     The user's choice comes first, then the columns of a known dataset, then usual names (``document`` and
-    ``summary``, ``article`` and ``highlights``, ...) in the first split, then the first two columns of every split
-    that are not identifiers. The splits may differ in their other columns.
+    ``summary``, ``article`` and ``highlights``, ...) in the first split, then the first columns of every split that
+    are not identifiers. The splits may differ in their other columns.
 
     Args:
         dataset: The splits.
@@ -95,10 +85,11 @@ def summarization_columns(
     known = _KNOWN_DATASETS.get((dataset_name or "").rsplit("/", 1)[-1].casefold(), ())
     text_names = (*known[:1], *_TEXT_NAMES) if known and known[0] in columns else _TEXT_NAMES
     summary_names = (*known[1:], *_SUMMARY_NAMES) if known and known[1] in columns else _SUMMARY_NAMES
-    text = text_column or _telling(columns, text_names, taken=summary_column)
-    summary = summary_column or _telling(columns, summary_names, taken=text)
-    text = text or _first_left(everywhere, taken=summary)
-    summary = summary or _first_left(everywhere, taken=text)
+    others = [column for column in everywhere if not IDENTIFIER.fullmatch(column)]
+    text = text_column or _first_of(text_names, columns, taken=summary_column)
+    summary = summary_column or _first_of(summary_names, columns, taken=text)
+    text = text or _first_of(others, everywhere, taken=summary)
+    summary = summary or _first_of(others, everywhere, taken=text)
     if text is None or summary is None:
         raise ValueError(
             "the dataset must have a column of texts and one of summaries in every split; "
@@ -112,20 +103,14 @@ def summarization_columns(
                 raise ValueError(
                     f"{flag} {name!r} must be in every split; {split!r} has only: {', '.join(rows.column_names)}"
                 )
-    left_out = [column for column in anywhere if column not in everywhere]
-    if left_out:
+    if left_out := [column for column in anywhere if column not in everywhere]:
         logger.info("ignoring columns that some splits lack: %s", ", ".join(left_out))
     return text, summary
 
 
-def _telling(columns: list[str], names: tuple[str, ...], *, taken: str | None) -> str | None:
-    """Return the first of some names that is a column."""
+def _first_of(names: Sequence[str], columns: Sequence[str], *, taken: str | None) -> str | None:
+    """Return the first of some names that is a column and not taken."""
     return next((name for name in names if name in columns and name != taken), None)
-
-
-def _first_left(columns: list[str], *, taken: str | None) -> str | None:
-    """Return the first other column that is no identifier."""
-    return next((column for column in columns if column != taken and not IDENTIFIER.fullmatch(column)), None)
 
 
 def text_column(columns: Mapping[str, Mapping[str, bool]], named: str | None = None) -> str:

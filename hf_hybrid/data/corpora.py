@@ -1,8 +1,8 @@
 """Build corpora from the documentation of installed Python packages, without a network.
 
-The sources of the standard library and of this package's dependencies are parsed, not imported or run. Their
-docstrings become pairs of document and summary, sentence pairs to classify, and running text. The same installed
-packages always give the same corpora.
+The sources of the standard library and of this package's dependencies are parsed, not run. Their docstrings become
+pairs of document and summary, sentence pairs to classify, and running text. The same installed packages always give
+the same corpora.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from hf_hybrid.data.sources import Package, find_packages, source_files
 from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict, Features
+    from datasets import DatasetDict
 
 __all__ = ["EMBEDDED", "corpus_report", "embedded_corpus"]
 
@@ -53,9 +53,9 @@ def embedded_corpus(
 ) -> "DatasetDict":
     """Build a corpus, or read it from the cache.
 
-    Each module belongs to one split. A document or summary that repeats an earlier one (in more than about half of
-    its runs of four words) is dropped. The first build reads some hundred megabytes of source and makes all corpora
-    in about a minute; later calls, and processes that wait for the first, map the result.
+    Each module belongs to one split. A document or summary that repeats more than about half of the runs of four words
+    of an earlier one is dropped. The first build reads some hundred megabytes of source and makes all corpora in about
+    a minute; later calls, and processes that wait for the first, map the result.
 
     In ``docpairs`` every document and summary of ``docstrings`` occurs in one match and one mismatch, so neither
     alone predicts the label. The wrong summary comes from another module of the same split and has about the length
@@ -64,13 +64,12 @@ def embedded_corpus(
     Args:
         name: A key of `EMBEDDED`.
         cache_dir: Where to keep the corpus; the cache of `datasets` when None.
-        packages: Import names of packages, or folders, to read instead of the installed
-            `hf_hybrid.data.sources.DEFAULT_PACKAGES`.
+        packages: Import names of packages, or folders, to read in place of `hf_hybrid.data.sources.DEFAULT_PACKAGES`.
 
     Returns:
-        Splits train, validation and test with the columns ``document`` and ``summary`` (``docstrings``, ``modules``),
-        ``sentence1``, ``sentence2`` and ``label`` (``docpairs``), or ``text``, and ``source`` (the module, such as
-        ``torch.nn.functional``). `corpus_report` returns the sources.
+        Splits train, validation and test. Their columns are ``document`` and ``summary`` (``docstrings``,
+        ``modules``), ``sentence1``, ``sentence2`` and ``label`` (``docpairs``), or ``text``, and always ``source``:
+        the module, such as ``torch.nn.functional``.
 
     Raises:
         ValueError: The name is unknown, a package is not installed, or the packages hold too few documents.
@@ -112,7 +111,7 @@ def _fingerprint(packages: Sequence[Package]) -> str:
 
 
 def _build(packages: Sequence[Package], fingerprint: str, folder: Path) -> None:
-    """Read the packages and write all corpora at once: parsing takes most of the time."""
+    """Read the packages once and write all corpora: parsing takes most of the time."""
     pairs, texts, files, unreadable = _read(packages)
     kept = {name: _without_copies(found) for name, found in pairs.items()}
     pages, copied_texts = _pages(texts)
@@ -136,24 +135,12 @@ def _build(packages: Sequence[Package], fingerprint: str, folder: Path) -> None:
 
 
 def _to_dataset(splits: Mapping[str, _Rows], description: str) -> "DatasetDict":
-    from datasets import Dataset, DatasetDict, DatasetInfo
-
-    features = _features(splits["train"][0])
-    return DatasetDict(
-        {
-            split: Dataset.from_list(
-                rows, features=features, info=DatasetInfo(description=description, features=features)
-            )
-            for split, rows in splits.items()
-        }
-    )
-
-
-def _features(row: Mapping[str, Any]) -> "Features":
-    from datasets import ClassLabel, Features, Value
+    from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, Features, Value
 
     text, label = Value("string"), ClassLabel(names=list(DOCPAIR_LABELS))
-    return Features({name: label if name == "label" else text for name in row})
+    features = Features({name: label if name == "label" else text for name in splits["train"][0]})
+    info = DatasetInfo(description=description, features=features)
+    return DatasetDict({split: Dataset.from_list(rows, features, info) for split, rows in splits.items()})
 
 
 def _read(packages: Sequence[Package]) -> tuple[dict[str, list[Pair]], list[tuple[str, str]], int, int]:
@@ -207,7 +194,7 @@ def _pages(texts: Sequence[tuple[str, str]]) -> tuple[_Rows, int]:
 
 
 def _matches_and_mismatches(rows: _Rows) -> _Rows:
-    """Pair each document of a split with its own summary and with another of about the same length."""
+    """Pair each document of a split with its own summary and with another one of about the same length."""
     if len(rows) < 2:
         return []
     order = sorted(rows, key=lambda row: (len(row["summary"]), hashlib.sha256(row["summary"].encode()).digest()))
@@ -239,7 +226,7 @@ def _in_splits(rows: _Rows) -> dict[str, _Rows]:
 
 
 def _split_of(module: str) -> str:
-    """Return a module's split, a fixed function of its name."""
+    """Choose a module's split by its name alone."""
     point = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8]) / 2**64
     for split, share in SPLITS.items():
         if point < share:

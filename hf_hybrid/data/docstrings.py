@@ -1,7 +1,7 @@
 """Read docstrings from Python source and turn them into documents and summaries.
 
-A document is a title line such as ``torch.nn.functional.softmax(input, dim=None)`` and below it the docstring without
-its first sentence. That sentence is the summary.
+A document is a title line such as ``torch.nn.functional.softmax(input, dim=None)`` above the docstring without its
+first sentence. That sentence is the summary.
 """
 
 import ast
@@ -98,18 +98,16 @@ def read_docstrings(source: bytes, module: str) -> list[Docstring]:
         DocumentationError: The source is not valid Python.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's docstrings
+        warnings.simplefilter("ignore")  # some docstrings hold invalid escapes
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise DocumentationError(f"{module}: {error}") from error
     found = []
-    text = ast.get_docstring(tree)
-    if text:
+    if text := ast.get_docstring(tree):
         found.append(Docstring(module, text, is_module=True))
     for name, definition in _definitions(tree, module):
-        text = ast.get_docstring(definition)
-        if text:
+        if text := ast.get_docstring(definition):
             found.append(Docstring(name + _signature(definition), text, is_module=False))
     return found
 
@@ -136,16 +134,14 @@ def _signature(definition: _Definition) -> str:
     if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         return ""
     arguments = function.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        argument.annotation = None
-    for rest in (arguments.vararg, arguments.kwarg):
-        if rest is not None:
-            rest.annotation = None
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
     for own in (arguments.posonlyargs, arguments.args):
         if own and own[0].arg in ("self", "cls"):
             del own[0]
             break
-    # ast.unparse refuses more defaults than arguments, which a default of `self` itself would leave.
+    # ast.unparse refuses more defaults than arguments, which remain if `self` itself has a default.
     defaults = len(arguments.posonlyargs) + len(arguments.args)
     arguments.defaults = arguments.defaults[max(0, len(arguments.defaults) - defaults) :]
     text = ast.unparse(arguments)
@@ -159,16 +155,12 @@ def docstring_pair(docstring: Docstring, module: str) -> Pair | None:
     paragraphs = _paragraphs(docstring.text)
     if docstring.is_module or not paragraphs:
         return None
-    if len(paragraphs) > 1 and re.match(r"[\w.]+\(.*\)", paragraphs[0]):  # a signature as C extensions write it
+    if len(paragraphs) > 1 and re.match(r"[\w.]+\(.*\)", paragraphs[0]):  # C extensions write a signature first
         del paragraphs[0]
     summary = next(iter(split_sentences(_joined(paragraphs[0]))), "")
     body = "\n\n".join(filter(None, [paragraphs[0][len(summary) :].strip(), *paragraphs[1:]]))
-    document = f"{docstring.title}\n{body}"
-    if not _is_summary(summary, SUMMARY_WORDS) or len(document.split()) not in DOCUMENT_WORDS:
-        return None
-    if not _is_prose(body) or words_of(summary) in words_of(body) or not _supports(document, summary):
-        return None
-    return Pair(document, summary, module)
+    pair = Pair(f"{docstring.title}\n{body}", summary, module)
+    return pair if _is_suitable(pair, body, SUMMARY_WORDS, DOCUMENT_WORDS) else None
 
 
 def module_pair(docstrings: list[Docstring], module: str) -> Pair | None:
@@ -179,26 +171,32 @@ def module_pair(docstrings: list[Docstring], module: str) -> Pair | None:
     start = next((i for i, text in enumerate(paragraphs) if len(_joined(text).split()) >= MODULE_SUMMARY_WORDS[0]), -1)
     if start < 0:
         return None
-    summary = _joined(paragraphs[start])
-    pages = ["\n\n".join([module, *paragraphs[:start], *paragraphs[start + 1 :]])]
+    pages = [module, *paragraphs[:start], *paragraphs[start + 1 :]]
     for docstring in docstrings[1:]:
-        pages.append("\n\n".join([docstring.title, *_paragraphs(docstring.text)]))
-    document = "\n\n".join(pages)
-    if not _is_summary(summary, MODULE_SUMMARY_WORDS) or len(document.split()) not in MODULE_DOCUMENT_WORDS:
-        return None
-    if not _is_prose(document) or words_of(summary) in words_of(document) or not _supports(document, summary):
-        return None
-    return Pair(document, summary, module)
+        pages += [docstring.title, *_paragraphs(docstring.text)]
+    pair = Pair("\n\n".join(pages), _joined(paragraphs[start]), module)
+    return pair if _is_suitable(pair, pair.document, MODULE_SUMMARY_WORDS, MODULE_DOCUMENT_WORDS) else None
+
+
+def _is_suitable(pair: Pair, body: str, summary_words: range, document_words: range) -> bool:
+    """Return whether a pair has good lengths and prose, and a summary that the body supports and does not repeat."""
+    return (
+        _is_summary(pair.summary, summary_words)
+        and len(pair.document.split()) in document_words
+        and _is_prose(body)
+        and words_of(pair.summary) not in words_of(body)
+        and _supports(pair.document, pair.summary)
+    )
 
 
 def docstring_text(docstring: Docstring) -> str | None:
-    """Return a docstring as running text below its title; None if it is too short or not prose."""
+    """Return a docstring below its title as running text; None if it is too short or not prose."""
     body = "\n\n".join(_paragraphs(docstring.text))
     return f"{docstring.title}\n\n{body}" if len(body.split()) >= MIN_TEXT_WORDS and _is_prose(body) else None
 
 
 def words_of(text: str) -> str:
-    """Return a text's lower-case words, which copies share whatever their layout."""
+    """Return a text's words in lower case: copies share them whatever their layout."""
     return " ".join(_WORD.findall(text.lower()))
 
 

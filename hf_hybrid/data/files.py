@@ -1,4 +1,4 @@
-"""Read the rows of CSV, TSV, JSON and text files; errors name the file, the line or row, and the rule.
+"""Read CSV, TSV, JSON and text files; errors name the file, the line or row, and the rule.
 
 PyArrow reads CSV and TSV. JSON goes through the standard library, because PyArrow turns text such as ``2020-01-01``
 into timestamps.
@@ -40,7 +40,7 @@ def check_file(flag: str, path: str, extensions: Sequence[str] = EXTENSIONS) -> 
 
     Args:
         flag: The argument that the path came from, for messages.
-        path: A ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, plain or compressed: ``.csv.gz``, ``.xz``, ``.bz2``.
+        path: A data file, plain or compressed: ``.csv``, ``.csv.gz``, ``.csv.xz``, ``.csv.bz2``.
         extensions: The accepted extensions.
 
     Raises:
@@ -76,7 +76,7 @@ def read_table(
         flag: The argument that the path came from, for messages.
         path: See `check_file`.
         tsv_header: Column names for TSV files without a header line. They apply if the first line has as many fields
-            and none of these names.
+            and contains none of these names.
         keep_linebreaks: Whether the lines of a ``.txt`` file keep their line breaks; None refuses ``.txt`` files.
 
     Raises:
@@ -118,7 +118,7 @@ def iterate_rows(
 
 @contextmanager
 def _opened(place: str, path: str) -> Iterator[IO[bytes]]:
-    """Open a file, decompressing it; turn errors of reading into ValueErrors that name the file."""
+    """Open and decompress a file; turn errors of reading into ValueErrors that name it."""
     suffix = Path(path).suffix.lower()
     try:
         with _OPENERS.get(suffix, open)(path, "rb") as stream:
@@ -157,7 +157,7 @@ def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool |
 
 
 def _parsed(place: str, number: int, text: str, rule: str) -> Any:
-    """Decode JSON that starts on some line."""
+    """Decode JSON that starts on a given line."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -210,13 +210,13 @@ def _csv_batches(
 
 
 def _brief(what: object) -> str:
-    """Show names or an error on one line that can be read, whatever they contain."""
+    """Show names or an error on one line of at most 200 characters."""
     shown = " ".join(str(what).split())
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def _table(place: str, rows: Iterator[Row]) -> "pa.Table":
-    """Collect rows in Arrow memory, a batch at a time."""
+    """Collect rows in Arrow memory, batch by batch."""
     import pyarrow as pa
     from tqdm.auto import tqdm
 
@@ -245,7 +245,7 @@ def _table(place: str, rows: Iterator[Row]) -> "pa.Table":
 
 
 def _numbers_parsed(table: "pa.Table") -> "pa.Table":
-    """Turn the columns of a CSV table that hold only numbers into numbers; an empty field is null there."""
+    """Parse the columns of a CSV table that hold only numbers; their empty fields become null."""
     import pyarrow as pa
     from pyarrow import compute
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 __all__ = ["embedded_name", "load_raw_datasets"]
-
-logger = logging.getLogger(__name__)
 
 _EMBEDDED_PREFIX = "embedded:"
 _FORMAT = 3  # part of the cache key: raise it when the same files give other rows
@@ -50,8 +47,8 @@ def load_raw_datasets(
         test_file: The same.
         files: The same for other splits, by flag: ``{"validation_mismatched_file": path}``.
         tsv_header: Column names for TSV files without a header, see `read_table`.
-        keep_linebreaks: For language models: also accept ``.txt`` files, one row per line, with or without its line
-            break.
+        keep_linebreaks: Also accept ``.txt`` files, one row per line, with or without its line break; None refuses
+            them.
         streaming: Read the data while they are used instead of storing them first.
         cache_dir: Where to keep built and downloaded datasets; the Hugging Face cache when None.
         token: Token for the Hub.
@@ -83,7 +80,7 @@ def load_raw_datasets(
 
 
 def _given_files(dataset_name: str | None, flags: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the files that were given, after checking that there is a name or a file but not both."""
+    """Return the given files, after checking that there is either a name or a file."""
     given = {flag: path for flag, path in flags.items() if path is not None}
     if dataset_name is not None and given:
         raise ValueError(
@@ -107,7 +104,7 @@ def _streamed(dataset: "DatasetDict", streaming: bool) -> "DatasetDict | Iterabl
 
 
 def embedded_name(dataset_name: str, allowed: Iterable[str] = EMBEDDED) -> str | None:
-    """Return the corpus that ``embedded:NAME`` names; None for other datasets.
+    """Return the NAME of ``embedded:NAME``; None for other datasets.
 
     Args:
         dataset_name: The name of a dataset.
@@ -131,7 +128,7 @@ def embedded_name(dataset_name: str, allowed: Iterable[str] = EMBEDDED) -> str |
 def _load_files(
     files: dict[str, str], cache_dir: str | None, reading: dict[str, Any], *, streaming: bool
 ) -> "DatasetDict | IterableDatasetDict":
-    """Convert data files to Arrow in the cache and map them; unchanged files are not read again."""
+    """Convert data files to Arrow in the cache and map them; read unchanged files only once."""
     from datasets import IterableDataset, IterableDatasetDict, load_from_disk
 
     for flag, path in files.items():
@@ -183,7 +180,7 @@ def _load_named(
             str(folder) if folder.is_dir() else name, config, cache_dir=cache_dir, token=token, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
-        # OSError: not found, or not reachable; ValueError: a configuration; RuntimeError: a dataset that is a script
+        # OSError: not found or not reachable; ValueError: wrong configuration; RuntimeError: the dataset is a script
         raise ValueError(_cannot_load(name, folder, error)) from error
     if not isinstance(loaded, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise ValueError(f"dataset_name must be a dataset with splits; got {name!r}, a {type(loaded).__name__}")
@@ -198,8 +195,7 @@ def _cannot_load(name: str, folder: Path, error: Exception) -> str:
     if folder.is_file():
         return f"dataset_name must be a folder or the name of a dataset; got the file {name!r}: give it as train_file"
     corpora = [_EMBEDDED_PREFIX + option for option in EMBEDDED]
-    close = next((_EMBEDDED_PREFIX + option for option in EMBEDDED if option == name), None)
-    hint = f" Did you mean {close!r}?" if close else did_you_mean(name, corpora)
+    hint = did_you_mean(_EMBEDDED_PREFIX + name if name in EMBEDDED else name, corpora)
     return (
         f"dataset_name must be a Hub dataset that can be reached or is in the cache, an existing folder, or one of "
         f"{', '.join(corpora)}, which need no network; got {name!r} ({reason}).{hint}"

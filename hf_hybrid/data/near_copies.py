@@ -13,8 +13,8 @@ _COPY_SHARE = 0.5
 class NearCopyFilter:
     """Remembers texts and recognises copies and near copies.
 
-    It compares sketches: the 24 smallest hashes of a text's runs of four words. Two texts whose sketches agree in at
-    least half of the hashes count as copies, as do equal texts and texts that share a key. Cost: linear in the words.
+    It compares sketches: the 24 smallest hashes of a text's runs of four words. Two texts are copies if their sketches
+    share at least half of the hashes, if they are equal, or if they share a key. The cost is linear in the words.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class NearCopyFilter:
 
         Args:
             text: Normalised text: words separated by single spaces.
-            *keys: More names for the text; sharing any of them with an earlier text makes it a copy.
+            *keys: More names of the text; one that an earlier text has too makes it a copy.
         """
         exact = {text, *keys}
         if not exact.isdisjoint(self._keys):

@@ -1,4 +1,4 @@
-"""Turn text into model inputs, and compute the simple baselines that a model must beat."""
+"""Turn text into model inputs, and compute the baselines that a model must beat."""
 
 import random
 import re
@@ -31,9 +31,9 @@ IGNORED_LABEL = -100
 """The label that PyTorch's and transformers' losses skip."""
 Tokens = Sequence[int] | np.ndarray[Any, Any]
 _CHARACTERS = 2**20
-"""Characters per call of a tokenizer, which holds some 200 bytes for each token of a call."""
+"""Characters per call of a tokenizer, which needs some 200 bytes for each token of a call."""
 
-# A possible end of a sentence: closing punctuation, perhaps a quote or bracket, then space and the start of another.
+# A possible end of a sentence: closing punctuation, perhaps a quote or bracket, then space and the start of the next.
 _BOUNDARY = re.compile(r"""(?:[.!?…]+["'”’)\]]*|[。！？]["”’）]*)(?:\s+(?=["'“‘(\[]*[^\Wa-z_])|(?<=[。！？])|$)""")
 _ABBREVIATIONS = frozenset(
     re.findall(
@@ -73,8 +73,8 @@ def tokenize_summarization(
             if the tokenizer also pads with it.
 
     Returns:
-        The tokenizer's output for the documents (``input_ids``, ``attention_mask``, ...) and ``labels``; a list for
-        each row.
+        The tokenizer's output for the documents (``input_ids``, ``attention_mask``, ...) and ``labels``, each a list
+        with one entry per row.
 
     Raises:
         ValueError: A maximum length is not a positive integer.
@@ -144,8 +144,9 @@ def tokenize_texts(
         ValueError: A value is not text.
     """
     texts = list(batch[column])
-    if (wrong := next((text for text in texts if not isinstance(text, str)), "")) != "":
-        raise ValueError(f"column {column!r} must hold text in every row; got {type(wrong).__name__}: {wrong!r:.80}")
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"column {column!r} must hold text in every row; got {type(text).__name__}: {text!r:.80}")
     tokens: list[Any] = []
     for some in _by_size(texts):
         encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False)
@@ -154,7 +155,7 @@ def tokenize_texts(
 
 
 def _by_size(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Divide texts into runs of at most `_CHARACTERS`, or of one text: a batch may hold a thousand books."""
+    """Divide texts into groups of one text or at most `_CHARACTERS`: a batch may hold a thousand books."""
     some: list[str] = []
     size = 0
     for text in texts:
@@ -185,12 +186,12 @@ def sliding_windows(tokens: Tokens, length: int, context: int) -> list[dict[str,
     """Cut a text into overlapping windows that score each token but the first exactly once.
 
     Windows start ``length - context`` tokens apart. The first ``context`` tokens of a window are not scored (SPADE,
-    appendix C.3), in the first window only the first token. Every token thus has at least ``context`` tokens before
-    it, or all there are.
+    appendix C.3); in the first window it is only the first token. So each scored token sees at least ``context``
+    tokens before it, or all there are.
 
     Args:
         tokens: The complete text.
-        length: Tokens of a window; the last one may be shorter.
+        length: Tokens of a window; the last may be shorter.
         context: Unscored tokens at the start of a window; fewer than ``length``.
 
     Returns:
@@ -198,7 +199,7 @@ def sliding_windows(tokens: Tokens, length: int, context: int) -> list[dict[str,
     """
     ids = np.asarray(tokens, dtype=np.int64)
     windows = []
-    context = max(1, context)  # no token is predicted from nothing
+    context = max(1, context)  # a token needs one before it to be predicted from
     for start in range(0, max(1, len(ids) - context), length - context):
         window = ids[start : start + length]
         labels = window.copy()
@@ -269,7 +270,7 @@ def lead_baseline(document: str, num_words: int) -> str:
 
 
 def random_summaries(pool: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draw summaries at random: the score of a model that knows the style and ignores the document.
+    """Draw summaries at random, like a model that knows the style and ignores the document.
 
     Args:
         pool: Summaries to draw from, usually those of the training split.
@@ -290,7 +291,7 @@ def random_summaries(pool: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def majority_label(labels: Tokens) -> int:
-    """Return the most frequent label, the lowest of several: the answer of a classifier that reads nothing.
+    """Return the most frequent label, the lowest in a tie: the answer of a classifier that reads nothing.
 
     Args:
         labels: Ids of the training labels.
@@ -299,7 +300,7 @@ def majority_label(labels: Tokens) -> int:
 
 
 def guess_labels(labels: Tokens, count: int, seed: int) -> np.ndarray[Any, Any]:
-    """Draw labels with the frequencies of the training split: a stratified guess.
+    """Draw labels as often as they occur in the training split: a stratified guess.
 
     Args:
         labels: Ids of the training labels.

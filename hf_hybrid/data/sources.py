@@ -16,39 +16,20 @@ __all__ = ["DEFAULT_PACKAGES", "STANDARD_LIBRARY", "Package", "SourceFile", "fin
 
 STANDARD_LIBRARY = "stdlib"
 
-# Import name -> distribution, for this package's dependencies and theirs.
-DEFAULT_PACKAGES: dict[str, str] = {
-    STANDARD_LIBRARY: STANDARD_LIBRARY,
-    "accelerate": "accelerate",
-    "datasets": "datasets",
-    "evaluate": "evaluate",
-    "fsspec": "fsspec",
-    "huggingface_hub": "huggingface_hub",
-    "joblib": "joblib",
-    "matplotlib": "matplotlib",
-    "networkx": "networkx",
-    "nltk": "nltk",
-    "numpy": "numpy",
-    "pandas": "pandas",
-    "peft": "peft",
-    "pyarrow": "pyarrow",
-    "safetensors": "safetensors",
-    "scipy": "scipy",
-    "sklearn": "scikit-learn",
-    "sympy": "sympy",
-    "tokenizers": "tokenizers",
-    "torch": "torch",
-    "transformers": "transformers",
-}
-"""The packages that the corpora are built from, if installed."""
-
+DEFAULT_PACKAGES: Sequence[str] = (
+    STANDARD_LIBRARY, "accelerate", "datasets", "evaluate", "fsspec", "huggingface_hub", "joblib", "matplotlib",
+    "networkx", "nltk", "numpy", "pandas", "peft", "pyarrow", "safetensors", "scipy", "sklearn", "sympy", "tokenizers",
+    "torch", "transformers",
+)  # fmt: skip
+"""Import names of the packages that the corpora are built from, if installed: our dependencies and theirs."""
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where it differs from the import name
 _LEFT_OUT_FOLDERS = {
     "__pycache__", "_vendor", "_vendored", "benchmarks", "examples", "externals", "idlelib", "lib2to3",
     "site-packages", "test", "testing", "tests", "third_party", "vendor",
 }  # fmt: skip
 _LEFT_OUT_FILES = {"conftest", "setup"}
 _LEFT_OUT_MODULES = ("transformers.models.",)  # a quarter of all source, mostly copies of other documentation
-_MAX_FILE_BYTES = 1_000_000  # longer files are generated tables
+_MAX_FILE_BYTES = 1_000_000  # larger files are generated tables
 
 
 @dataclass(frozen=True)
@@ -59,7 +40,7 @@ class Package:
         name: Dotted prefix of the module names; empty for the standard library.
         label: Name to display.
         root: Folder or ``.py`` file.
-        version: Changes whenever the sources change.
+        version: Changes when the sources change.
     """
 
     name: str
@@ -131,15 +112,15 @@ def _find_package(name: str) -> Package | None:
 
 
 def _version_of(top: str) -> str:
-    """Return the version of an import name's distribution; Python's own for the standard library."""
+    """Return the version of an import name's distribution, or Python's for the standard library."""
     try:
-        return importlib.metadata.version(DEFAULT_PACKAGES.get(top, top))
+        return importlib.metadata.version(_DISTRIBUTIONS.get(top, top))
     except importlib.metadata.PackageNotFoundError:
         return platform.python_version()
 
 
 def _state_of(root: Path) -> str:
-    """Return a digest of the files below a path: their names, sizes and times of change."""
+    """Return a digest of the files below a path: names, sizes and modification times."""
     digest = hashlib.sha256()
     for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
         state = file.stat()

@@ -1,10 +1,11 @@
-"""Default tokenizers: trained on texts, or made of bytes."""
+"""Make the default tokenizers: trained on texts, or of bytes."""
 
 import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ __all__ = ["MIN_VOCAB_SIZE", "SPECIAL_TOKENS", "TOKENIZER_TYPES", "byte_tokenize
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
-"""Ids are positions: padding 0 (also the decoder's first input), end 1, unknown 2."""
+"""Each id is the position here: padding 0 (also the decoder's first input), end 1, unknown 2."""
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 TOKENIZER_TYPES = ("bpe", "words", "bytes")
 _FORMAT = 1  # part of the cache key: raise it when the same texts give another tokenizer
@@ -37,8 +38,8 @@ def train_tokenizer(
 
     Every encoded text ends in ``</s>``. ``bpe``, byte-level byte pair encoding, encodes any text, and
     ``decode(encode(text), skip_special_tokens=True) == text`` exactly, including line breaks and runs of spaces; text
-    that looks like a special token is encoded as characters. ``words`` splits at spaces; frequent words have small
-    ids, and the rarest are unknown. The same texts give the same tokenizer.
+    that looks like a special token is encoded as characters. ``words`` splits at whitespace; frequent words have small
+    ids, and the rarest become unknown. The same texts give the same tokenizer.
 
     Args:
         texts: Training texts, read once.
@@ -89,10 +90,11 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _train(texts: Iterable[str], vocab_size: int, tokenizer_type: str) -> "PreTrainedTokenizerFast":
-    read = _Counted(texts)
-    tokenizer = _train_words(read, vocab_size) if tokenizer_type == "words" else _train_bpe(read, vocab_size)
-    if not read.characters:
+    remaining = iter(texts)
+    if (first := next(filter(None, remaining), None)) is None:
         raise ValueError("texts must hold at least one text that is not empty; got none")
+    train = _train_words if tokenizer_type == "words" else _train_bpe
+    tokenizer = train(chain([first], remaining), vocab_size)
     if tokenizer.get_vocab_size() < vocab_size:
         logger.warning("the texts give only %d of vocab_size=%d entries", tokenizer.get_vocab_size(), vocab_size)
     return _completed(tokenizer)
@@ -104,7 +106,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Digits one by one, so that unseen numbers are not split at random places.
+            # One token per digit: otherwise unseen numbers are split at random positions.
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
@@ -135,7 +137,7 @@ def _train_words(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def _completed(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
-    """Append the end token to every text and register the special tokens."""
+    """Make the tokenizer end every text with the end token, and register the special tokens."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
@@ -151,16 +153,3 @@ def _completed(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
     )
-
-
-class _Counted:
-    """Iterates over texts and counts their characters."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.characters = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            self.characters += len(text)
-            yield text

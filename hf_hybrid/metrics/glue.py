@@ -41,7 +41,7 @@ def matthews_correlation(predictions: Numbers, references: Numbers) -> float:
 
 
 def pearson(predictions: Numbers, references: Numbers) -> float:
-    """Linear correlation; not a number if one side is constant."""
+    """Linear correlation; NaN if one side is constant."""
     x, y = (values - np.mean(values) for values in (predictions, references))
     spread = np.sqrt((x @ x) * (y @ y))
     return float(np.clip((x @ y) / spread, -1.0, 1.0)) if spread > 0 else float("nan")

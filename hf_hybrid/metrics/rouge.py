@@ -4,6 +4,7 @@ ROUGE: Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,7 +13,6 @@ import evaluate
 __all__ = ["ROUGE_TYPES", "Rouge"]
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-_SEED = 42
 
 _INPUTS = """
 Args:
@@ -35,11 +35,11 @@ class Rouge(evaluate.Metric):
     each type counts.
 
     Args:
-        seed: Seed of the bootstrap, fixed by default, so that equal texts score equally.
+        seed: Seed of the bootstrap; the default is fixed, so equal texts score equally.
         **kwargs: Arguments of `evaluate.Metric`.
     """
 
-    def __init__(self, *, seed: int = _SEED, **kwargs: Any) -> None:
+    def __init__(self, *, seed: int = 42, **kwargs: Any) -> None:
         super().__init__(seed=seed, **kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
@@ -77,9 +77,8 @@ class Rouge(evaluate.Metric):
         from rouge_score import rouge_scorer, scoring
 
         types = list(ROUGE_TYPES if rouge_types is None else rouge_types)
-        scorer = rouge_scorer.RougeScorer(
-            types, use_stemmer=use_stemmer, tokenizer=_Words(tokenizer) if tokenizer else None
-        )
+        words = SimpleNamespace(tokenize=tokenizer) if tokenizer else None  # the interface that rouge_score expects
+        scorer = rouge_scorer.RougeScorer(types, use_stemmer=use_stemmer, tokenizer=words)
         scores = [
             scorer.score(reference, prediction)
             if isinstance(reference, str)
@@ -92,14 +91,3 @@ class Rouge(evaluate.Metric):
         for score in scores:
             aggregator.add_scores(score)
         return {kind: float(interval.mid.fmeasure) for kind, interval in aggregator.aggregate().items()}
-
-
-class _Words:
-    """Wraps a function as a tokenizer of rouge_score."""
-
-    def __init__(self, split: Callable[[str], list[str]]) -> None:
-        self._split = split
-
-    def tokenize(self, text: str) -> list[str]:
-        """Return the words of a text."""
-        return self._split(text)

@@ -1,4 +1,4 @@
-"""The scripts without a clone: ``python -m hf_hybrid.training TASK FLAGS``, or after torchrun's own ``-m``.
+"""Run the scripts without a clone: ``python -m hf_hybrid.training TASK FLAGS``, or after torchrun's own ``-m``.
 
 TASK is summarization, glue, clm or demo: ``python -m hf_hybrid.training clm FLAGS`` does what ``python run_clm.py
 FLAGS`` does.

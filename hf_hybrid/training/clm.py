@@ -1,10 +1,9 @@
 """Train and evaluate a causal language model: ``run_clm.py``.
 
-Any `AutoModelForCausalLM` can be trained, from a checkpoint or from scratch; flags, output files and behaviour follow
-transformers' example script of the same name. Where they differ: a tokenizer is trained when none is named, an output
-folder with another run in it is refused instead of being resumed or written over, ``--do_predict`` scores a test
-split, and scores are exact means over the tokens, of labels that are never smoothed, with bits per byte among them,
-and can be computed in overlapping windows.
+It trains any `AutoModelForCausalLM`, from a checkpoint or from scratch; flags, output files and behaviour follow
+transformers' example script of the same name. The differences: it trains a tokenizer if none is named, refuses an
+output folder with another run instead of resuming or overwriting it, and scores a test split with ``--do_predict``.
+Scores are exact means over the tokens without label smoothing, include bits per byte, and can use overlapping windows.
 """
 
 import logging
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         argv, model_args, data_args, training_args, AutoModelForCausalLM, metrics=METRICS, outputs=outputs, role=_ROLE
     )
     positions = fit_positions(model_args, config, AutoModelForCausalLM, _fit_lengths(config, data_args))
-    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
+    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: train it once data are loaded
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
         _check_streaming(tokenizer, training_args)
@@ -104,7 +103,7 @@ def _check_streaming(tokenizer: PreTrainedTokenizerBase | None, training_args: S
 
 
 def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments) -> dict[str, dict[str, int]]:
-    """Choose the block size where it is left out; the lengths that the model's positions must have."""
+    """Choose the block size if it is not given, and return the lengths that the model's positions must have."""
     limits = [limit for name in _POSITIONS if isinstance(limit := getattr(config, name, None), int)]
     if data_args.block_size is None:
         data_args.block_size = min([_DEFAULT_BLOCK, *limits])
@@ -126,11 +125,11 @@ def load_splits(
 ) -> tuple[DatasetDict, str]:
     """Load the splits that a run needs, with a text in every row, and the name of the column of texts.
 
-    Where there is no validation split, it is cut from the training split: the first rows, or in a stream the first of
-    every hundred.
+    A missing validation split is cut from the training split: the first rows, or in a stream the first of every
+    hundred.
 
     Raises:
-        ValueError: A split is missing that the run needs, or a column, or a row has no text.
+        ValueError: A split or a column that the run needs is missing, or a row has no text.
     """
     raw = load_datasets(
         data_args,
@@ -154,13 +153,12 @@ def load_splits(
 
 
 def _cut(rows: Dataset | IterableDataset, percentage: int) -> tuple[Any, Any]:
-    """The validation part and the training part of a training split."""
+    """Divide a training split into a validation part and a training part."""
     if isinstance(rows, IterableDataset):
-        first, rest = (
+        return tuple(
             rows.filter(_is_among_first, with_indices=True, fn_kwargs={"percentage": percentage, "wanted": wanted})
             for wanted in (True, False)
         )
-        return first, rest
     count = max(1, len(rows) * percentage // 100)
     if count == len(rows):
         raise ValueError(
@@ -179,7 +177,7 @@ def _has_text(row: dict[str, Any], *, column: str) -> bool:
 
 
 def _columns(rows: Dataset | IterableDataset, name: str) -> dict[str, bool]:
-    """The columns of a split, and whether they hold text; of a stream, its first row is looked at."""
+    """Return the columns of a split, and whether they hold text; a stream's first row tells."""
     if isinstance(rows, Dataset):
         return {column: is_text(feature) for column, feature in rows.features.items()}
     if (first := next(iter(rows), None)) is None:
@@ -195,14 +193,10 @@ def _tokenize(
     data_args: ClmArguments,
     training_args: ScriptTrainingArguments,
 ) -> Dataset | IterableDataset:
-    """The tokens of each text; of a stream that is to be scored, of as many as are needed, in memory."""
+    """Tokenize each text; of a stream to score, read only what is needed, into memory."""
     path = data_args.files.get(name) or data_args.files.get("train")
     is_text_file = path is not None and check_file("train_file", path, TEXT_EXTENSIONS) == ".txt"
-    arguments = {
-        "tokenizer": tokenizer,
-        "column": column,
-        "are_lines": is_text_file and data_args.keep_linebreaks,
-    }
+    arguments = {"tokenizer": tokenizer, "column": column, "are_lines": is_text_file and data_args.keep_linebreaks}
     if isinstance(split, Dataset):
         return map_rows(
             split, tokenize_texts, arguments, data_args, training_args, desc=f"Tokenizing {name}", features=_TOKENS
@@ -223,12 +217,11 @@ def _tokenize(
 def _examples(
     rows: Dataset | IterableDataset, name: str, data_args: ClmArguments
 ) -> Sequence[dict[str, Any]] | IterableDataset:
-    """Blocks to train on or to score, or the windows in which every token is scored."""
+    """Return blocks to train on or to score, or windows that score every token."""
     limit, block_size = data_args.limits[name], data_args.block_size
     if isinstance(rows, IterableDataset):
-        columns = ["input_ids", "num_bytes"]
         arguments = {"block_size": block_size}
-        blocks = rows.map(group_into_blocks, batched=True, fn_kwargs=arguments, remove_columns=columns)
+        blocks = rows.map(group_into_blocks, batched=True, fn_kwargs=arguments, remove_columns=list(_TOKENS))
         if next(iter(blocks), None) is None:
             raise ValueError(_too_short(name, f"--block_size {block_size}", "fewer in every thousand texts"))
         return blocks if limit is None else blocks.take(limit)
@@ -248,7 +241,7 @@ def _too_short(name: str, wanted: str, got: str) -> str:
 
 
 def _collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack blocks or windows. The last window may be shorter: its padding is neither scored nor seen."""
+    """Stack blocks or windows. The last window may be shorter: no token sees its padding, and no score counts it."""
     ids = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
     labels = [torch.as_tensor(example.get("labels", example["input_ids"]), dtype=torch.long) for example in examples]
     return {
@@ -258,7 +251,7 @@ def _collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def _evaluate(trainer: CausalTrainer, examples: dict[str, Any], texts: dict[str, Any]) -> dict[str, float]:
-    """Score the splits; bits per byte are those of the scored tokens, at the length that tokens have in the mean."""
+    """Score the splits; bits per byte use the mean number of bytes per token."""
     metrics: dict[str, float] = {}
     for split, prefix in PREFIXES.items():
         if split in examples:

@@ -1,14 +1,13 @@
 """``make demo``: train a small SPADE summarizer from scratch, offline, and show what it has learnt.
 
-``python -m hf_hybrid.training.demo [--long]`` trains on ``embedded:docstrings`` with `summarization.main`, then
-compares the model on the held-out test split with three things that need no training: the model before its first step,
-a training summary drawn at random, and the first words of the document. Everything is counted in steps, so that it is
-the same on every machine; the exit code is 1 if the model has not learnt to summarize.
+``python -m hf_hybrid.training.demo [--long]`` trains on ``embedded:docstrings`` with `summarization.main`. Then it
+compares the model on the test split with three things that need no training: the model before its first step, a random
+training summary, and the first words of the document. Lengths are counted in steps, so that all machines do the same.
+The exit code is 1 if the model has not learnt to summarize.
 """
 
 import argparse
 import json
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,14 +32,12 @@ from hf_hybrid.training.run_folder.files import CURVES_FILE, PREDICTIONS_FILE, R
 from hf_hybrid.training.scores.summarization import rouge_scores
 from hf_hybrid.training.splits import first_examples
 
-logger = logging.getLogger(__name__)
-
 SCORES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 TRAINED, UNTRAINED, RANDOM = "trained model", "untrained model", "random training summary"
 MARGIN = 1.3
 """A score beats another one if it is at least this many times as large."""
 MIN_DISTINCT = 0.5
-"""At least this share of the generated summaries must be unlike all others."""
+"""The smallest share of generated summaries that must be distinct."""
 _TRAINED_FOLDER, _UNTRAINED_FOLDER = "trained", "untrained"
 _TEXT, _RESULTS = "report.md", "demo_results.json"
 _SEED = 0
@@ -50,11 +47,11 @@ _SEED = 0
 class Recipe:
     """Every number of a demo.
 
-    Args:
+    Attributes:
         model_type: Architecture.
         model: Fields of its configuration.
         flags: Flags of ``run_summarization.py`` for the trained and the untrained model.
-        training: Flags for the training alone.
+        training: Flags for training only.
     """
 
     model_type: str
@@ -72,7 +69,7 @@ SHORT = Recipe(
         "num_attention_heads": 2,
         "intermediate_size": 512,
         "local_radius": 16,
-        "norm_position": "pre",  # learns faster from scratch than post-norm
+        "norm_position": "pre",  # learns faster than post-norm from scratch
         "dropout": 0.05,
         "attention_dropout": 0.0,
     },
@@ -131,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 if the model has learnt to summarize, 1 if it has not.
 
     Raises:
-        ValueError: The folder holds something that is not a demo's.
+        ValueError: The folder holds other files than a demo's.
     """
     parser = argparse.ArgumentParser(prog="python -m hf_hybrid.training.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--long", action="store_true", help="a larger model, longer documents, many more steps")
@@ -145,18 +142,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Train, compare, show and write ``report.html``, ``report.md``, ``demo_results.json`` and ``curves.png``.
+    """Train, compare, print, and write ``report.html``, ``report.md``, ``demo_results.json`` and ``curves.png``.
 
     Args:
         recipe: The numbers.
         folder: Output folder. A finished demo in it is replaced, an interrupted one continued.
 
     Returns:
-        What ``demo_results.json`` holds: ``table``, ``checks``, ``passed``, ``samples``, ``checkpoint``,
-        ``test_documents``, and ``training_seconds``, None where training was interrupted.
+        The content of ``demo_results.json``: ``table``, ``checks``, ``passed``, ``samples``, ``checkpoint``,
+        ``test_documents``, and ``training_seconds``, None if training was interrupted.
 
     Raises:
-        ValueError: The folder holds something that is not a demo's, or an interrupted demo of another recipe.
+        ValueError: The folder holds other files than a demo's, or an interrupted demo of another recipe.
         KeyboardInterrupt: Training was stopped with Ctrl-C, after saving a checkpoint.
     """
     _check_folder(folder)
@@ -168,7 +165,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     try:
         trained_metrics = summarization.main(trained_argv)
     except KeyboardInterrupt as interrupt:
-        raise type(interrupt)("the demo goes on from its last checkpoint when it is started again") from interrupt
+        raise type(interrupt)("start the demo again to continue from its last checkpoint") from interrupt
     untrained_metrics = summarization.main([*_argv(recipe, untrained, train=False), "--tokenizer_name", str(trained)])
 
     documents, references, pool = _held_out(trained_argv)
@@ -196,7 +193,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "import hf_hybrid; from transformers import AutoModelForSeq2SeqLM",
         f'model = AutoModelForSeq2SeqLM.from_pretrained("{trained.as_posix()}")',
     )
-    _verify_loading(load_lines)
+    exec("\n".join(load_lines), {})  # check the lines that are printed
     _draw(recipe, folder, results, load_lines)
     report = _report(results, load_lines, curves=CURVES_FILE if (folder / CURVES_FILE).exists() else None)
     print("\n" + report)
@@ -236,7 +233,7 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        # other accelerators lack float64, and transformers takes --bf16 on a CPU only with this flag
+        # other accelerators lack float64, and transformers accepts --bf16 on a CPU only with this flag
         flags["use_cpu"] = True
         has_bf16 = torch.cpu._is_avx512_bf16_supported()
     if not has_bf16:
@@ -245,7 +242,7 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
 
 
 def _held_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The test documents and summaries that a command line predicts, and the training summaries."""
+    """Return the test documents and summaries of a command line, and the training summaries."""
     model_args, data_args, training_args = parse_arguments(
         (ModelArguments, SummarizationArguments, SummarizationTrainingArguments), argv
     )
@@ -262,7 +259,7 @@ def _read_predictions(folder: Path) -> list[str]:
 def check_learning(
     table: dict[str, dict[str, Any]], predictions: Sequence[str], references: Sequence[str]
 ) -> dict[str, bool]:
-    """Ask whether the trained model clearly beats what knows nothing, and whether its output depends on its input.
+    """Check that the trained model clearly beats what knows nothing, and that its output depends on its input.
 
     Args:
         table: Scores by row, with the rows of the trained model, the untrained one and the random summaries.
@@ -301,15 +298,8 @@ def _samples(documents: Sequence[str], references: Sequence[str], predictions: S
     ]
 
 
-def _verify_loading(lines: Sequence[str]) -> None:
-    """Run the very lines that are printed."""
-    namespace: dict[str, Any] = {}
-    exec("\n".join(lines), namespace)
-    assert namespace["model"].num_parameters() > 0
-
-
 def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Sequence[str]) -> None:
-    """Write ``curves.png`` and ``report.html``; a warning says so where one of them cannot be drawn."""
+    """Write ``curves.png`` and ``report.html``; warn if one of them fails."""
     state = json.loads((folder / _TRAINED_FOLDER / "trainer_state.json").read_text(encoding="utf-8"))
     panels = find_panels(state["log_history"], CURVES)
     guarded(CURVES_FILE, lambda: draw_picture(panels, folder / CURVES_FILE))
@@ -325,16 +315,12 @@ def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Seq
     checks = [(check, ["yes" if holds else "no"]) for check, holds in results["checks"].items()]
     learnt = "It has learnt to summarize." if results["passed"] else "It has not learnt enough."
     seconds = results["training_seconds"]
+    facts = {"model_type": recipe.model_type} | recipe.model | recipe.flags | recipe.training
     page = Page(
         title=f"Demo: {recipe.model_type}",
-        summary=f"A model that was trained from scratch, beside what knows nothing. {learnt}",
+        summary=f"A model trained from scratch, compared with what knows nothing. {learnt}",
         tiles={f"{name} (%)": results["table"][TRAINED][key] for key, name in SCORES.items()},
-        facts={
-            name: str(value)
-            for name, value in (
-                {"model_type": recipe.model_type} | recipe.model | recipe.flags | recipe.training
-            ).items()
-        },
+        facts={name: str(value) for name, value in facts.items()},
         sections=[
             Section("Scores", [scores]),
             Section("Has it learnt to summarize?", [Table("What must hold", ("the trained model", "holds"), checks)]),
@@ -364,13 +350,8 @@ def scores_and_checks(results: dict[str, Any]) -> str:
 
 
 def _report(results: dict[str, Any], load_lines: Sequence[str], *, curves: str | None) -> str:
-    lines = ["# Demo", "", scores_and_checks(results)]
-    lines += [
-        "",
-        "The model has learnt to summarize." if results["passed"] else "THE MODEL HAS NOT LEARNT ENOUGH.",
-        "",
-    ]
-    lines += ["## Samples", ""]
+    verdict = "The model has learnt to summarize." if results["passed"] else "THE MODEL HAS NOT LEARNT ENOUGH."
+    lines = ["# Demo", "", scores_and_checks(results), "", verdict, "", "## Samples", ""]
     for sample in results["samples"]:
         lines += [f"- document:  {sample['document']} ...", f"  - reference: {sample['reference']}"]
         lines += [f"  - summary:   {sample['summary']}"]

@@ -1,4 +1,4 @@
-"""Errors as a user sees them: one line, and the exit code of a script."""
+"""Show errors to the user: one line, and the exit code of a script."""
 
 import errno
 import os
@@ -20,29 +20,29 @@ CONFIG_ERRORS = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
     StrictDataclassError,
 )
-"""Raised by reading a config.json that is no configuration: no JSON, nested too deeply, or with wrong values."""
+"""Raised when a config.json is not a configuration: not JSON, nested too deeply, or with wrong values."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos")
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on, for a reason outside the program; the message says it all in one line."""
+    """A run cannot continue, for a reason outside the program; the message is one line."""
 
 
 class Terminated(KeyboardInterrupt):
-    """Training was stopped by SIGTERM, as it is by Ctrl-C."""
+    """SIGTERM stopped training, like Ctrl-C."""
 
 
 class HungUp(KeyboardInterrupt):
-    """Training was stopped by SIGHUP: its terminal was closed."""
+    """SIGHUP stopped training: its terminal was closed."""
 
 
 def run_command_line(main: Callable[[], Any]) -> NoReturn:
-    """Run a script's main function and leave the process with its exit code.
+    """Run a script's main function and exit with its code.
 
-    A `ValueError` raised by this package is the user's to mend: its message becomes one line, ``error: ...``, and the
-    exit code 2. One raised inside a library keeps its traceback. `RunFailed` and a full disk give one line and the
-    exit code 1, Ctrl-C the exit code 130, SIGTERM 143 and SIGHUP 129. An integer that main returns is the exit code.
+    A `ValueError` that this package raises is for the user to fix: it prints one line, ``error: ...``, and exits with
+    2. One raised inside a library keeps its traceback. `RunFailed` and a full disk print one line and exit with 1.
+    Ctrl-C exits with 130, SIGTERM with 143 and SIGHUP with 129. An integer that main returns is the exit code.
     """
     try:
         result = main()
@@ -53,7 +53,7 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
         if isinstance(error, ValueError) and _raised_in_package(error):
             _report(error)
             sys.exit(2)
-        if isinstance(error.__context__, KeyboardInterrupt):  # a library failed while it made way for it
+        if isinstance(error.__context__, KeyboardInterrupt):  # a library failed while it was interrupted
             _leave(error.__context__)
         if (found := no_room(error)) is None:
             raise
@@ -70,7 +70,7 @@ def _leave(interrupt: KeyboardInterrupt) -> NoReturn:
 
 
 def _report(error: Exception, message: str | None = None) -> None:
-    """Print a message, once for all processes: torchrun shows those of the others in its summary."""
+    """Print a message on the first process only: torchrun shows those of the others in its summary."""
     if is_first_process() or "TORCHELASTIC_ERROR_FILE" not in os.environ:
         message, notes = message or one_line(error), getattr(error, "__notes__", ())
         end = "." if notes and message[-1:] not in ".!?" else ""
@@ -86,14 +86,14 @@ def _raised_in_package(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Say what is wrong in one line: the broken rule itself, where huggingface_hub's strict dataclasses wrap it."""
+    """Return an error's message as one line, without what huggingface_hub's strict dataclasses wrap around it."""
     while isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
     return " ".join(line.strip() for line in str(error).splitlines())
 
 
 def explain_config_error(error: BaseException) -> str:
-    """Say what is wrong with a config.json in one line, where the error itself speaks of Python."""
+    """Say what is wrong with a config.json in one line, also if the error itself is about Python."""
     if isinstance(error, RecursionError):
         return "config.json is nested too deeply."
     if isinstance(error, (TypeError, KeyError, AttributeError)) and not isinstance(error, StrictDataclassError):
@@ -102,14 +102,14 @@ def explain_config_error(error: BaseException) -> str:
 
 
 def no_room(error: BaseException | None) -> tuple[str, BaseException] | None:
-    """Find a full disk among an error and its causes: the system's words for it, and the error that has them."""
+    """Find a full disk among an error and its causes; return the system's message and the error."""
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if match := re.search(r"os error (\d+)", str(error)):  # libraries in Rust: safetensors, tokenizers
             number = int(match[1])
         if number in _NO_ROOM:
             return os.strerror(number), error
-        if isinstance(error, RuntimeError) and _TORCH.search(str(error)):  # it gives no reason
+        if isinstance(error, RuntimeError) and _TORCH.search(str(error)):  # torch gives no reason
             return "the disk is full, or a limit is reached", error
         error = error.__cause__ or error.__context__
     return None

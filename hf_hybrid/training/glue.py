@@ -1,13 +1,12 @@
 """Train, evaluate and apply a sentence classifier on GLUE or on other labelled sentences: ``run_glue.py``.
 
-Any `AutoModelForSequenceClassification` can be trained, from a checkpoint or from scratch; flags, output files and
-behaviour follow transformers' example script of the same name. Where they differ: the data of a task may come from
-files, all scores work without a network, labels of the test split are scored where there are any, an output folder
-with another run in it is refused instead of being resumed or written over, and what could silently be wrong is an
-error: a label that is not in the training split, columns that cannot be told apart, a checkpoint with other labels.
+It trains any `AutoModelForSequenceClassification`, from a checkpoint or from scratch; flags, output files and
+behaviour follow transformers' example script of the same name. The differences: it reads the data of a task from files
+too, scores without a network, scores a test split that has labels, refuses an output folder with another run instead
+of resuming or overwriting it, and stops with an error at what could silently be wrong: a label that is not in the
+training split, ambiguous columns, a checkpoint with other labels.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -45,8 +44,6 @@ from hf_hybrid.training.splits import asked_splits, first_examples, load_dataset
 from hf_hybrid.training.steps import begin, finish, save_and_log, save_text, train
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 
-logger = logging.getLogger(__name__)
-
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Run the script.
@@ -71,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     lengths = {"max_position_embeddings": {"max_seq_length": data_args.max_seq_length}}
     positions = fit_positions(model_args, config, auto_class, lengths)
-    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
+    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: train it once data are loaded
     check_tokenizer_source(tokenizer, data_args)
 
     splits, columns, values, found = load_splits(data_args, training_args, model_args)
@@ -83,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
     settled = (model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
     model = load_model(*settled, ignore_mismatched_sizes=data_args.ignore_mismatched_sizes)
-    if model.config.pad_token_id is None:  # decoders find a sequence's last token by it
+    if model.config.pad_token_id is None:  # decoders need it to find a sequence's last token
         model.config.pad_token_id = tokenizer.pad_token_id
     datasets = _tokenize(splits, columns, ids, tokenizer, data_args, training_args)
     trainer = ScriptTrainer(
@@ -109,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def _predictions_file(data_args: GlueArguments, split: str = "test") -> str:
-    """``predict_results_TASK.txt``; without a task, under the embedded corpus's name or under none."""
+    """Return ``predict_results_TASK.txt``, with the name of the embedded corpus, or none, in place of a task."""
     corpus = None if data_args.dataset_name is None else embedded_name(data_args.dataset_name)
-    parts = ["predict_results", data_args.task_name or corpus]
-    return "_".join(filter(None, parts)) + ("-mm" if split.endswith(SECOND) else "") + ".txt"
+    name = data_args.task_name or corpus
+    return "predict_results" + (f"_{name}" if name else "") + ("-mm" if split.endswith(SECOND) else "") + ".txt"
 
 
 def _both(splits: dict[str, Dataset], name: str) -> dict[str, Dataset]:
@@ -125,14 +122,14 @@ def _both(splits: dict[str, Dataset], name: str) -> dict[str, Dataset]:
 def load_splits(
     data_args: GlueArguments, training_args: ScriptTrainingArguments, model_args: ModelArguments
 ) -> tuple[DatasetDict, tuple[str, ...], dict[str, list[Label]], Labels | None]:
-    """Load the splits that a run needs. Of MNLI's, the matched ones are called ``validation`` and ``test``.
+    """Load the splits that a run needs. MNLI's matched ones are called ``validation`` and ``test``.
 
     Returns:
-        The splits, the one or two columns of sentences, the labels of the rows of every split that has any, and those
-        that there are in the first such split, which is the training split where it is used.
+        The splits, the one or two columns of sentences, each row's label in every split with labels, and the set of
+        labels of the first such split: the training split, if it is used.
 
     Raises:
-        ValueError: A split is missing that the run needs, or a column, or a row has no text, or labels are mixed.
+        ValueError: A split or a column that the run needs is missing, a row has no text, or labels are mixed.
     """
     task = data_args.task_name
     header = None if task is None else GLUE_TASKS[task].tsv_header
@@ -167,7 +164,7 @@ def _tokenize(
     data_args: GlueArguments,
     training_args: ScriptTrainingArguments,
 ) -> dict[str, Dataset]:
-    """The inputs of the splits that the run works on, with the ids of their labels where they have any."""
+    """Return the inputs of the splits that the run works on, with the ids of their labels if they have any."""
     arguments = {
         "tokenizer": tokenizer,
         "columns": columns,

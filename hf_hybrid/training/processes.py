@@ -1,4 +1,4 @@
-"""Several processes: what the first one finds out alone, all of them must know, errors included."""
+"""Run in several processes: share results and errors of the first one, and decide together."""
 
 import logging
 import os
@@ -15,16 +15,15 @@ Result = TypeVar("Result")
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that speaks, known before the processes have found each other."""
+    """Whether this is the process that prints; known before the processes are connected."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def on_first_process(training_args: TrainingArguments, work: Callable[[], Result]) -> Result:
-    """Work on the first process, and give its result, or its error, to all of them.
+    """Work on the first process, and give its result or its error to all of them.
 
-    Without this, an error that only the first process can see leaves the others waiting for it.
-
-    The result of the work must be one that can be pickled.
+    Without this, an error that only the first process sees would leave the others waiting. Pickle must be able to
+    store the result.
 
     Raises:
         ValueError: It was raised on the first process.
@@ -45,9 +44,9 @@ def on_first_process(training_args: TrainingArguments, work: Callable[[], Result
 
 
 def replica_log_level(training_args: TrainingArguments) -> int:
-    """The level of messages on all processes but the first: what those would warn of, the first one has warned of.
+    """The level of messages on all processes but the first: errors alone, since the first one prints the warnings.
 
-    ``--log_level_replica`` gives another; its default is ``warning``.
+    ``--log_level_replica`` sets another; its default is ``warning``.
     """
     if training_args.log_level_replica in ("passive", "warning"):
         return logging.ERROR
@@ -55,13 +54,13 @@ def replica_log_level(training_args: TrainingArguments) -> int:
 
 
 def shards_weights(training_args: TrainingArguments) -> bool:
-    """Whether FSDP or DeepSpeed divides the weights among the processes, by a flag or by ``accelerate launch``."""
+    """Whether FSDP or DeepSpeed shards the weights, by a flag or by ``accelerate launch``."""
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return launched or training_args.fsdp_plugin_args is not None or training_args.deepspeed_plugin is not None
 
 
 class Agreement:
-    """Lets the processes of a run decide together, through the CPU: the GPUs are not waited for."""
+    """Lets the processes of a run decide together over the CPU, without waiting for the GPUs."""
 
     def __init__(self, world_size: int) -> None:
         self._group: Any = None
@@ -86,24 +85,24 @@ class Agreement:
 
 
 def let_autocast_choose(accelerator: Accelerator, model: Any) -> bool:
-    """Where FSDP shards a model with trained state spaces, let autocast choose its precisions; whether it does.
+    """Let autocast choose the precisions if FSDP shards a model with trained state spaces; return whether it does.
 
-    In 16 bits, FSDP casts all weights of a layer before the layer sees them, those of state space models too, which
-    lose their time constants. Autocast casts what enters a product of matrices, as without FSDP.
+    In 16 bits, FSDP casts all weights of a layer, also those of state space models, which then lose their time
+    constants. Autocast casts only what enters a matrix product, as without FSDP.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     listed = getattr(model, "ssm_parameters", None)
-    if plugin is None or listed is None or not any(True for _ in listed()):
+    if plugin is None or listed is None or next(iter(listed()), None) is None:
         return False
     plugin.mixed_precision_policy = None
     return True
 
 
 def count_new_rows(accelerator: Accelerator, rows: int | None) -> int | None:
-    """How many rows of this process's batch were in none before; None where that is all on all processes."""
+    """How many rows of this process's batch are not repeated; None if no process has repeated rows."""
     state = accelerator.gradient_state
     if accelerator.num_processes <= 1 or rows is None or not state.end_of_dataloader or state.remainder < 1:
         return None
     count = state.remainder - accelerator.process_index * rows
-    # processes that have no new row compute what they have: where weights are sharded, all must compute
+    # a process without new rows computes all it has: with sharded weights, every process must compute
     return min(count, rows) if count > 0 else rows

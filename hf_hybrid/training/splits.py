@@ -1,4 +1,4 @@
-"""The splits of a run's data: loaded, chosen, and turned into model inputs."""
+"""Load and choose the splits of a run's data, and turn them into model inputs."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 def load_datasets(
     data_args: DataArguments, training_args: TrainingArguments, model_args: ModelArguments, **options: Any
 ) -> DatasetDict:
-    """Load the data that are named, or the script's own corpus.
+    """Load the named data, or the script's own corpus.
 
     `options` are further arguments of `load_raw_datasets`.
 
     Returns:
-        All splits there are; those of an embedded corpus, which come module by module, in random order, and in a small
-        run as many rows of them as it takes examples.
+        All splits. Those of an embedded corpus are shuffled, since they come module by module; a small run gets only
+        as many rows as it takes examples.
 
     Raises:
         ValueError: The data cannot be loaded.
@@ -31,7 +31,7 @@ def load_datasets(
     if data_args.is_small_run:
         logger.info(
             "No data are named: a small run on the first examples of %s, which is built from the documentation of the "
-            "installed packages. --dataset_name %s takes all of it.",
+            "installed packages. --dataset_name %s uses all of it.",
             data_args.dataset_name,
             data_args.dataset_name,
         )
@@ -46,21 +46,21 @@ def load_datasets(
         )
     if data_args.dataset_name is not None and embedded_name(data_args.dataset_name) is not None:
         raw = raw.shuffle(seed=0)
-    if data_args.is_small_run:  # whatever it does with them, to train a tokenizer say, it does with few
+    if data_args.is_small_run:  # also for what reads all rows, such as training a tokenizer
         raw = DatasetDict({split: first_examples(rows, data_args.limits.get(split)) for split, rows in raw.items()})
     return raw
 
 
 def asked_splits(training_args: TrainingArguments) -> list[str]:
-    """The splits that the run works on."""
+    """Return the splits that the run works on."""
     return [split for flag, split in SPLITS.items() if getattr(training_args, flag)]
 
 
 def used_splits(datasets: DatasetDict, training_args: TrainingArguments, model_args: ModelArguments) -> list[str]:
-    """The splits that the run works on, and the training split if a tokenizer is to be trained and there is one.
+    """Return the splits that the run works on, and the training split, if any, to train a tokenizer on.
 
     Raises:
-        ValueError: There is no split that the run works on.
+        ValueError: A split that the run works on is missing.
     """
     for flag, split in SPLITS.items():
         if getattr(training_args, flag) and split not in datasets:
@@ -70,7 +70,7 @@ def used_splits(datasets: DatasetDict, training_args: TrainingArguments, model_a
 
 
 def first_examples(split: Dataset, count: int | None) -> Dataset:
-    """The first examples of a split; all when the count is None or larger."""
+    """Return the first examples of a split; all if the count is None or larger."""
     return split if count is None else split.select(range(min(count, len(split))))
 
 
@@ -84,10 +84,10 @@ def map_rows(
     desc: str,
     features: Features | None = None,
 ) -> Dataset:
-    """Make other rows of a split's rows, such as model inputs, in the cache.
+    """Turn a split's rows into other rows, such as model inputs, in the cache.
 
-    `function` makes columns of new rows from a batch of rows and `arguments`; `features` are their types, where the
-    values of the first rows might not tell.
+    `function` makes columns of new rows from a batch of rows and `arguments`; `features` are their types, if the first
+    rows may not tell.
     """
     with training_args.main_process_first(desc=desc):
         return split.map(

@@ -1,4 +1,4 @@
-"""The beginning and the end of every script, as plain functions in the order in which a script calls them."""
+"""The first and last steps of every script, in the order in which it calls them."""
 
 import json
 import logging
@@ -42,20 +42,20 @@ def begin(
     outputs: Sequence[str],
     role: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedConfig, str | None]:
-    """Check what can be checked before anything is loaded, and set up logging and the seed.
+    """Check everything possible before data and weights are loaded; set up logging, seed and learning rate.
 
-    `metrics` are what the script's evaluation reports, without the prefix ``eval_``, and `outputs` the files that
-    `result_files` names. The learning rate of a new model may be fitted.
+    `metrics` are those that the script's evaluation reports, without the prefix ``eval_``, and `outputs` the files
+    that `result_files` names.
 
     Returns:
         The model's configuration, and the checkpoint to resume from, or None to start anew.
 
     Raises:
-        ValueError: A flag cannot be used, the output folder holds another run and there is no permission to write
-            into it, there is nothing to resume from, or the Hub would not take what is to be pushed.
+        ValueError: A flag cannot be used, the output folder holds another run and may not be overwritten, there is
+            nothing to resume from, or the Hub would refuse the upload.
     """
     check_split_sources(data_args, training_args)
-    wanted = training_args.metric_for_best_model  # Trainer looks it up after the first evaluation only
+    wanted = training_args.metric_for_best_model  # Trainer would look it up only after the first evaluation
     if wanted is not None and wanted.removeprefix("eval_") not in metrics:
         raise ValueError(
             f"--metric_for_best_model must be one of {', '.join(metrics)}; got {wanted}."
@@ -72,7 +72,7 @@ def begin(
         check_output_folder(training_args, checkpoint, outputs, sources | {"resume_from_checkpoint": checkpoint})
         return checkpoint
 
-    resume_from = on_first_process(training_args, check)  # the others may see the folder change, or no folder
+    resume_from = on_first_process(training_args, check)  # the others may see another state of the folder
     if resume_from is not None:
         logger.info("Resuming from %s.", resume_from)
     set_seed(training_args.seed)
@@ -81,7 +81,7 @@ def begin(
 
 
 def _show_log(training_args: ScriptTrainingArguments) -> None:
-    """Print this package's messages, unless the program around us has set up logging."""
+    """Print this package's messages, unless the calling program has set up logging."""
     package = logging.getLogger("hf_hybrid")
     package.setLevel(training_args.get_process_log_level() if training_args.log_level != "passive" else logging.INFO)
     if not training_args.should_log:
@@ -90,16 +90,16 @@ def _show_log(training_args: ScriptTrainingArguments) -> None:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         package.addHandler(handler)
-        package.propagate = False  # a library that sets up the root logger later would print everything twice
+        package.propagate = False  # otherwise a library that sets up the root logger later prints everything twice
 
 
 def train(trainer: ScriptTrainer, resume_from: str | None, argv: Sequence[str] | None) -> dict[str, float]:
     """Train, save the model, the tokenizer and the trainer's state, and return the metrics.
 
-    A run that is resumed when nothing is left to train keeps the metrics that it wrote when it trained.
+    A resumed run with no steps left keeps the metrics of its training.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM came; a checkpoint of the last step is there to resume from.
+        KeyboardInterrupt: Ctrl-C or a signal stopped training; the last step is saved in a checkpoint.
         RunFailed: The loss is not finite, or the disk is full.
     """
     fit_logging_steps(trainer, resume_from, given_flags(argv))
@@ -113,7 +113,7 @@ def train(trainer: ScriptTrainer, resume_from: str | None, argv: Sequence[str] |
         result = trainer.train(resume_from_checkpoint=resume_from)
     trainer.save_model()
     metrics: dict[str, float] = dict(result.metrics)
-    if isinstance(trainer.train_dataset, Sized):  # and not a stream
+    if isinstance(trainer.train_dataset, Sized):  # not a stream
         metrics["train_samples"] = len(trainer.train_dataset)
     save_and_log(trainer, "train", metrics)
     trainer.save_state()
@@ -121,7 +121,7 @@ def train(trainer: ScriptTrainer, resume_from: str | None, argv: Sequence[str] |
 
 
 def save_and_log(trainer: ScriptTrainer, split: str, metrics: dict[str, float]) -> None:
-    """Print metrics and write them to ``SPLIT_results.json`` and ``all_results.json``, in place of older ones."""
+    """Print metrics, and write them to ``SPLIT_results.json`` and ``all_results.json`` in place of older ones."""
     trainer.log_metrics(split, metrics)
     if not trainer.is_world_process_zero():
         return
@@ -133,7 +133,7 @@ def save_and_log(trainer: ScriptTrainer, split: str, metrics: dict[str, float]) 
 
 
 def save_text(trainer: ScriptTrainer, name: str, text: str) -> None:
-    """Write a file of results into the output folder, whole or, as before, not at all; on the main process alone.
+    """Write or replace a file of results in the output folder, on the main process only.
 
     Raises:
         CannotSave: The disk is full.
@@ -157,17 +157,16 @@ def finish(
     metrics: Mapping[str, float],
     report: Callable[[], Contents],
 ) -> None:
-    """Write the report and, for a trained model, its card; merge an adapter and push to the Hub if asked to.
+    """Write the report and, for a trained model, its card; merge an adapter and push to the Hub if requested.
 
-    A run that only evaluates writes no card: the model is another run's, and so is what is to be said of it.
-
-    `task` is the Hub's name of the task, and `report` makes the task's part of the report.
+    A run that only evaluates writes no card, since another run trained the model. `task` is the Hub's name of the
+    task, and `report` makes the task's part of the report.
 
     Raises:
-        ValueError: It could not be pushed.
+        ValueError: Pushing failed.
     """
     command = show_command(SCRIPTS[task], read_arguments(argv))
-    if trainer.is_world_process_zero() and trainer.args.report:  # by itself: other processes may have gone on
+    if trainer.is_world_process_zero() and trainer.args.report:  # needs no other process: they may have continued
         write_report(trainer, model_args, data_args, report, command=command, metrics=metrics)
     if model_args.merge_adapter:
         save_merged_model(trainer)

@@ -1,14 +1,12 @@
 """Train, evaluate and apply a sequence-to-sequence model on summarization: ``run_summarization.py``.
 
-Any `AutoModelForSeq2SeqLM` can be trained, from a checkpoint or from scratch; flags, output files and behaviour follow
-transformers' example script of the same name. Where they differ: an output folder with another run in it is refused
-instead of being resumed or written over, weights are loaded in float32, a tokenizer is trained when none is named, the
-generated length defaults to ``--max_target_length``, and ROUGE is the plain mean over the examples instead of a
-bootstrap estimate of it.
+It trains any `AutoModelForSeq2SeqLM`, from a checkpoint or from scratch; flags, output files and behaviour follow
+transformers' example script of the same name. The differences: it refuses an output folder with another run instead of
+resuming or overwriting it, loads weights in float32, trains a tokenizer if none is named, generates up to
+``--max_target_length`` by default, and computes ROUGE as the mean over the examples instead of a bootstrap estimate.
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -36,14 +34,12 @@ from hf_hybrid.training.splits import asked_splits, first_examples, load_dataset
 from hf_hybrid.training.steps import begin, finish, save_and_log, save_text, train
 from hf_hybrid.training.trainer.script_trainer import SummarizationTrainer
 
-logger = logging.getLogger(__name__)
-
 _POSITIONS = {
     "max_position_embeddings": ("max_source_length", "max_target_length", "val_max_target_length"),
     "max_encoder_position_embeddings": ("max_source_length",),
     "max_decoder_position_embeddings": ("max_target_length", "val_max_target_length"),
 }
-"""Configuration fields that limit a length, and the flags that ask for one."""
+"""Configuration fields that limit a length, and the flags that set one."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -70,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     lengths = {name: {flag: getattr(data_args, flag) for flag in flags} for name, flags in _POSITIONS.items()}
     may_resize = data_args.resize_position_embeddings is not False
     positions = fit_positions(model_args, config, AutoModelForSeq2SeqLM, lengths, permitted=may_resize)
-    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: it is trained once there are data
+    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: train it once data are loaded
     _check_tokens(tokenizer, data_args)
     check_tokenizer_source(tokenizer, data_args)
     if model_args.init_from is None:
@@ -108,12 +104,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 def _check_generated_length(data_args: SummarizationArguments, training_args: SummarizationTrainingArguments) -> None:
     """Raise a ValueError if there is no room to generate anything."""
-    lengths = {
-        "val_max_target_length": data_args.val_max_target_length,
-        "generation_max_length": training_args.generation_max_length,
-    }
-    for flag, length in lengths.items():
-        if training_args.predict_with_generate and length == 1:
+    for arguments, flag in ((data_args, "val_max_target_length"), (training_args, "generation_max_length")):
+        if training_args.predict_with_generate and getattr(arguments, flag) == 1:
             raise ValueError(
                 f"--{flag} must be at least 2 with --predict_with_generate: a start token and one more; got 1"
             )
@@ -137,10 +129,10 @@ def load_splits(
 ) -> tuple[DatasetDict, str, str]:
     """Load the splits that a run needs, with a text and a summary in every row, and the names of the two columns.
 
-    If a tokenizer is to be trained, the training split is there even when only evaluating, as far as there is one.
+    To train a tokenizer, load the training split if there is one, even if the run only evaluates.
 
     Raises:
-        ValueError: A split is missing that the run needs, or a column, or a row has no text or no summary.
+        ValueError: A split or a column that the run needs is missing, or a row has no text or no summary.
     """
     raw = load_datasets(data_args, training_args, model_args)
     used = used_splits(raw, training_args, model_args)
@@ -165,7 +157,6 @@ def _tokenize(
     data_args: SummarizationArguments,
     training_args: SummarizationTrainingArguments,
 ) -> Dataset:
-    target_length = data_args.max_target_length if name == "train" else data_args.val_max_target_length
     return map_rows(
         first_examples(split, data_args.limits[name]),
         tokenize_summarization,
@@ -174,7 +165,7 @@ def _tokenize(
             "text_column": columns[0],
             "summary_column": columns[1],
             "max_source_length": data_args.max_source_length,
-            "max_target_length": target_length,
+            "max_target_length": data_args.max_target_length if name == "train" else data_args.val_max_target_length,
             "source_prefix": data_args.source_prefix or "",
             "pad_to_max_length": data_args.pad_to_max_length,
             "ignore_pad_token_for_loss": data_args.ignore_pad_token_for_loss,
@@ -203,20 +194,20 @@ def _collator(
 
 
 def _attend_globally_to_first_token(collate: DataCollatorForSeq2Seq, examples: list[dict[str, Any]]) -> Any:
-    """LED learns to summarize only if some token sees everything; by its authors' convention, the first one does."""
+    """Let LED's first token see everything, by its authors' convention: without such a token it does not learn."""
     batch = collate(examples)
     batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
     batch["global_attention_mask"][:, 0] = 1
     return batch
 
 
-# ---- the model's limits and its generation ----
+# ---- tokens and generation ----
 
 
 def _check_tokens(tokenizer: Any, data_args: SummarizationArguments) -> None:
-    """Tell a multilingual tokenizer its language, and check the tokens that flags name.
+    """Set the language of a multilingual tokenizer, and check the tokens that flags name.
 
-    A tokenizer that is yet to be trained, which is None here, will know no such tokens.
+    A tokenizer that must still be trained, here None, will not know such tokens.
     """
     lang, forced = data_args.lang, data_args.forced_bos_token
     if tokenizer is None:
@@ -235,7 +226,7 @@ def _check_tokens(tokenizer: Any, data_args: SummarizationArguments) -> None:
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
-    """The id of a token; None if the tokenizer does not know it."""
+    """Return the id of a token; None if the tokenizer does not know it."""
     token_id: Any = tokenizer.convert_tokens_to_ids(token)
     return None if token_id == tokenizer.unk_token_id else token_id
 
@@ -254,7 +245,7 @@ def _prepare_generation(
         model.generation_config.forced_bos_token_id = _token_id(tokenizer, data_args.forced_bos_token)
     if model.generation_config.max_length is None and model.generation_config.max_new_tokens is None:
         model.generation_config.max_length = data_args.val_max_target_length
-        model.generation_config._from_model_config = False  # from now on it says more than the configuration
+        model.generation_config._from_model_config = False  # it now holds more than the configuration
     if training_args.generation_max_length is None:
         training_args.generation_max_length = data_args.val_max_target_length
     if training_args.generation_num_beams is None:
@@ -279,7 +270,7 @@ def _predict(
     evaluated["test"] = trainer.take_outputs()
     save_and_log(trainer, "predict", metrics)
     if trainer.is_world_process_zero() and trainer.args.predict_with_generate:
-        # splitlines() knows more line ends than "\n": each prediction must stay on the line of its document
+        # splitlines() also splits at other line ends than "\n": each prediction must stay on one line
         lines = ["\\n".join(text.splitlines()) for text in decode(tokenizer, output.predictions)]
         save_text(trainer, PREDICTIONS_FILE, "".join(line + "\n" for line in lines))
     return metrics

@@ -97,7 +97,7 @@ def test_an_interrupted_demo_goes_on_when_it_is_started_again(micro, tmp_path, m
     summarization_main = demo.summarization.main
     with monkeypatch.context() as patch:
         patch.setattr(demo.summarization, "main", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="goes on from its last checkpoint when it is started again"):
+        with pytest.raises(KeyboardInterrupt, match="start the demo again to continue from its last checkpoint"):
             demo.run_demo(micro, tmp_path)
     (tmp_path / ".DS_Store").touch()
     resumed = []

@@ -1,4 +1,4 @@
-"""The command line: every flag, what it may be, and how text becomes values.
+"""The command line: every flag, its allowed values, and how text becomes values.
 
-`model` has the flags of model, tokenizer and adapter, `data` those of the data, `run` those of the training.
+`model` has the flags of model, tokenizer and adapter, `data` those of the data, and `run` those of the training.
 """

@@ -1,4 +1,4 @@
-"""Single flags: how one is declared, and checks whose errors name flag, value and rule."""
+"""Declare a flag, and check flags one by one; errors name flag, value and rule."""
 
 from dataclasses import field
 from typing import Any
@@ -7,7 +7,7 @@ from hf_hybrid.suggestions import did_you_mean
 
 
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Declare a flag, as a field of a dataclass."""
+    """Declare a flag as a field of a dataclass."""
     return field(default=default, metadata={"help": help} | ({} if choices is None else {"choices": choices}))
 
 
@@ -26,7 +26,7 @@ def check_positive(arguments: Any, *flags: str) -> None:
 
 
 def check_not_negative(arguments: Any, *flags: str) -> None:
-    """Raise a ValueError for the first of the flags whose value is negative or no number; None passes."""
+    """Raise a ValueError for the first of the flags whose value is negative or NaN; None passes."""
     for flag in flags:
         value = getattr(arguments, flag)
         if value is not None and not value >= 0:

@@ -1,4 +1,4 @@
-"""From a command line, or a file of flags, to dataclasses; and back to a command line that can be shown."""
+"""Parse a command line or a file of flags into dataclasses, and show a command line without its secrets."""
 
 import json
 import re
@@ -24,8 +24,7 @@ def parse_arguments(dataclass_types: Sequence[Any], argv: Sequence[str] | None =
 
     Args:
         dataclass_types: One dataclass per group of flags.
-        argv: The arguments without the program's name; `sys.argv` when None. A single argument that ends in
-            ``.json``, ``.yaml`` or ``.yml`` is read as a file of flags.
+        argv: See `read_arguments`.
 
     Returns:
         One instance per dataclass, in their order.
@@ -42,12 +41,16 @@ def parse_arguments(dataclass_types: Sequence[Any], argv: Sequence[str] | None =
         return parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (TypeError, OSError, ImportError) as error:
         raise ValueError(f"the arguments cannot be used: {error}") from error
-    except ValueError as error:  # told apart from failures inside libraries by where it is raised
+    except ValueError as error:  # raised here, it counts as the user's error and not as a library's
         raise ValueError(str(error)) from error
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
-    """The arguments of a command line; those in the file where one that ends in .json, .yaml or .yml is all there is.
+    """Return the arguments of a command line, or of the file of flags that it names.
+
+    Args:
+        argv: The arguments without the program's name; `sys.argv` when None. A single argument that ends in
+            ``.json``, ``.yaml`` or ``.yml`` names a file of flags.
 
     Raises:
         ValueError: The file cannot be read.
@@ -59,13 +62,13 @@ def read_arguments(argv: Sequence[str] | None = None) -> list[str]:
 
 
 def given_flags(argv: Sequence[str] | None = None) -> set[str]:
-    """The flags that a command line gives, under the names of their fields; what is left out has its default."""
+    """Return the flags that a command line gives, as field names."""
     flags = (argument.partition("=")[0] for argument in read_arguments(argv) if argument.startswith("--"))
     return {flag[2:].replace("-", "_") for flag in flags}
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command line, with dots in place of tokens and passwords, so that they can be shown."""
+    """Replace tokens and passwords in the arguments of a command line by dots."""
     shown: list[str] = []
     hides_next = False
     for argument in arguments:
@@ -80,9 +83,9 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def show_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a run as a shell takes it, without its secrets: the script, then each flag with its values.
+    """Return the command line of a run for a shell, without secrets: the program, then each flag with its values.
 
-    Where ``python -m hf_hybrid.training`` stood in for the script, that is shown.
+    The program is the script, or ``python -m hf_hybrid.training TASK`` if the user ran that.
     """
     module = f"python -m hf_hybrid.training {script.removeprefix('run_').removesuffix('.py')}"
     shown = [module if sys.argv[0] == module else f"python {script}"]
@@ -95,7 +98,7 @@ def show_command(script: str, arguments: Sequence[str]) -> list[str]:
 
 
 class _Parser(HfArgumentParser):
-    """HfArgumentParser that raises ValueError instead of leaving the process."""
+    """HfArgumentParser that raises a ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)

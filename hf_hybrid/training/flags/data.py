@@ -1,4 +1,4 @@
-"""What the scripts can be told about data: what all share, and one dataclass for each script."""
+"""Flags of the data: those that all scripts share, and one dataclass for each script."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,33 +14,33 @@ from hf_hybrid.training.flags.checks import check_choice, check_positive, flag
 SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
 """The split that each task of a script works on."""
 PREFIXES = {"validation": "eval", "test": "predict"}
-"""What the names of a scored split's metrics begin with."""
+"""Prefix of the metrics of each scored split."""
 
 
 @dataclass
 class DataArguments:
-    """Which data, and how many of them: what every script can be told."""
+    """The data flags of every script."""
 
     corpora: ClassVar[tuple[str, ...]]
     """The offline corpora that fit the script; the first is its default."""
     small_run: ClassVar[dict[str, int]]
-    """The sizes of a run for which no data are named, where they are not given either."""
+    """Default sizes of a run that names no data."""
     extensions: ClassVar[tuple[str, ...]] = EXTENSIONS
     """The extensions of files that the script reads."""
     cut_from_train: ClassVar[tuple[str, ...]] = ()
-    """Splits that are cut from the training split where they are missing."""
+    """Missing splits that the script cuts from the training split."""
 
     dataset_name: str | None = flag(
         None,
-        f"embedded:NAME ({', '.join(EMBEDDED)}), a local dataset folder or a Hub dataset. When neither "
-        "this nor a file is named, a small run on the script's own embedded corpus.",
+        f"embedded:NAME ({', '.join(EMBEDDED)}), a local dataset folder or a Hub dataset. Without this and without "
+        "files, the script makes a small run on its own embedded corpus.",
     )
     dataset_config_name: str | None = flag(None, "Configuration of a Hub dataset.")
     train_file: str | None = flag(None, "Training data: csv, tsv, json or jsonl.")
     validation_file: str | None = flag(None, "Validation data: the same formats.")
     test_file: str | None = flag(None, "Test data: the same formats.")
     drop_empty_rows: bool = flag(
-        False, "Leave out rows without text, which are refused otherwise. There are no predictions for them."
+        False, "Drop rows without text, and their predictions. Without this flag such rows are an error."
     )
     overwrite_cache: bool = flag(False, "Tokenize again instead of using the cache.")
     preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.")
@@ -64,7 +64,7 @@ class DataArguments:
 
     @property
     def default_preset(self) -> str | None:
-        """The named size of a new model for which no size is given."""
+        """The preset of a new model whose size is not given."""
         return "tiny" if self.is_small_run else None
 
     @property
@@ -75,14 +75,14 @@ class DataArguments:
 
     @property
     def files(self) -> dict[str, str]:
-        """The data files by split, as far as they were named."""
+        """The given data files by split."""
         named = {split: getattr(self, f"{split}_file") for split in SPLITS.values()}
         return {split: path for split, path in named.items() if path is not None}
 
 
 @dataclass
 class SummarizationArguments(DataArguments):
-    """Which documents and summaries, how long, and how summaries are generated."""
+    """Flags of documents and summaries, their lengths, and how summaries are generated."""
 
     corpora = ("docstrings", "modules")
     small_run: ClassVar = {"max_train_samples": 160, "max_eval_samples": 32, "max_predict_samples": 32}
@@ -93,10 +93,10 @@ class SummarizationArguments(DataArguments):
     max_source_length: int = flag(1024, "Tokens of a document; the rest is cut off.")
     max_target_length: int = flag(128, "Tokens of a summary; the rest is cut off.")
     val_max_target_length: int | None = flag(
-        None, "Tokens of a summary in validation and test, and of a generated one. --max_target_length when left out."
+        None, "Tokens of a summary in validation and test, and of a generated one. Default: --max_target_length."
     )
     pad_to_max_length: bool = flag(False, "Pad every example to the full length instead of to its batch's longest.")
-    num_beams: int | None = flag(1, "Beams of the generation in evaluation and test.")
+    num_beams: int | None = flag(1, "Beams of generation in evaluation and test.")
     ignore_pad_token_for_loss: bool = flag(
         True, "Leave padding out of the loss. Turn off only with --pad_to_max_length."
     )
@@ -106,8 +106,8 @@ class SummarizationArguments(DataArguments):
     )
     resize_position_embeddings: bool | None = flag(
         None,
-        "Lengthen the model's position embeddings to --max_source_length where they are shorter. Left "
-        "out: lengthen and say so. False: refuse.",
+        "Lengthen the model's position embeddings to --max_source_length if they are shorter. Default: lengthen and "
+        "warn. False: stop with an error.",
     )
 
     def __post_init__(self) -> None:
@@ -119,15 +119,15 @@ class SummarizationArguments(DataArguments):
 
 @dataclass
 class GlueArguments(DataArguments):
-    """Which sentences and labels, and how long."""
+    """Flags of sentences and labels."""
 
     corpora = ("docpairs",)
     small_run: ClassVar = {"max_train_samples": 800, "max_eval_samples": 300, "max_predict_samples": 300}
 
     task_name: str | None = flag(
         None,
-        f"Task of GLUE: {', '.join(GLUE_TASKS)}. It decides scores, columns and labels, and the data too "
-        "(from the Hub) when neither a data set nor a file is named.",
+        f"Task of GLUE: {', '.join(GLUE_TASKS)}. It sets scores, columns and labels, and also the data (from the "
+        "Hub) if neither a dataset nor a file is named.",
     )
     max_seq_length: int = flag(128, "Tokens of a sentence, or of both together; the rest is cut off.")
     pad_to_max_length: bool = flag(False, "Pad every example to the full length instead of to its batch's longest.")
@@ -135,10 +135,10 @@ class GlueArguments(DataArguments):
         None, "Second validation split, such as MNLI's mismatched one; its scores end in _mm."
     )
     test_mismatched_file: str | None = flag(None, "Second test split.")
-    text_column_names: str | None = flag(None, "Column of the sentence, or of both with a comma between them.")
+    text_column_names: str | None = flag(None, "Column of the sentence, or both columns separated by a comma.")
     label_column_name: str | None = flag(None, "Column of the labels.")
     ignore_mismatched_sizes: bool = flag(
-        False, "Begin with a new head where the checkpoint's has another number of labels."
+        False, "Start with a new head if the checkpoint's has another number of labels."
     )
 
     def __post_init__(self) -> None:
@@ -153,22 +153,19 @@ class GlueArguments(DataArguments):
 
     @property
     def files(self) -> dict[str, str]:
-        """The data files by split, as far as they were named."""
+        """The given data files by split."""
         more = {f"{split}_mismatched": getattr(self, f"{split}_mismatched_file") for split in ("validation", "test")}
         return super().files | {split: path for split, path in more.items() if path is not None}
 
 
 @dataclass
 class ClmArguments(DataArguments):
-    """Which texts, in blocks of which length, and how they are scored."""
+    """Flags of texts, their blocks, and how they are scored."""
 
     corpora = ("text",)
     small_run: ClassVar = {
-        "block_size": 256,
-        "max_train_samples": 300,
-        "max_eval_samples": 50,
-        "max_predict_samples": 50,
-    }
+        "block_size": 256, "max_train_samples": 300, "max_eval_samples": 50, "max_predict_samples": 50,
+    }  # fmt: skip
     extensions = TEXT_EXTENSIONS
     cut_from_train = ("validation",)
 
@@ -176,33 +173,33 @@ class ClmArguments(DataArguments):
     streaming: bool = flag(False, "Read data while training, without storing them; needs --max_steps.")
     block_size: int | None = flag(
         None,
-        "Tokens of a training example; texts are joined and cut into such blocks. 1024 when left out, or "
-        "as many as the model takes.",
+        "Tokens of a training example; texts are joined and cut into such blocks. Default: 1024, or as many as the "
+        "model takes.",
     )
     keep_linebreaks: bool = flag(
         True,
-        "Keep the line breaks of txt files. Otherwise each line is a text of its own, which the "
-        "tokenizer may end with a token.",
+        "Keep the line breaks of txt files. False: each line is a text of its own, which the tokenizer may end with "
+        "a token.",
     )
     validation_split_percentage: int = flag(
-        5, "Share of the training split to validate on where there is no validation split."
+        5, "Share of the training split to validate on if there is no validation split."
     )
     eval_sequence_length: int | None = flag(
         None,
-        "Score every token of the validation and test text once, in overlapping windows of this many "
-        "tokens, instead of block by block.",
+        "Score every token of the validation and test texts once, in overlapping windows of this many tokens, "
+        "instead of block by block.",
     )
     eval_context_window: int | None = flag(
         None,
-        "Tokens at the start of each window but the first that are only read, so that each scored token "
-        "has at least so many before it. 1 when left out.",
+        "Tokens at the start of each window but the first that are read and not scored: each scored token has at "
+        "least so many before it. Default: 1.",
     )
 
     def __post_init__(self) -> None:
         check_positive(self, "block_size", "eval_sequence_length", "eval_context_window")
-        if self.block_size == 1 or self.eval_sequence_length == 1:
-            flag = "block_size" if self.block_size == 1 else "eval_sequence_length"
-            raise ValueError(f"--{flag} must be at least 2, for a token is predicted from the one before it; got 1")
+        for name in ("block_size", "eval_sequence_length"):
+            if getattr(self, name) == 1:
+                raise ValueError(f"--{name} must be at least 2: a token is predicted from the one before it; got 1")
         if not 0 < self.validation_split_percentage < 100:
             raise ValueError(
                 "--validation_split_percentage must lie between 0 and 100, both excluded; got "
@@ -220,11 +217,11 @@ class ClmArguments(DataArguments):
 
 
 def check_split_sources(data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Refuse files that cannot be read, and a task whose split can be seen to be missing from them.
+    """Refuse files that do not exist or have an unknown format, and tasks whose split no file gives.
 
     Raises:
-        ValueError: A file does not exist or is of an unknown format, or only files are named, and none of them for a
-            split that ``--do_train``, ``--do_eval`` or ``--do_predict`` needs.
+        ValueError: A file cannot be used, or only files are named and none of them for a split that ``--do_train``,
+            ``--do_eval`` or ``--do_predict`` needs.
     """
     for split, path in data_args.files.items():
         check_file(f"{split}_file", path, data_args.extensions)

@@ -1,7 +1,7 @@
-"""Flags that name the model, its tokenizer and its adapter.
+"""Flags of the model, its tokenizer and its adapter.
 
-Names and defaults are those of transformers' example scripts, so that a command line carries over. A value that cannot
-work is refused here, before anything is loaded.
+Names and defaults are those of transformers' example scripts, so that command lines carry over. Values that cannot
+work are refused here, before anything is loaded.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 @dataclass
 class ModelArguments:
-    """Which model and which tokenizer: a checkpoint, or an architecture to train from scratch."""
+    """Flags of model and tokenizer: a checkpoint, or an architecture to train from scratch."""
 
     model_name_or_path: str | None = flag(
         None, "Checkpoint folder or Hub id. Leave out to train --model_type from scratch."
@@ -29,54 +29,52 @@ class ModelArguments:
     model_type: str | None = flag(None, "Architecture to train from scratch, such as spade, t5 or led.")
     init_from: str | None = flag(
         None,
-        "Start another architecture from --model_name_or_path. t5: SPADE from a checkpoint of T5, mT5, "
-        "UMT5 or LongT5 (local), or with --model_type srformer_t5 SRformer from one of T5; bart: SRformer from "
-        "one of BART. --config_overrides then sets fields that the checkpoint leaves open.",
+        "Start another architecture from --model_name_or_path. t5: SPADE from a checkpoint of T5, mT5, UMT5 or "
+        "LongT5 (local), or with --model_type srformer_t5 SRformer from T5. bart: SRformer from BART. "
+        "--config_overrides sets the fields that the checkpoint leaves open.",
         choices=INIT_SOURCES,
     )
     config_overrides: str | None = flag(
         None,
-        "Fields of the from-scratch configuration, as 'hidden_size=64,layer_types=[a,b]' or a JSON "
-        "object; 'preset=tiny' takes a named size, where there are such, and other fields go on top of it.",
+        "Fields of a new model's configuration, as 'hidden_size=64,layer_types=[a,b]' or a JSON object; "
+        "'preset=tiny' takes a named size if the architecture has it, and other fields change it.",
     )
-    config_name: str | None = flag(None, "Configuration folder or Hub id, if it is not the model's.")
+    config_name: str | None = flag(None, "Configuration folder or Hub id, if not the model's.")
     tokenizer_name: str | None = flag(
         None,
-        "Tokenizer folder or Hub id. Without it the checkpoint's is used; from scratch, one is trained on "
-        "the training split and saved with the model.",
+        "Tokenizer folder or Hub id. Default: the checkpoint's; for a new model, one is trained on the training split "
+        "and saved with the model.",
     )
     tokenizer_type: str | None = flag(
         None,
-        "What is made when no tokenizer is named: bpe (the default), words (between spaces, by frequency) "
-        "or bytes (nothing to train).",
+        "The tokenizer to make if none is named: bpe (the default), words (between spaces, by frequency) or bytes "
+        "(nothing to train).",
         choices=TOKENIZER_TYPES,
     )
-    tokenizer_vocab_size: int = flag(8192, "Entries of the tokenizer that is trained when none is named.")
-    cache_dir: str | None = flag(None, "Where downloads, built corpora and trained tokenizers are kept.")
+    tokenizer_vocab_size: int = flag(8192, "Entries of the tokenizer to train if none is named.")
+    cache_dir: str | None = flag(None, "Folder for downloads, built corpora and trained tokenizers.")
     use_fast_tokenizer: bool = flag(True, "Accepted for compatibility; current tokenizers are all fast.")
     model_revision: str = flag("main", "Branch, tag or commit on the Hub.")
-    token: str | None = flag(None, "Token for the Hub; the stored login when left out.")
+    token: str | None = flag(None, "Token for the Hub. Default: the stored login.")
     trust_remote_code: bool = flag(False, "Run model code from the checkpoint. Only for code you have read.")
     dtype: str = flag(
         "float32",
-        "Precision of the weights; auto takes the checkpoint's. Optimizers need float32 weights: "
-        "use --bf16 for speed.",
+        "Precision of the weights; auto: the checkpoint's. Optimizers need float32 weights: use --bf16 for speed.",
         choices=_DTYPES,
     )
     peft: str | None = flag(
         None,
-        "Train an adapter of --model_name_or_path, whose weights stay as they are, and save it alone: "
-        "lora, dora or ia3. To use it, or to go on training it, give its folder as --model_name_or_path.",
+        "Train an adapter of --model_name_or_path, keep the model's weights, and save the adapter alone: lora, dora "
+        "or ia3. To use it or to continue its training, give its folder as --model_name_or_path.",
         choices=METHODS,
     )
     peft_config: str | None = flag(
         None,
-        "Fields of the adapter's configuration (LoraConfig or IA3Config of peft), written as "
-        "--config_overrides: 'r=16,lora_alpha=32,target_modules=[q_proj,v_proj]'. Without target_modules those "
-        "of the architecture are taken.",
+        "Fields of the adapter's configuration (LoraConfig or IA3Config of peft), written like --config_overrides: "
+        "'r=16,lora_alpha=32,target_modules=[q_proj,v_proj]'. Default of target_modules: those of the architecture.",
     )
     merge_adapter: bool = flag(
-        False, "When all is done, also save the model with the trained adapter merged, in merged_model."
+        False, "At the end, also save the model with the trained adapter merged, in merged_model."
     )
 
     def __post_init__(self) -> None:
@@ -106,8 +104,8 @@ class ModelArguments:
         check_choice("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         if self.tokenizer_type is not None and not self.makes_tokenizer:
             raise ValueError(
-                f"--tokenizer_type {self.tokenizer_type} makes a tokenizer and cannot be combined with one that is "
-                f"there: {self.tokenizer_name or self.model_name_or_path}"
+                f"--tokenizer_type {self.tokenizer_type} makes a tokenizer and cannot be combined with an existing "
+                f"one: {self.tokenizer_name or self.model_name_or_path}"
             )
 
     def _check_init_from(self) -> None:
@@ -134,30 +132,30 @@ class ModelArguments:
         if self.model_name_or_path is None:
             raise ValueError(
                 f"--peft {self.peft} trains an adapter of a checkpoint and needs --model_name_or_path; a model from "
-                "scratch has nothing to keep as it is"
+                "scratch has no weights to keep"
             )
         parse_peft_config(self.peft_config or "{}", self.peft)
 
     @property
     def init_type(self) -> str | None:
-        """Model type that is started from another's checkpoint; None where none is."""
+        """Model type to start from another architecture's checkpoint; None without ``--init_from``."""
         return None if self.init_from is None else self.model_type or INIT_TARGETS[self.init_from][0]
 
     @property
     def is_new(self) -> bool:
-        """Whether the model begins from scratch."""
+        """Whether the model is trained from scratch."""
         return self.model_name_or_path is None
 
     def overrides(self, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-        """What ``--config_overrides`` gives, by the types of a configuration's fields."""
+        """Parse ``--config_overrides`` by the types of a configuration's fields."""
         return parse_config_overrides(self.config_overrides or "{}", config_class)
 
     @property
     def makes_tokenizer(self) -> bool:
-        """Whether neither a tokenizer nor a checkpoint that has one is named."""
+        """Whether the run makes its tokenizer: neither a tokenizer nor a checkpoint with one is named."""
         return self.is_new and self.tokenizer_name is None
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Whether the tokenizer that is made needs texts to be trained on."""
+        """Whether the run trains its tokenizer on texts."""
         return self.makes_tokenizer and self.tokenizer_type != "bytes"

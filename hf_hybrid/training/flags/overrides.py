@@ -1,7 +1,4 @@
-"""``--config_overrides "hidden_size=64,layer_types=[a,b]"``: text to typed fields of a configuration.
-
-``--peft_config`` is written, and read, in the same way.
-"""
+"""Parse ``--config_overrides "hidden_size=64,layer_types=[a,b]"`` and ``--peft_config`` into typed fields."""
 
 import dataclasses
 import json
@@ -21,24 +18,24 @@ _NEXT_PAIR = re.compile(r",(?=\s*\w+\s*=)")
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _CONTAINERS = {list, tuple, dict}
 _KINDS = {bool, int, float, str, types.NoneType, *_CONTAINERS}
-_SHOWN = 200  # characters of a text that are shown in an error
+_SHOWN = 200  # characters of a text that an error shows
 _NOT_GIVEN = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision",
     "runtime_config", "task_type", "use_dora",
 }  # fmt: skip
-"""Fields of an adapter's configuration that other flags decide, or peft."""
+"""Fields of an adapter's configuration that other flags or peft set."""
 
 
 def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Parse overrides by the types of a configuration's fields.
 
     Args:
-        text: ``name=value`` pairs with commas between them, or a JSON object. A list is written ``[1,2]`` or
-            ``[a,b]``. The value of a field that takes None may be ``none``, unless that is one of its own words.
+        text: ``name=value`` pairs separated by commas, or a JSON object. A list is written ``[1,2]`` or ``[a,b]``.
+            ``none`` means None for a field that takes it, unless ``none`` is a value of the field itself.
         config_class: The configuration class; its names for a field (``hidden_size`` of T5) are accepted too.
 
     Returns:
-        The values by field name; under ``preset``, where the class has a ``from_preset``, the name of a preset.
+        The values by field name; if the class has a ``from_preset``, also the name of a preset under ``preset``.
 
     Raises:
         ValueError: A pair is not ``name=value``, a field is unknown or given twice, or a value is not of its type.
@@ -56,7 +53,7 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
 
 
 def parse_peft_config(text: str, method: str) -> dict[str, Any]:
-    """Parse ``--peft_config`` by the types of the fields of peft's configuration.
+    """Parse ``--peft_config`` by the types of peft's fields.
 
     Raises:
         ValueError: A field is unknown or given twice, or a value is not of its type.
@@ -75,7 +72,7 @@ def _parse_fields(
     aliases: Mapping[str, str] = types.MappingProxyType({}),
     is_word: Callable[[str, str], bool] = lambda name, raw: False,
 ) -> dict[str, Any]:
-    """Parse the fields of `owner`; `known` has the type of each, `listed` those that a message names."""
+    """Parse the fields of `owner`; `known` has their types, `listed` are the names for a message."""
     values: dict[str, Any] = {}
     try:
         for name, raw in _pairs(text):
@@ -87,7 +84,7 @@ def _parse_fields(
                 raise ValueError(f": {name} is given twice")
             is_value = not isinstance(raw, str) or is_word(target, raw)
             values[target] = raw if is_value else _parse_value(name, raw, known[target])
-    except ValueError as error:  # the messages go on from the flag
+    except ValueError as error:  # these messages continue after the flag's name
         raise ValueError(f"--{flag}{error}") from error.__cause__
     return values
 
@@ -108,7 +105,7 @@ def _pairs(text: str) -> list[tuple[str, Any]]:
 
 
 def _takes_none_as_word(config_class: Any, name: str, text: str, annotation: Any) -> bool:
-    """Whether ``none`` is one of the words that a field takes, and not the absence of a value."""
+    """Whether ``none`` is a value of the field itself, and does not mean None."""
     if text.lower() != "none" or not {str, types.NoneType} <= set(_arms(annotation)):
         return False
 
@@ -123,12 +120,12 @@ def _takes_none_as_word(config_class: Any, name: str, text: str, annotation: Any
 
 
 def _field_types(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The fields of a configuration with their types: the annotation, or else the type of the default."""
-    # not typing.get_type_hints: some configurations name types that only type checkers can resolve
+    """Return the fields of a configuration with their types: the annotation, or else the type of the default."""
+    # not typing.get_type_hints: some annotations can only be resolved by type checkers
     hints = {field.name: field.type for field in dataclasses.fields(config_class) if not isinstance(field.type, str)}
     try:
         default = config_class()
-    except Exception as error:  # architectures that are put together from others have no default
+    except Exception as error:  # architectures composed of others have no default
         raise ValueError(f"--model_type {config_class.model_type} cannot be built from scratch: {error}") from error
     return {
         name: hints.get(name, Any if value is None else type(value))
@@ -138,7 +135,7 @@ def _field_types(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _arms(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, containers reduced to their class: ``list[int] | None`` -> list, None."""
+    """Return the alternatives of an annotation, with containers as their class: ``list[int] | None`` -> list, None."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return [arm for member in typing.get_args(annotation) for arm in _arms(member)]
@@ -150,7 +147,7 @@ def _arms(annotation: Any) -> list[Any]:
 
 
 def _parse_value(name: str, text: str, annotation: Any) -> Any:
-    """Parse a value by its field's type; Python's own numbers, for YAML reads 064 as 52 and 1e-1 as a word."""
+    """Parse a value by its field's type. Python parses numbers, because YAML reads 064 as 52 and 1e-1 as a word."""
     arms = _arms(annotation)
     taken = _KINDS.intersection(arms) or _KINDS
     if text.lower() in ("none", "null") and types.NoneType in taken:
@@ -175,10 +172,10 @@ def _parse_value(name: str, text: str, annotation: Any) -> Any:
 
 
 def _parse_container(name: str, text: str) -> Any:
-    """Parse JSON, or a list of words without quotes. No YAML with braces, which reads {0:a} as {'0:a': None}."""
+    """Parse JSON, or a list of words without quotes. YAML is not used for braces: it reads {0:a} as {'0:a': None}."""
     for parse in (json.loads,) if "{" in text else (json.loads, yaml.safe_load):
         try:
             return parse(text)
-        except (ValueError, yaml.YAMLError, RecursionError):  # the last one: nested too deeply
+        except (ValueError, yaml.YAMLError, RecursionError):  # RecursionError: nested too deeply
             continue
     raise ValueError(f": {name} takes a list such as [1,2] or a JSON object; got {text!r:.{_SHOWN}}")

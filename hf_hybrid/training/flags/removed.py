@@ -1,4 +1,4 @@
-"""Flags that transformers has removed, so that older command lines still work."""
+"""Translate flags that transformers has removed, so that older command lines still work."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _IGNORED = {
     "logging_dir": "; set TENSORBOARD_LOGGING_DIR in the environment",
     "save_safetensors": "; checkpoints are always safetensors",
     **dict.fromkeys(("half_precision_backend", "fp16_backend", "fp16_opt_level"), _AUTOCAST),
-    "use_mps_device": "; the device is found by itself",
+    "use_mps_device": "; the device is found automatically",
     "from_tf": "; TensorFlow weights cannot be loaded",
     **dict.fromkeys(("jit_mode_eval", "use_ipex", "past_index", "ray_scope"), ""),
     **dict.fromkeys(("tpu_num_cores", "tpu_metrics_debug"), ""),
@@ -36,9 +36,7 @@ _IGNORED = {
 
 
 def translate_removed_flags(arguments: Sequence[str], known: set[str] | None = None) -> list[str]:
-    """Replace flags that transformers has removed by their successors, with one warning each.
-
-    Flags that are `known` exist, and are left alone.
+    """Replace each flag that transformers has removed by its successor, and warn; leave `known` flags alone.
 
     Raises:
         ValueError: The value of a removed flag cannot be translated.
@@ -64,7 +62,7 @@ def translate_removed_flags(arguments: Sequence[str], known: set[str] | None = N
 
 
 def _translate(name: str, values: list[str]) -> tuple[list[str], str]:
-    """The words that replace a flag and its values, and what the warning says."""
+    """Return the arguments that replace a flag and its values, and the text of the warning."""
     if name in _SWITCHES:
         is_on = not values or values[0].lower() in ("true", "t", "yes", "y", "1")
         return _SWITCHES[name].split() if is_on else [], f"use {_SWITCHES[name]}"

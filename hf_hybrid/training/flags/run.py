@@ -1,4 +1,4 @@
-"""Flags of the run: transformers' training arguments, and ours about the output folder, resuming and the report."""
+"""Flags of the run: transformers' training arguments, and ours for the output folder, resuming and the report."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +14,21 @@ class ScriptTrainingArguments(TrainingArguments):
 
     overwrite_output_dir: bool = flag(
         False,
-        "Permission to write into an --output_dir that holds another run. When training starts, its old "
-        "checkpoint-* folders and results are deleted. Without it, such a folder is refused.",
+        "Allow writing into an --output_dir that holds another run, and delete its checkpoint-* folders and results "
+        "when training starts. Without this flag such a folder is refused.",
     )
     resume_from_checkpoint: str | None = flag(
         None,
-        "Continue a run. 'auto': from the last complete checkpoint in --output_dir, or from the start "
-        "where there is none; 'true': the same, but there must be one; or the path of a checkpoint folder. A run "
-        "is never resumed, and never overwritten, without being asked.",
+        "Continue a run. 'auto': from the last complete checkpoint in --output_dir, or from the start if there is "
+        "none; 'true': the same, but there must be one; or the path of a checkpoint folder. A run is never resumed or "
+        "overwritten without a flag.",
     )
     ssm_learning_rate: float | None = flag(
         None,
-        "Learning rate of a trained state space model's A, B and step sizes, or of Hyena's filters; "
-        "--learning_rate when left out. None of its tensors decays.",
+        "Learning rate of a trained state space model's A, B and step sizes, or of Hyena's filters. Default: "
+        "--learning_rate. None of these tensors has weight decay.",
     )
-    report: bool = flag(True, "End with report.html, a page that shows what was run and how it went.")
+    report: bool = flag(True, "Write report.html at the end, a page with settings, scores and curves.")
 
     def __post_init__(self) -> None:
         if self.resume_from_checkpoint is not None:
@@ -56,7 +56,7 @@ class ScriptTrainingArguments(TrainingArguments):
         super().__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the token out of training_args.bin, which is pushed with the model."""
+        """Keep the token out of training_args.bin, which is pushed with the model."""
         return self.__dict__ | {"hub_token": None}
 
 

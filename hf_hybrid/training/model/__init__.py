@@ -1,1 +1,1 @@
-"""The model of a run: configuration, tokenizer, weights, adapter, and the rate at which a new one learns."""
+"""The model of a run: configuration, tokenizer, weights, adapter, labels and learning rates of new models."""

@@ -1,7 +1,7 @@
 """Adapters in the scripts: ``--peft``, and a folder with an adapter as ``--model_name_or_path``.
 
-The folder of an adapter names the checkpoint that it belongs to, its base. Where a run starts from something that is
-no checkpoint of its architecture (``--init_from``), the base is written beside the adapter, in ``base_model``.
+The folder of an adapter names its base, the checkpoint that it belongs to. If a run starts from another architecture's
+checkpoint (``--init_from``), it writes the base next to the adapter, in ``base_model``.
 """
 
 import copy
@@ -34,10 +34,10 @@ from hf_hybrid.training.run_folder.resume import check_resumed_adapter, check_re
 logger = logging.getLogger(__name__)
 
 _NOT_NEEDED = ["checkpoint-*", f"{MERGED_MODEL}/*", "training_args.bin"]
-_HEADS = ("classifier", "score")  # which peft itself saves with every adapter of a classifier
+_HEADS = ("classifier", "score")  # peft itself saves these with every adapter of a classifier
 
 
-# ---- what is checked before any work ----
+# ---- checks before any work ----
 
 
 class Base(NamedTuple):
@@ -48,10 +48,10 @@ class Base(NamedTuple):
 
 
 def adapter_base(model_args: ModelArguments) -> Base | None:
-    """Return the base of the adapter in ``--model_name_or_path``; None where that is no adapter.
+    """Return the base of the adapter in ``--model_name_or_path``; None without an adapter.
 
     Raises:
-        ValueError: The adapter names no base, or its base is not there.
+        ValueError: The adapter names no base, or its base does not exist.
     """
     name = model_args.model_name_or_path
     if (folder := adapter_folder(model_args)) is None:
@@ -71,7 +71,7 @@ def adapter_base(model_args: ModelArguments) -> Base | None:
                 f"--model_name_or_path {name} is an adapter of {base}, which is not there; if that was moved, write "
                 f"its place into base_model_name_or_path in {path}"
             )
-        base = os.path.abspath(beside[0])  # the whole folder was moved, or pushed
+        base = os.path.abspath(beside[0])  # the whole folder was moved or pushed
     return Base(str(base), config.get("revision") or "main")
 
 
@@ -91,28 +91,28 @@ def _download(name: str, cache_dir: str | None, token: str | None, revision: str
     try:
         if find_adapter_config_file(name, **where) is None:
             return None
-        # beside the adapter: its base's labels, the tokenizer, a base that is nowhere else
+        # next to the adapter: its base's labels, the tokenizer, perhaps the base itself
         return Path(snapshot_download(name, ignore_patterns=_NOT_NEEDED, **where))
-    except (OSError, HFValidationError):  # no name of the Hub either: what loads the model says so
+    except (OSError, HFValidationError):  # not on the Hub: loading the model will say so
         return None
 
 
 def uses_adapter(model_args: ModelArguments) -> bool:
-    """Whether the model of the run has an adapter; such a model cannot be resized."""
+    """Whether the run's model has an adapter; such a model cannot be resized."""
     return model_args.peft is not None or adapter_base(model_args) is not None
 
 
 def load_base_config(model_args: ModelArguments, **hub_arguments: Any) -> PreTrainedConfig | None:
-    """Load the configuration of an adapter's base, with its labels, if it is in the adapter's folder."""
+    """Load the configuration of an adapter's base, including labels, if it is in the adapter's folder."""
     path = Path(str(adapter_folder(model_args)), BASE_CONFIG)
     return AutoConfig.from_pretrained(path, **hub_arguments) if path.is_file() else None
 
 
 def check_adapter(model: PreTrainedModel, model_args: ModelArguments) -> None:
-    """Put the asked adapter on a model without memory, so that what peft refuses is refused before data are read.
+    """Put the ``--peft`` adapter on a model without memory, so that peft refuses it before data are read.
 
     Raises:
-        ValueError: It cannot be put on this model.
+        ValueError: The adapter does not fit this model.
     """
     if model_args.peft is not None:
         freeze_loaded(model, [])
@@ -120,11 +120,10 @@ def check_adapter(model: PreTrainedModel, model_args: ModelArguments) -> None:
 
 
 def check_adapter_flags(model_args: ModelArguments, training_args: TrainingArguments, resume_from: str | None) -> None:
-    """Refuse flags of adapters that go with no adapter, and to resume a run of another kind.
+    """Refuse adapter flags that the run cannot use, and a checkpoint of the other kind.
 
     Raises:
-        ValueError: There is nothing to merge or to train, or the checkpoint holds an adapter and this run trains none,
-            or the other way round.
+        ValueError: There is nothing to merge or to train, or only one of checkpoint and run has an adapter.
     """
     trains_adapter = uses_adapter(model_args)
     for flag, given in (("peft", model_args.peft), ("merge_adapter", model_args.merge_adapter)):
@@ -134,7 +133,7 @@ def check_adapter_flags(model_args: ModelArguments, training_args: TrainingArgum
         raise ValueError("--merge_adapter needs an adapter: give --peft, or the folder of one as --model_name_or_path")
     if model_args.merge_adapter and shards_weights(training_args):
         raise ValueError(
-            "--merge_adapter needs whole weights, and FSDP and DeepSpeed divide them: merge the saved adapter later, "
+            "--merge_adapter needs whole weights, and FSDP and DeepSpeed shard them: merge the saved adapter later, "
             "with peft's merge_and_unload in one process"
         )
     check_resumed_kind(resume_from, trains_adapter=trains_adapter)
@@ -144,10 +143,9 @@ def check_adapter_flags(model_args: ModelArguments, training_args: TrainingArgum
 
 
 def freeze_loaded(model: PreTrainedModel, missing: list[str]) -> None:
-    """Freeze all weights but those that the checkpoint lacked: an adapter must bring these along."""
-    new = set(missing)
+    """Freeze all weights but those that the checkpoint lacked: the adapter must include these."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name in new)
+        parameter.requires_grad_(parameter.requires_grad and name in missing)
 
 
 def attach_adapter(
@@ -158,16 +156,16 @@ def attach_adapter(
     *,
     task_type: str,
 ) -> PreTrainedModel | PeftModel:
-    """Put the asked adapter on a model, or the one in ``--model_name_or_path``.
+    """Put the ``--peft`` adapter, or the one in ``--model_name_or_path``, on a model.
 
-    Call it once nothing is going to be resized; the model is changed in place. `task_type` is PEFT's name of the task.
+    Call it after all resizing; the model changes in place. `task_type` is PEFT's name of the task.
 
     Returns:
-        The model with the adapter, or the model itself where there is none.
+        The model with the adapter, or the model itself if there is none.
 
     Raises:
-        ValueError: The adapter does not fit the model, lacks weights that its base lacks too, or is configured
-            otherwise than the one in the checkpoint.
+        ValueError: The adapter does not fit the model, lacks weights that its base lacks too, or has another
+            configuration than the one in the checkpoint.
     """
     if (owner := adapter_base(model_args)) is not None:
         return _attach_loaded(model, model_args, owner, trains=training_args.do_train)
@@ -176,7 +174,7 @@ def attach_adapter(
     base = str(model_args.model_name_or_path)
     if model_args.init_from is not None:
         base = os.path.abspath(Path(str(training_args.output_dir), BASE_MODEL))
-        if resume_from is not None and Path(base).is_dir():  # it holds what was drawn at random, and stays frozen
+        if resume_from is not None and Path(base).is_dir():  # its random weights were drawn then, and stay frozen
             model.load_state_dict(type(model).from_pretrained(base, dtype=model.dtype).state_dict())
     elif Path(base).is_dir():
         base = os.path.abspath(base)
@@ -199,7 +197,7 @@ def _attach_new(model: PreTrainedModel, model_args: ModelArguments, *, task_type
     if task_type is not None:
         fields["task_type"] = task_type
     if isinstance(fields.get("init_lora_weights"), str) and model.device.type == "meta":
-        del fields["init_lora_weights"]  # computed from the weights, which are not there yet
+        del fields["init_lora_weights"]  # computed from weights, which a model without memory lacks
     try:
         config: Any = peft_config(model, method, **fields)
         config.modules_to_save = _trained_beside(model, config)
@@ -210,7 +208,7 @@ def _attach_new(model: PreTrainedModel, model_args: ModelArguments, *, task_type
 
 
 def _check_saved_modules(model: PreTrainedModel, fields: Mapping[str, Any]) -> None:
-    """Refuse names that no module has: peft passes over them in silence."""
+    """Refuse names that no module has: peft ignores them silently."""
     named = [name for name, _ in model.named_modules() if name]
     for asked in fields.get("modules_to_save") or []:
         if not any(name.endswith(asked) for name in named):  # as peft finds them
@@ -222,7 +220,7 @@ def _check_saved_modules(model: PreTrainedModel, fields: Mapping[str, Any]) -> N
 
 
 def _trained_beside(model: PreTrainedModel, config: Any) -> list[str] | None:
-    """List the modules to save with an adapter: the asked ones, and those whose weights the checkpoint lacked."""
+    """List the modules to save with an adapter: the requested ones, and those whose weights the checkpoint lacked."""
     asked = list(config.modules_to_save or [])
     known = (*asked, *(_HEADS if config.task_type == "SEQ_CLS" else ()))
     owners = {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.requires_grad}
@@ -242,7 +240,7 @@ def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Bas
         adapted = PeftModel.from_pretrained(model, str(adapter_folder(model_args)), is_trainable=trains)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"--model_name_or_path {name}: the adapter cannot be loaded. {one_line(error)}") from error
-    kept = {key for key, _ in model.named_parameters()}  # what the adapter replaces is called otherwise now
+    kept = {key for key, _ in model.named_parameters()}  # weights that the adapter replaces have other names now
     if lacking := [key for key in new if key in kept]:
         raise ValueError(
             f"--model_name_or_path {name}: neither the adapter nor its base has {len(lacking)} of the weights of "
@@ -252,14 +250,14 @@ def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Bas
     return adapted
 
 
-# ---- what is saved ----
+# ---- saving ----
 
 
 def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write the model's configuration next to its adapter: peft saves none, and a classifier's labels would be lost.
 
     Note:
-        It is not called ``config.json``: next to one, transformers looks for the whole model in the adapter's folder.
+        It is not called ``config.json``: transformers would look for the whole model next to that.
     """
     if isinstance(model, PeftModel):
         base: Any = model.get_base_model()
@@ -267,9 +265,9 @@ def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def save_base_model(trainer: Trainer, *, new: bool) -> None:
-    """Write the base of an adapter into its folder, if it cannot be loaded from anywhere else.
+    """Write an adapter's base into its folder if that is the only place to load it from.
 
-    With `new`, training begins anew and writes its own base: one that is there may be cut off, or another run's.
+    A `new` run replaces a base in the folder: it may be cut off, or another run's.
     """
     model: Any = trainer.model
     folder = Path(str(trainer.args.output_dir), BASE_MODEL)
@@ -280,7 +278,7 @@ def save_base_model(trainer: Trainer, *, new: bool) -> None:
 
 
 def save_merged_model(trainer: Trainer) -> None:
-    """Write the model with its adapter merged into its weights: a checkpoint like any other, with the tokenizer."""
+    """Write a checkpoint of the model with its adapter merged into its weights, and the tokenizer."""
     if not trainer.is_world_process_zero():
         return
     folder = Path(str(trainer.args.output_dir), MERGED_MODEL)
@@ -294,7 +292,7 @@ def save_merged_model(trainer: Trainer) -> None:
 
 
 def _copy_without_saved_modules(model: PeftModel) -> Any:
-    """Copy a model with its saved modules in place: IA3 cannot merge those that have modules of their own."""
+    """Copy a model with its saved modules in place: IA3 cannot merge those with inner modules."""
     copied: Any = copy.deepcopy(model)
     for name, module in list(copied.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):

@@ -1,4 +1,4 @@
-"""The configuration of a run's model: loaded or built, checked for the task, and fitted to the asked lengths."""
+"""Load or build the configuration of a run's model, check it for the task, and fit it to the requested lengths."""
 
 import copy
 import dataclasses
@@ -31,8 +31,8 @@ def load_config(
 ) -> PreTrainedConfig:
     """Load the checkpoint's configuration, or build one from ``--model_type`` and ``--config_overrides``.
 
-    `preset` is the size of a new model for which no field is given, where the architecture has named sizes. `role` has
-    fields that make an architecture of several roles take that of the task, where it has them.
+    `preset` is the size of a new model without overrides, if its architecture has presets. `role` holds the fields
+    that fit an architecture with several roles to the task; fields that it lacks are ignored.
 
     Raises:
         ValueError: The model type is unknown or has no class for the task, an override does not fit, or the folder is
@@ -51,7 +51,7 @@ def load_config(
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
         raise ValueError(f"{source}: its architecture {config.model_type!r} has no class for {auto_class.__name__}")
-    if not config.is_encoder_decoder:  # its decoder alone is for the class of the task to make, or to refuse
+    if not config.is_encoder_decoder:  # the task's class takes the decoder alone, or refuses
         for field, value in _fitting(role, type(config)).items():
             if getattr(config, field) != value:
                 logger.warning("%s: %s is set to %s.", source, field, value)
@@ -84,7 +84,7 @@ def _new_config(
 
 
 def _read_config(model_args: ModelArguments, flag: str, source: str) -> PreTrainedConfig:
-    """Read the named configuration, or that of the model to which a named adapter belongs."""
+    """Read the named configuration, or that of a named adapter's base."""
     base = adapter_base(model_args)
     if base is not None:
         _check_start_from_adapter(model_args)
@@ -107,8 +107,8 @@ def _check_start_from_adapter(model_args: ModelArguments) -> None:
     for flag in ("init_from", "peft", "config_name"):
         if (value := getattr(model_args, flag)) is not None:
             raise ValueError(
-                f"--{flag} {value} cannot be combined with --model_name_or_path {name}, which is an adapter: go on "
-                "training it without that flag, or start from a model with the adapter merged (--merge_adapter)"
+                f"--{flag} {value} cannot be combined with --model_name_or_path {name}, which is an adapter: continue "
+                "its training without that flag, or start from a model with the adapter merged (--merge_adapter)"
             )
     check_checkpoint_folder("model_name_or_path", str(name), ("adapter_config.json",), ADAPTER_FILES)
 
@@ -119,7 +119,7 @@ def _build_without_memory(auto_class: Any, config: PreTrainedConfig) -> PreTrain
 
 
 def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model without memory, so that what its class refuses is refused before data are read."""
+    """Build the model without memory, so that its class refuses a configuration before data are read."""
     model = _build_without_memory(auto_class, config)
     if model.main_input_name != "input_ids":
         raise ValueError(
@@ -158,7 +158,7 @@ def _config_class(model_type: str, auto_class: Any) -> type[PreTrainedConfig]:
 
 
 def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) -> None:
-    """Raise a ValueError if the name is a local folder (or looks like one) that lacks what a checkpoint has."""
+    """Raise a ValueError if the name is, or looks like, a local folder that lacks a checkpoint's files."""
     folder = Path(name)
     if not folder.exists():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -168,7 +168,7 @@ def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) ->
         raise ValueError(f"--{flag} {name} is a file; it must be a checkpoint folder or a Hub id")
     if was_cut_off(folder):
         raise ValueError(
-            f"--{flag} {name} does not hold a whole model: its saving was cut off. Run the command that trained it "
+            f"--{flag} {name} does not hold a complete model: its saving was cut off. Run the command that trained it "
             "again, with --resume_from_checkpoint auto"
         )
     missing = [names[0] for names in required if not any((folder / entry).is_file() for entry in names)]
@@ -179,7 +179,7 @@ def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) ->
 
 
 def hub_arguments(model_args: ModelArguments, base: Base | None = None) -> dict[str, Any]:
-    """Arguments of `from_pretrained` about the Hub; with `base`, for loading an adapter's base."""
+    """Return the Hub's arguments of `from_pretrained`; with `base`, those to load an adapter's base."""
     return {
         "cache_dir": model_args.cache_dir,
         "revision": model_args.model_revision if base is None else base.revision,
@@ -196,16 +196,16 @@ def fit_positions(
     *,
     permitted: bool = True,
 ) -> int | None:
-    """Lengthen a new model's position embeddings to the asked lengths; check those of a checkpoint.
+    """Lengthen a new model's position embeddings to the requested lengths; check those of a checkpoint.
 
-    `asked` has, by the configuration field that limits a length, the flags that ask for one and their values. A model
-    with an adapter cannot be lengthened; the configuration is changed in place.
+    `asked` maps each configuration field that limits a length to the flags that request one, with their values. The
+    configuration changes in place. A model with an adapter cannot be lengthened.
 
     Returns:
-        The length to which a checkpoint's position embeddings must be resized once it is loaded, if any.
+        The length to which a checkpoint's position embeddings must be resized after loading, if any.
 
     Raises:
-        ValueError: A checkpoint's embeddings are shorter than the asked length and may or can not be lengthened.
+        ValueError: A checkpoint's embeddings are too short, and may not or cannot be lengthened.
     """
     permitted = permitted and not uses_adapter(model_args)
     resized = None

@@ -1,4 +1,4 @@
-"""The labels of a classifier: the data's and the checkpoint's, and which ids they get."""
+"""Settle the labels of a classifier and their ids, from the data and the checkpoint."""
 
 import logging
 
@@ -15,11 +15,11 @@ def settle_labels(
 ) -> Labels:
     """Decide on the labels and their ids, and write them into the configuration.
 
-    A checkpoint keeps its own ids where it knows the same names, or where the data have integers in place of names; it
-    is given the data's labels if it is going to be trained on them.
+    A checkpoint keeps its own ids if it knows the same names, or if the data have integers in place of names. If it
+    is trained on the data, it may take their labels instead.
 
     Raises:
-        ValueError: The checkpoint has other labels, or there are none to learn, or only one, or numbers are smoothed.
+        ValueError: The checkpoint has other labels, there are fewer than two to learn, or numbers are smoothed.
     """
     new, training = model_args.is_new, training_args.do_train
     own: tuple[str, ...] = () if new else tuple(name for _, name in sorted((config.id2label or {}).items()))
@@ -49,7 +49,7 @@ def settle_labels(
 
 
 def _as_in_checkpoint(found: Labels | None, own: tuple[str, ...], *, training: bool) -> Labels | None:
-    """Give the data's labels the checkpoint's names and ids; None where they do not fit."""
+    """Give the data's labels the checkpoint's names and ids; None if they do not fit."""
     if found is None or found.are_numbers:
         fits = found is None or len(own) == 1
         return Labels(() if len(own) == 1 else own) if fits else None

@@ -1,6 +1,6 @@
-"""The learning rates at which new models learn: one table, and how the scripts use it.
+"""The learning rates of new models: one table, and how the scripts use it.
 
-Transformers' default is a rate for fine-tuning, at which a new model hardly leaves its initial weights.
+Transformers' default is a rate for fine-tuning; at that rate, a new model hardly leaves its initial weights.
 """
 
 import logging
@@ -23,11 +23,10 @@ class Rate(NamedTuple):
     """The peak learning rate of AdamW for one size of an architecture.
 
     Attributes:
-        size: What has this size: a preset, or else in words.
+        size: The preset of this size, or a description.
         hidden_size: Its width.
         value: The rate.
-        source: Where the rate is from. What is recorded "by width" is the rate of another size, times that one's width
-            over this one's.
+        source: Where the rate comes from. "By width" means the rate of another size, times its width over this one's.
     """
 
     size: str
@@ -63,13 +62,13 @@ RATES: dict[str, tuple[Rate, ...]] = {
     "srformer_bart": (Rate("the default size", 1024, 3e-4, "not measured: SPADE base's by width"),),
     "srformer_t5": (Rate("the default size", 512, 1e-3, "not measured"),),
 }
-"""Model type → its rates; of sizes that are equally near, the first counts."""
+"""Model type → its rates; of equally near sizes, the first counts."""
 
 
 def recorded_rate(config: PreTrainedConfig, preset: str | None = None) -> Rate | None:
-    """Return the rate of the size whose width is nearest to a model's; None for an architecture without a record.
+    """Return the rate of the size whose width is nearest to a model's; None for an unknown architecture.
 
-    Between sizes of the same width, the preset that the model was made from decides.
+    Among sizes of the same width, the model's preset decides.
     """
 
     def distance(rate: Rate) -> tuple[float, bool]:
@@ -85,9 +84,9 @@ def fit_learning_rate(
     config: PreTrainedConfig,
     given: Set[str],
 ) -> None:
-    """Train a new model of a small run at the recorded rate; of another run, warn if its rate is one for fine-tuning.
+    """Set the recorded rate in a small run of a new model; in other runs, warn about a rate for fine-tuning.
 
-    The rate follows from the command line alone: a run that is resumed finds the one that it began with.
+    The rate follows from the command line alone, so a resumed run finds the one that it started with.
     """
     if not training_args.do_train or not model_args.is_new:
         return

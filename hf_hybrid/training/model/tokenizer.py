@@ -1,4 +1,4 @@
-"""The tokenizer of a run: loaded, made of bytes or trained, and a new model's configuration fitted to it."""
+"""Load, make or train the tokenizer of a run, and fit a new model's configuration to it."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the named tokenizer, or the checkpoint's, or make one of bytes, and fit a new model's configuration to it.
 
-    A run that is resumed uses its checkpoint's tokenizer instead of training it again.
+    A resumed run uses its checkpoint's tokenizer instead of training it again.
 
     Returns:
-        The tokenizer, or None: then one must be trained once there are data.
+        The tokenizer, or None if one must be trained on the data.
 
     Raises:
         ValueError: The tokenizer cannot be loaded, has no end-of-sequence token, or is larger than the vocabulary.
@@ -60,11 +60,7 @@ def load_tokenizer(
 
 
 def check_tokenizer_source(tokenizer: PreTrainedTokenizerBase | None, data_args: DataArguments) -> None:
-    """Check that there is something to train a tokenizer on, as far as that can be seen before data are loaded.
-
-    Raises:
-        ValueError: Only files are named, and none of them for training.
-    """
+    """Raise a ValueError if a tokenizer must be trained and only files are named, none of them for training."""
     if tokenizer is None and data_args.dataset_name is None and data_args.train_file is None:
         raise ValueError(NO_TOKENIZER)
 
@@ -75,7 +71,7 @@ def train_new_tokenizer(
     """Train a tokenizer and fit a new model's configuration to it.
 
     Raises:
-        ValueError: There is nothing to train it on, or it is larger than the vocabulary.
+        ValueError: There is no training split, or the tokenizer is larger than the vocabulary.
     """
     if split is None:
         raise ValueError(NO_TOKENIZER)
@@ -114,7 +110,7 @@ def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) ->
 
 
 def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the ids that a tokenizer can give, gaps included: one more than the largest."""
+    """Return the number of a tokenizer's ids, gaps included: one more than the largest."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -130,8 +126,8 @@ def fit_config_to_tokenizer(
     """Set the vocabulary size and the special ids of a new model's configuration, in place.
 
     A field such as ``decoder_start_token_id`` or ``forced_eos_token_id`` keeps its role: if the architecture's default
-    is its own ``eos_token_id``, it becomes the tokenizer's. Where an encoder-decoder has no default start, generation
-    starts with bos, or with pad where the architecture or the tokenizer has no bos (the T5 family).
+    is its own ``eos_token_id``, it becomes the tokenizer's. If an encoder-decoder has no default start, generation
+    starts with bos, or with pad if the architecture or the tokenizer has no bos (the T5 family).
 
     Raises:
         ValueError: The given vocabulary is smaller than the tokenizer's.

@@ -1,4 +1,4 @@
-"""The model of a run: new, loaded, or started from another architecture's checkpoint, and fitted to its tokenizer."""
+"""Build or load the model of a run, or start it from another architecture's checkpoint; fit it to its tokenizer."""
 
 import logging
 from typing import Any
@@ -29,15 +29,14 @@ def load_model(
     *,
     ignore_mismatched_sizes: bool | None = None,
 ) -> PreTrainedModel:
-    """Build a new model, or load the checkpoint and lengthen its embeddings as far as needed.
+    """Build a new model, or load the checkpoint and lengthen its embeddings if needed.
 
-    The seed of the training arguments is that of new weights, whatever ran before. Weights that the checkpoint lacks,
-    such as a head, may be new if the model is going to be trained. With `ignore_mismatched_sizes`, weights of another
-    shape are treated like missing ones; it is None where the script has no such flag. `positions` is what
-    `fit_positions` returned.
+    The seed of the training arguments draws new weights, whatever ran before. A model that is trained may lack weights
+    in its checkpoint, such as a head: they are new. `ignore_mismatched_sizes` treats weights of another shape like
+    missing ones; it is None if the script has no such flag. `positions` is what `fit_positions` returned.
 
     Raises:
-        ValueError: The model cannot be built, or the checkpoint cannot be read, or lacks weights or holds others.
+        ValueError: The model cannot be built, or the checkpoint cannot be read or does not fit the model.
     """
     set_seed(training_args.seed)
     if model_args.is_new:
@@ -52,7 +51,7 @@ def load_model(
         if uses_adapter(model_args):
             freeze_loaded(model, missing)
         _fit_to_tokenizer(model, tokenizer, model_args)
-    if model_args.init_from is not None:  # whether its head is tied, its weights have said
+    if model_args.init_from is not None:  # only its weights tell whether its head is tied
         check_resumed_model(model.config, resume_from, new=False)
     if positions is not None:
         model.resize_position_embeddings(positions)
@@ -66,7 +65,7 @@ def _load(
     config: PreTrainedConfig,
     ignore_mismatched_sizes: bool | None,
 ) -> tuple[Any, list[str]]:
-    """Load the checkpoint: the model, and the names of the weights that are new."""
+    """Load the checkpoint; return the model and the names of new weights."""
     source, base = f"--model_name_or_path {model_args.model_name_or_path}", adapter_base(model_args)
     try:
         if model_args.init_type == "spade":
@@ -92,7 +91,7 @@ def _load(
             )
         raise ValueError(message) from error
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if missing and not training_args.do_train and base is None:  # what an adapter's base lacks, the adapter may have
+    if missing and not training_args.do_train and base is None:  # an adapter may have what its base lacks
         raise ValueError(
             f"{source} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}; it must "
             "be trained (--do_train) before it is used"
@@ -101,7 +100,7 @@ def _load(
 
 
 def _start_from_t5(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> tuple[Any, list[str]]:
-    """Start SPADE from the checkpoint: the model, and the names of the weights that T5 does not have."""
+    """Start SPADE from the checkpoint; return the model and the names of the weights that T5 lacks."""
     options = model_args.overrides(type(config))
     options |= {name: getattr(config, name) for name in ("id2label", "label2id", "problem_type")}  # set by the task
     options |= {name: value for name, value in hub_arguments(model_args).items() if name != "trust_remote_code"}
@@ -116,7 +115,7 @@ def _start_from_t5(model_args: ModelArguments, auto_class: Any, config: PreTrain
 
 
 def _fit_to_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, model_args: ModelArguments) -> None:
-    """Lengthen a loaded model's embedding if the tokenizer needs it, and settle the first token of generation."""
+    """Lengthen a loaded model's embedding if the tokenizer needs it, and set the first token of generation."""
     table = getattr(model.get_input_embeddings(), "weight", None)  # an adaptive embedding has several
     ids, rows = number_of_ids(tokenizer), model.config.vocab_size if table is None else table.shape[0]
     if ids > rows and uses_adapter(model_args):

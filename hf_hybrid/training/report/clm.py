@@ -26,13 +26,13 @@ _CURVES = {
     "Accuracy on the validation split": {"eval_accuracy": "share of tokens guessed"},
 }
 _READ, _WRITTEN = 128, 64
-"""The most tokens of a sample that are read, and that are written."""
+"""The most tokens that a sample reads and writes."""
 
 
 def report(
     trainer: CausalTrainer, examples: Mapping[str, Any], texts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> Contents:
-    """Scores, compared with baselines that read no context, and samples."""
+    """Make the sections: scores, compared with baselines that read no context, and samples."""
     last = "predict" if trainer.args.do_predict else "eval"
     return Contents(
         title="Language model",
@@ -56,16 +56,15 @@ def _size(rows: Any) -> str:
 def _score_tables(
     trainer: CausalTrainer, examples: Mapping[str, Any], texts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> Section:
-    """The model's scores and those of baselines that read no context."""
+    """Compare the model's scores with those of baselines that read no context."""
     tables, notes = [], []
     model: Any = trainer.model
     vocab_size: int = model.config.vocab_size
     losses = {"uniform over the vocabulary": np.full(vocab_size, math.log(vocab_size))}
     trained = examples.get("train")
-    if trained is None:
-        notes.append("The training split was not read: its frequencies are no baseline here.")
-    elif isinstance(trained, IterableDataset):
-        notes.append("The training split was streamed: its frequencies are no baseline here.")
+    if trained is None or isinstance(trained, IterableDataset):
+        reason = "not read" if trained is None else "streamed"
+        notes.append(f"The training split was {reason}: its frequencies are no baseline here.")
     else:
         tokens = np.concatenate([np.asarray(row["input_ids"]) for row in trained])
         losses["unigram frequencies"] = unigram_losses(tokens, vocab_size)
@@ -77,7 +76,7 @@ def _score_tables(
         rows: list[tuple[str, list[Cell]]] = [("this model", [metrics.get(f"{prefix}_{key}") for key in _SCORES])]
         for name, of_token in losses.items():
             loss = float(of_token[targets].mean())
-            # one of the equals: any guess of the uniform baseline is as good as any other
+            # every guess of the uniform baseline is equally good
             is_uniform = bool(np.ptp(of_token) == 0)
             guessed = 1 / vocab_size if is_uniform else float(np.mean(targets == np.argmin(of_token)))
             rows.append((name, [loss, perplexity(loss), bits_per_byte(loss, texts[split]), guessed]))
@@ -87,19 +86,19 @@ def _score_tables(
 
 
 def _targets(rows: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """The tokens that are scored."""
+    """Return the scored tokens."""
     labels = np.concatenate([np.asarray(row.get("labels", row["input_ids"]))[1:] for row in rows])
     return labels[labels != IGNORED_LABEL]
 
 
 def _samples(trainer: CausalTrainer, examples: Mapping[str, Any]) -> Section:
-    """Let the model continue the beginnings of blocks, with the likeliest token each time."""
+    """Let the model continue the beginnings of blocks greedily."""
     split = next((name for name in reversed(PREFIXES) if name in examples), None)
     if split is None:
         return Section("Samples")
     title = f"Samples of the {split} split"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return Section(title, notes=["The model is spread over processes: one of them cannot generate alone."])
+        return Section(title, notes=["The model is sharded: one process cannot generate alone."])
     model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
     tokenizer: Any = trainer.processing_class
     rows, samples = examples[split], []
@@ -116,7 +115,6 @@ def _samples(trainer: CausalTrainer, examples: Mapping[str, Any]) -> Section:
                 pad_token_id=tokenizer.pad_token_id,
             )[0, read:]
         parts = {"context": context, "true continuation": truth, "generated": written}
-        decoded = [(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()]
-        samples.append(Sample(decoded))
+        samples.append(Sample([(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()]))
     note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
     return Section(title, samples=samples, notes=[note])

@@ -1,4 +1,4 @@
-"""Curves over the steps of a training, from a trainer's log: as a picture, and as drawings inside a page."""
+"""Draw curves over the steps from a trainer's log: as a picture, and as SVG inside a page."""
 
 import io
 import math
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes  # imported where it draws: half a second that a command line need not wait for
+    from matplotlib.axes import Axes  # the functions import matplotlib: it takes half a second
 
 _MOST = 400
-"""More points are drawn as means of neighbours, in a band from the least to the greatest."""
+"""With more points, draw means of neighbours in a band from their minimum to their maximum."""
 _FEW = 30
-"""Fewer points are marked."""
+"""With fewer points, mark each."""
 _COLORS = ("#1f6fb4", "#c4520c", "#2e7d32", "#8e44ad")
 _INK, _GRID = "#24292f", "#c9cfd6"
 STYLE: Any = {
@@ -29,9 +29,9 @@ STYLE: Any = {
     "grid.color": _GRID,
     "legend.framealpha": 0.0,
     "svg.fonttype": "none",
-    "svg.hashsalt": "curves",  # the same curves, the same drawing
+    "svg.hashsalt": "curves",  # the same curves give the same drawing
 }
-"""Matplotlib's settings for every drawing of this project."""
+"""Matplotlib's settings for all drawings of this project."""
 _PAGE_COLORS = {_INK: "currentColor", _GRID: "var(--line)"} | {
     color: f"var(--series-{number})" for number, color in enumerate(_COLORS, start=1)
 }
@@ -42,9 +42,9 @@ class Panel:
     """One diagram over the steps.
 
     Attributes:
-        title: What is drawn, with its unit.
+        title: What it shows, with the unit.
         series: Step and value of each point, by the name of the curve.
-        left_out: How many values are not finite, so that there is no place for them.
+        left_out: The number of values that are not finite, which cannot be drawn.
     """
 
     title: str
@@ -53,12 +53,12 @@ class Panel:
 
 
 def find_panels(history: Sequence[Mapping[str, Any]], wanted: Mapping[str, Mapping[str, str]]) -> list[Panel]:
-    """Pick curves out of a trainer's log.
+    """Find curves in a trainer's log.
 
-    `wanted` has the logged keys and the names of their curves, for each diagram by its title.
+    `wanted` maps each diagram's title to its logged keys, and these to the names of their curves.
 
     Returns:
-        The diagrams for which something was logged.
+        The diagrams with at least one curve.
     """
     panels = []
     for title, curves in wanted.items():
@@ -67,7 +67,7 @@ def find_panels(history: Sequence[Mapping[str, Any]], wanted: Mapping[str, Mappi
             points: dict[int, float] = {}
             for entry in history:
                 if isinstance(entry.get(key), int | float):
-                    # a second split is logged after the first, under the same name
+                    # a second split is logged later, under the same name
                     points.setdefault(entry["step"], float(entry[key]))
             finite = [(step, value) for step, value in sorted(points.items()) if math.isfinite(value)]
             left_out += len(points) - len(finite)
@@ -79,7 +79,7 @@ def find_panels(history: Sequence[Mapping[str, Any]], wanted: Mapping[str, Mappi
 
 
 def describe(panel: Panel) -> str:
-    """Say in words where each curve begins and ends: for those who cannot see it."""
+    """Describe in words where each curve begins and ends, for readers who cannot see it."""
     parts = []
     for name, points in panel.series.items():
         (first, begin), (last, end) = points[0], points[-1]
@@ -89,7 +89,7 @@ def describe(panel: Panel) -> str:
 
 
 def draw_picture(panels: Sequence[Panel], path: Path) -> None:
-    """Draw the diagrams side by side, two in a row, into a PNG."""
+    """Draw the diagrams into a PNG, two in a row."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -105,9 +105,9 @@ def draw_picture(panels: Sequence[Panel], path: Path) -> None:
 
 
 def draw_svg(panel: Panel, prefix: str) -> str:
-    """Draw a diagram as an ``svg`` element that takes its colours and its font from the page around it.
+    """Draw a diagram as an ``svg`` element that takes its colours and its font from the page.
 
-    `prefix` begins the names of its parts, which must be unique in a page.
+    `prefix` makes the names of its parts unique in the page.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

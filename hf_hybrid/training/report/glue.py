@@ -24,9 +24,9 @@ _SCORE_NAMES = {
     "combined_score": "their mean",
 }
 _GUESSES = 10
-"""How often a stratified guess is repeated."""
+"""Number of stratified guesses."""
 _MOST_LABELS = 12
-"""With more labels, confusions are listed instead of shown as a square."""
+"""With more labels, list the most frequent confusions instead of a square of all."""
 
 
 def report(
@@ -38,7 +38,7 @@ def report(
     evaluated: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Contents:
-    """Scores, compared with baselines that read no sentence; which labels are confused; and samples."""
+    """Make the sections: scores, compared with baselines that read no sentence, confused labels, and samples."""
     task, trained = data_args.task_name, datasets.get("train")
     evaluated = {name: outputs for name, outputs in evaluated.items() if outputs is not None}
     scored = {name: outputs for name, outputs in evaluated.items() if outputs.label_ids is not None}
@@ -80,7 +80,7 @@ def _score_tables(
     scores: Sequence[str],
     metrics: Mapping[str, float],
 ) -> Section:
-    """The model's scores and those of baselines that know the training labels and read no sentence."""
+    """Compare the model's scores with those of baselines that know only the training labels."""
     tables = []
     for split, outputs in scored.items():
         prefix = PREFIXES[split.removesuffix(SECOND)]
@@ -96,11 +96,10 @@ def _score_tables(
     if known is None:
         note = "The training split was not read: no baselines come from it."
     elif labels.are_numbers:
-        note = "The mean is that of the training labels; a correlation with what never changes is not defined."
+        note = "The mean is that of the training labels; a correlation with a constant is not defined."
     else:
         note = (
-            "The majority class is that of the training labels; the stratified guess draws from them, here the mean "
-            f"of {_GUESSES} draws."
+            f"The majority class is that of the training labels; the stratified guess is the mean of {_GUESSES} draws."
         )
     return Section("Scores", tables, notes=[note])
 
@@ -108,7 +107,7 @@ def _score_tables(
 def _label_baselines(
     labels: Labels, known: np.ndarray[Any, Any] | None, count: int
 ) -> dict[str, list[np.ndarray[Any, Any]]]:
-    """Answer without reading: the name of each baseline, and its answers, once or several times."""
+    """Return one or several lists of answers for each baseline, by its name."""
     if known is None:
         return {}
     if labels.are_numbers:
@@ -121,7 +120,7 @@ def _label_baselines(
 
 
 def _confusions(labels: Labels, scored: Mapping[str, Any]) -> Section:
-    """Count how often each label was taken for each other one."""
+    """Count how often each label was predicted as each other one."""
     if labels.are_numbers:
         return Section("Confusions")
     tables, size = [], len(labels.names)
@@ -170,11 +169,10 @@ def _samples(split: str, rows: Dataset, columns: tuple[str, ...], labels: Labels
             texts.append(("label", word(truth[row])))
         confidence = "" if labels.are_numbers else f", {chances[row]:.0%} sure"
         texts.append(("prediction", word(predicted[row]) + confidence))
-        if truth is None or labels.are_numbers:
-            verdict, is_right = "", None
-            if truth is not None:
-                verdict = f"off by {format_value(float(abs(predicted[row] - truth[row])))}"
-        else:
+        verdict, is_right = "", None
+        if truth is not None and labels.are_numbers:
+            verdict = f"off by {format_value(float(abs(predicted[row] - truth[row])))}"
+        elif truth is not None:
             is_right = bool(predicted[row] == truth[row])
             verdict = "right" if is_right else "wrong"
         samples.append(Sample(texts, verdict, is_right, read=len(columns)))

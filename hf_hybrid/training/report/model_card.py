@@ -1,4 +1,4 @@
-"""The model card of a run: README.md in the output folder, which is what the Hub shows of the model."""
+"""Write the model card of a run: README.md in the output folder, which the Hub shows as the model's page."""
 
 import logging
 import math
@@ -37,8 +37,8 @@ SCRIPTS = {
     "text-classification": "run_glue.py",
     "text-generation": "run_clm.py",
 }
-"""The Hub's name of a task, and the script that trains for it."""
-_METRIC_TYPES = {"matthews_correlation": "matthews_correlation", "pearson": "pearsonr", "spearmanr": "spearmanr"}
+"""The Hub's name of a task, and its training script."""
+_METRIC_TYPES = {"pearson": "pearsonr"}  # the Hub's name of a metric, if it is not ours
 _NO_SCORES = ("runtime", "samples", "per_second", "epoch", "flos", "steps", "gen_len", "tokens")
 _SPLITS = {"train": "training", "eval": "validation", "predict": "test"}
 _SAID_ELSEWHERE = {
@@ -57,9 +57,9 @@ def write_model_card(
     metrics: Mapping[str, float],
     command: Sequence[str],
 ) -> None:
-    """Write the card of what was trained: architecture, data, metrics, how it is loaded and how it was made.
+    """Write the card of a trained model: how to load it, architecture, data, metrics, and how it was made.
 
-    A card that somebody wrote, or finished, stays as it is.
+    A card that a person wrote or finished stays as it is.
     """
     if not trainer.is_world_process_zero():
         return
@@ -88,19 +88,19 @@ def write_model_card(
         "## Versions\n\n" + "\n".join(f"- {library.__name__} {library.__version__}" for library in _LIBRARIES),
     ]
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n")
-    with replacing(path) as whole:  # one that is cut off would pass for somebody's own
-        card.save(whole)
+    with replacing(path) as unfinished:  # a card that is cut off would pass for a person's
+        card.save(unfinished)
 
 
 def is_written_by_hand(text: str) -> bool:
-    """Whether a person has written or finished a card: it has no run's mark and is no empty template."""
+    """Whether a person wrote or finished a card: it has no run's mark and is not an empty template."""
     if MARK in text or "This model card has been generated automatically" in text:
         return False
     return _without_versions(text) != _without_versions(str(ModelCard.from_template(ModelCardData())))
 
 
 def _without_versions(card: str) -> str:
-    """The text of a card, without metadata and without the versions that PEFT adds where it saves an adapter."""
+    """Return the text of a card, without metadata and without the versions that PEFT adds when it saves an adapter."""
     text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
     return text.split("### Framework versions")[0].strip()
 
@@ -117,7 +117,7 @@ def _metadata(
     task: str,
     metrics: Mapping[str, float],
 ) -> ModelCardData:
-    """Make the data that the Hub searches by; a licence that nobody has chosen is "unknown", as the Hub calls it."""
+    """Make the metadata for the Hub's search; an unset licence is "unknown", the Hub's word for it."""
     own = [model.config.model_type, "hf_hybrid"] if model.config.model_type in ARCHITECTURES else []
     scores, data = _scores(metrics), data_args.dataset_name
     is_on_hub = data is not None and ":" not in data and not Path(data).exists()
@@ -147,7 +147,7 @@ def _metadata(
 
 
 def _scores(metrics: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """Choose the metrics that say how good the model is on held-out data, by the split's prefix and the metric."""
+    """Select the scores on held-out data, by the split's prefix and the metric."""
     scores = {}
     for name, value in metrics.items():
         prefix, _, metric = name.partition("_")
@@ -184,10 +184,10 @@ def _architecture(model: PreTrainedModel) -> str:
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """Choose the sizes, and every other field that differs from the architecture's default."""
+    """Select the sizes, and every other field that differs from the architecture's default."""
     try:
         default = type(config)().to_dict()
-    except Exception:  # architectures that are put together from others have no default
+    except Exception:  # architectures composed of others have no default
         default = {}
     values = config.to_dict()
     sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name, None) is not None}

@@ -1,4 +1,4 @@
-"""Write ``report.html``, a page in one file, from plain values and texts."""
+"""Write ``report.html``, one self-contained page, from plain values and texts."""
 
 import math
 import re
@@ -10,12 +10,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hf_hybrid.training.report.curves import Panel, describe, draw_svg
+from hf_hybrid.training.run_folder.files import replacing
 
 Cell = str | int | float | None
 """The content of a cell; None for an empty one."""
 
 _LONGEST, _MOST_LINES = 700, 12
-# what HTML forbids, and halves of characters that UTF-8 cannot write
+# characters that HTML forbids, and surrogates that UTF-8 cannot encode
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _LINE_END = re.compile(r"\r\n?|[\x85\u2028\u2029]")
 
@@ -28,8 +29,8 @@ class Table:
         caption: What it shows.
         columns: Headings, the first over the names of the rows.
         rows: Name and values of each row.
-        strong: Number of the row to stress; None for none.
-        shaded: Whether cells are shaded by their share in the sum of their row.
+        strong: Index of the row to highlight; None for none.
+        shaded: Whether to shade cells by their share of the row's sum.
     """
 
     caption: str
@@ -39,20 +40,20 @@ class Table:
     shaded: bool = False
 
     def share(self, row: Sequence[Cell], value: Cell) -> float:
-        """The share of a value in the sum of its row, in percent."""
+        """Return the share of a value in the sum of its row, in percent."""
         total = sum(other for other in row if isinstance(other, int | float))
         return 100 * value / total if isinstance(value, int | float) and total > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Texts to be read side by side.
+    """Texts to read side by side.
 
     Attributes:
-        texts: Each with its name.
-        verdict: A word on it.
-        right: Whether the model was right, where that can be said.
-        read: How many of the texts the model read; the others are compared.
+        texts: Name and text of each.
+        verdict: A short judgement.
+        right: Whether the model was right, if that is known.
+        read: The number of texts that the model read; the page compares the others.
     """
 
     texts: Sequence[tuple[str, str]]
@@ -63,14 +64,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. Without content it is left out.
-
-    Attributes:
-        title: Its heading.
-        tables: Tables.
-        samples: Samples.
-        notes: Remarks, such as what was not done.
-    """
+    """A part of the page, left out if it is empty; `notes` say what was not done, for example."""
 
     title: str
     tables: Sequence[Table] = ()
@@ -80,21 +74,21 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page shows, from top to bottom.
+    """The content of a page, from top to bottom.
 
     Attributes:
         title: Heading.
         summary: What was done, in a sentence.
-        tiles: A few numbers to begin with, by name.
+        tiles: A few important numbers, by name.
         facts: What was run.
-        command: The command line, in pieces that are better not broken.
+        command: The command line, in pieces that should not be broken.
         sections: Scores and samples.
         curves: Diagrams over the steps.
         measured: Time and memory.
         environment: Versions and devices.
         numbers: All metrics, by name.
         notes: What was not done.
-        code: How to go on with what was made, as lines of Python.
+        code: Lines of Python that use the result.
     """
 
     title: str
@@ -117,7 +111,7 @@ class Page:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write a page, whole or not at all."""
+    """Write a page; on an error, leave the old one."""
     environment = Environment(
         loader=PackageLoader("hf_hybrid.training.report"),
         autoescape=True,
@@ -129,25 +123,24 @@ def write_page(page: Page, path: Path) -> None:
     environment.filters["value"] = format_value
     drawings = [(describe(panel), Markup(draw_svg(panel, f"curve-{n}")), panel) for n, panel in enumerate(page.curves)]
     html = environment.get_template("report.html").render(page=page, drawings=drawings)
-    unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(html, encoding="utf-8")
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(html, encoding="utf-8")
 
 
 def clean(value: object) -> object:
-    """Replace what a page cannot hold in texts; other values pass."""
+    """Replace characters that a page cannot hold; values other than texts pass."""
     return _UNPRINTABLE.sub("�", _LINE_END.sub("\n", value)) if isinstance(value, str) else value
 
 
 def excerpt(text: str, longest: int = _LONGEST) -> str:
-    """Return the beginning of a text, with its length if that is not all of it."""
+    """Return the beginning of a text, with its full length if it is cut off."""
     text = _LINE_END.sub("\n", text)
     shown = "\n".join(text[:longest].split("\n")[:_MOST_LINES])
     return text if shown == text else f"{shown.rstrip()} … ({len(text):,} characters in all)"
 
 
 def format_value(value: Cell) -> str:
-    """Write a value for people: four digits of a fraction, groups of three of a large number."""
+    """Format a value for reading: four digits of a fraction, groups of three digits of a large number."""
     if value is None:
         return "–"
     if isinstance(value, str):

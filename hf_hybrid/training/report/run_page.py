@@ -1,4 +1,4 @@
-"""Put the report of a run together: from its Trainer, its measurements and its task."""
+"""Put the report of a run together from its Trainer, its measurements and its task."""
 
 import logging
 import os
@@ -34,29 +34,29 @@ _WORK = {"do_train": "trained", "do_eval": "evaluated", "do_predict": "predicted
 
 
 def choose_rows(count: int, wanted: int = _SAMPLES) -> list[int]:
-    """Draw rows to show at random, but the same ones each time, in order."""
+    """Draw rows at random, the same ones each time, and return them in order."""
     return sorted(random.Random(_SEED).sample(range(count), min(wanted, count)))
 
 
 def guarded(what: str, work: Callable[[], Any]) -> Any:
-    """Do work that a run can do without; if it fails, warn with the reason and return None."""
+    """Do optional work of a run; if it fails, warn with the reason and return None."""
     try:
         return work()
-    except Exception as error:  # whatever it is, the results are there and must not look lost
+    except Exception as error:  # whatever it is, the results are saved and must not look lost
         logger.warning("%s is left out. %s: %s", what, type(error).__name__, error)
         return None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a task has to show.
+    """A task's part of the report.
 
     Attributes:
         title: What the script does.
-        sizes: What each split that was used holds, in words.
-        tiles: Metrics to begin with, and what to call them.
-        curves: Title of each diagram, and the logged metrics in it with the names of their curves.
-        parts: Sections by name: each is made, or fails, alone.
+        sizes: The size of each used split, in words.
+        tiles: The most important metrics, and their names on the page.
+        curves: Title of each diagram, and its logged metrics with the names of their curves.
+        parts: Functions that make the sections, by name; if one fails, the others remain.
     """
 
     title: str
@@ -75,12 +75,12 @@ def write_report(
     command: Sequence[str],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Write ``report.html``, and ``curves.png`` if something was trained; never fail because of it."""
+    """Write ``report.html``, and ``curves.png`` if something was trained; a failure is only a warning."""
     folder = Path(str(trainer.args.output_dir))
     path = _path(folder, trainer)
 
     def write() -> None:
-        path.unlink(missing_ok=True)  # if this one fails, no older one passes for it
+        path.unlink(missing_ok=True)  # if this report fails, an older one must not pass for it
         contents, curves = task(), []
         if trainer.args.do_train:
             curves = find_panels(trainer.state.log_history, {**contents.curves, **_OPTIMIZATION})
@@ -113,8 +113,7 @@ def write_report(
 
 def _path(folder: Path, trainer: ScriptTrainer) -> Path:
     """Choose the report's file; a run without training keeps another run's report, unless it may overwrite it."""
-    path = folder / REPORT_FILE
-    number = 2
+    path, number = folder / REPORT_FILE, 2
     while not trainer.args.do_train and not trainer.args.overwrite_output_dir and path.exists():
         path = folder / REPORT_FILE.replace(".", f"-{number}.")
         number += 1
@@ -124,7 +123,7 @@ def _path(folder: Path, trainer: ScriptTrainer) -> Path:
 def _summary(trainer: ScriptTrainer) -> str:
     done = [word for flag, word in _WORK.items() if getattr(trainer.args, flag)]
     if not trainer.measurements.step_seconds:
-        done = [word for word in done if word != _WORK["do_train"]]  # it was finished before
+        done = [word for word in done if word != _WORK["do_train"]]  # training was finished before
     words = f"{', '.join(done[:-1])} and {done[-1]}" if len(done) > 1 else "".join(done)
     finished = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC")
     return f"A run that {words or 'did nothing'}, finished on {finished}. All numbers were measured in it."
@@ -205,7 +204,7 @@ def _duration(seconds: float) -> str:
 
 
 def environment(device: torch.device, processes: int = 1) -> dict[str, Cell]:
-    """List versions and devices, on which the numbers depend."""
+    """List the versions and devices on which the numbers depend."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU: {_cpu_name()}",
         "cores": os.cpu_count(),

@@ -19,7 +19,7 @@ CURVES = {
     "Loss (nats per token)": {"loss": "training", "eval_loss": "validation"},
     "ROUGE on the validation split (%)": {f"eval_{key}": name for key, name in _ROUGE.items() if key != "rougeLsum"},
 }
-"""The diagrams over the steps: the logged metrics in each, and their names."""
+"""The title of each diagram over the steps, its logged metrics, and their names."""
 
 
 def report(
@@ -31,12 +31,12 @@ def report(
     evaluated: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Contents:
-    """Scores, compared with summaries that need no model, and samples."""
+    """Make the sections: scores, compared with summaries that need no model, and samples."""
     tokenizer: Any = trainer.processing_class
 
     @cache
     def texts() -> dict[str, dict[str, list[str]]]:
-        """Documents, references and summaries of each split for which summaries were generated."""
+        """Return documents, references and summaries of each split with generated summaries."""
         return {
             name: {
                 "document": list(first_examples(splits[name], data_args.limits[name])[columns[0]]),
@@ -63,8 +63,8 @@ def report(
 def _score_tables(
     texts: dict[str, dict[str, list[str]]], train: Dataset | None, summary_column: str, metrics: Mapping[str, float]
 ) -> Section:
-    """The model's scores and those of summaries that need no model, on the same references."""
-    tables, notes = [], []
+    """Compare the model's scores with those of summaries that need no model, on the same references."""
+    tables = []
     pool = [] if train is None else list(train[summary_column])
     for split, of in texts.items():
         first = [(split_sentences(document) or [""])[0] for document in of["document"]]
@@ -77,20 +77,19 @@ def _score_tables(
         caption = f"ROUGE on the {split} split, {len(first):,} documents, in percent"
         tables.append(Table(caption, ("", *_ROUGE.values()), rows, strong=0))
     if not texts:
-        notes.append("No summaries were generated (--predict_with_generate), so there are no scores of them.")
+        note = "No summaries were generated (--predict_with_generate), so there are no scores of them."
     else:
-        notes.append(
-            "References are cut off where those of the model are. The lead baseline is as long as the median training "
-            "summary."
+        note = "References are cut off where those of the model are. "
+        note += (
+            "The lead baseline is as long as the median training summary."
             if pool
-            else "References are cut off where those of the model are. The training split was not read: no baselines "
-            "come from it."
+            else "The training split was not read: no baselines come from it."
         )
     losses = {split: metrics[f"{prefix}_loss"] for split, prefix in PREFIXES.items() if f"{prefix}_loss" in metrics}
     if losses:
         rows = [(f"{split} split", [loss]) for split, loss in losses.items()]
         tables.append(Table("Loss, in nats per token of the references", ("", "this model"), rows))
-    return Section("Scores", tables, notes=notes)
+    return Section("Scores", tables, notes=[note])
 
 
 def _samples(texts: dict[str, dict[str, list[str]]]) -> Section:

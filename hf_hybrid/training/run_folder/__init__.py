@@ -1,1 +1,1 @@
-"""The folder of a run on the disk: whole checkpoints, resuming, what is refused and deleted, what goes to the Hub."""
+"""The folder of a run: complete checkpoints, resuming, what a run refuses or deletes, and upload to the Hub."""

@@ -1,4 +1,4 @@
-"""Checkpoints: the markers that tell a whole one from one whose saving was cut off, and what is wrong with one."""
+"""Checkpoints: mark complete ones, recognise those whose saving was cut off, and say what is wrong with one."""
 
 import contextlib
 import hashlib
@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 from hf_hybrid.training.run_folder.files import MARKER, UNFINISHED, WEIGHTS_FILES, replacing, sync
 
-_SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states: FSDP, DeepSpeed
+_SHARDED = ("pytorch_model_fsdp*", "global_step*")  # folders of weights and optimizer states of FSDP, DeepSpeed
 
 
 def begin_saving(folder: Path) -> None:
-    """Say that what is in the folder is not to be trusted from now on."""
+    """Mark a folder as incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / UNFINISHED).touch()
     sync(folder / UNFINISHED)
@@ -27,21 +27,21 @@ def begin_saving(folder: Path) -> None:
 
 
 def finish_saving(folder: Path) -> None:
-    """Say that what was saved into the folder is whole."""
+    """Remove the mark of an incomplete folder."""
     (folder / UNFINISHED).unlink(missing_ok=True)
     sync(folder)
 
 
 @contextlib.contextmanager
 def saving_into(folder: Path) -> Iterator[None]:
-    """Save a model into a folder that is not to be trusted until all of it is there."""
+    """Mark a folder as incomplete while a model is saved into it."""
     begin_saving(folder)
     yield
     finish_saving(folder)
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Write a checkpoint's marker, once all of its files are on the disk."""
+    """Write a checkpoint's marker once all of its files are on the disk."""
     files = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         name = path.relative_to(checkpoint).as_posix()
@@ -55,14 +55,14 @@ def mark_complete(checkpoint: Path) -> None:
 
 
 def was_cut_off(folder: Path) -> bool:
-    """Whether a model or a checkpoint was being saved into the folder when the process ended."""
+    """Whether the process ended while it saved a model or a checkpoint into the folder."""
     return (folder / UNFINISHED).exists()
 
 
 def faults_on_disk(checkpoint: Path) -> list[str]:
-    """What is wrong with a checkpoint's files, as far as its marker tells; nothing if it has none.
+    """List what is wrong with a checkpoint's files according to its marker; nothing if it has none.
 
-    All files are read. Files that the marker does not know were put there later, and do not count.
+    Reads all files. Files that the marker does not list were added later and do not count.
     """
     if was_cut_off(checkpoint):
         return ["its saving was cut off"]
@@ -92,19 +92,16 @@ def _checksum(path: Path) -> str:
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
-    """The checkpoints in a run's folder that can be resumed from, by step; half-written and damaged ones are left out.
-
-    All of their files are read.
-    """
+    """List the checkpoints in a run's folder that can be resumed from, by step. Reads all of their files."""
     return [str(path) for path in list_checkpoints(Path(folder)) if not faults(path)]
 
 
 def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
-    """Why a checkpoint cannot be resumed from; nothing if it can.
+    """List why a checkpoint cannot be resumed from; nothing if it can.
 
-    A checkpoint without a marker of its completeness was saved by plain transformers, and is taken if it has the files
-    that it needs, none of them cut off, unless its neighbours have markers: then it was being saved, or deleted, when
-    the run was cut off. Where the user `named` it, the neighbours do not count.
+    A checkpoint without a marker comes from plain transformers: it counts as complete if it has the files that it
+    needs and none is cut off. But if its neighbours have markers, it was being saved or deleted when the run ended.
+    The neighbours do not count if the user `named` the checkpoint.
     """
     if found := faults_on_disk(checkpoint):
         return found
@@ -116,14 +113,14 @@ def faults(checkpoint: Path, *, named: bool = False) -> list[str]:
     if not any(path.is_dir() for pattern in _SHARDED for path in checkpoint.glob(pattern)):
         needed |= {"model.safetensors": WEIGHTS_FILES, "optimizer.pt": ("optimizer.pt", "optimizer.bin")}
         needed["scheduler.pt"] = ("scheduler.pt",)  # without it, Trainer would leave out the optimizer too
-    missing = [
+    found = [
         f"{name} missing" for name, files in needed.items() if not any((checkpoint / file).is_file() for file in files)
     ]
-    return [*missing, *(f"{path.name} damaged" for path in sorted(checkpoint.iterdir()) if _is_cut_off(path))]
+    return found + [f"{path.name} damaged" for path in sorted(checkpoint.iterdir()) if _is_cut_off(path)]
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Whether a file of a checkpoint ends too early or is something else, as far as that shows without a marker."""
+    """Whether a file of a checkpoint is visibly cut off or of another format."""
     if path.is_dir():
         return False
     if path.suffix in (".pt", ".pth"):
@@ -140,12 +137,12 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders named like checkpoints, by step."""
+    """List the folders named like checkpoints, by step."""
     found = [path for path in folder.iterdir() if path.is_dir() and step_of(path.name) >= 0] if folder.is_dir() else []
     return sorted(found, key=lambda path: step_of(path.name))
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a checkpoint; -1 for other names."""
+    """Return the step in the name of a checkpoint; -1 for other names."""
     match = re.fullmatch(r"checkpoint-(\d+)", name)
     return int(match.group(1)) if match else -1

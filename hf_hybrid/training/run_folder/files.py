@@ -1,4 +1,4 @@
-"""The files of a run's folder: what they are called, and how each is written whole or not at all."""
+"""The files of a run's folder: their names, and how to write each one completely or leave the old one."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from hf_hybrid.training.errors import RunFailed, no_room
 
 MARKER = "complete.json"
-"""Size and checksum of each file of a checkpoint. It is written when all of them are on the disk."""
+"""Size and checksum of each file of a checkpoint, written when all of them are on the disk."""
 UNFINISHED = "_incomplete"
-"""Lies in a folder while a model or a checkpoint is saved into it. The Hub's uploads leave out such names."""
+"""Exists in a folder while a model or a checkpoint is saved into it. Uploads to the Hub skip such names."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 WEIGHTS_FILES = (
     "model.safetensors",
@@ -22,13 +22,13 @@ WEIGHTS_FILES = (
     "pytorch_model.bin.index.json",
     *ADAPTER_FILES,
 )
-"""Any one of these makes a folder hold weights."""
+"""A folder with any of these holds weights."""
 BASE_CONFIG = "base_config.json"
-"""Beside an adapter: the configuration of the model that it was trained on."""
+"""In an adapter's folder: the configuration of the model that it was trained on."""
 BASE_MODEL = "base_model"
-"""In an adapter's folder: the model that it was trained on, where that is no checkpoint of its own."""
+"""In an adapter's folder: the model that it was trained on, if that is not a checkpoint elsewhere."""
 MERGED_MODEL = "merged_model"
-"""In an adapter's folder: the model with the adapter in its weights."""
+"""In an adapter's folder: the model with the adapter merged into its weights."""
 PREDICTIONS_FILE = "generated_predictions.txt"
 REPORT_FILE, CURVES_FILE = "report.html", "curves.png"
 RESULT_FILES = (
@@ -43,20 +43,20 @@ RESULT_FILES = (
     REPORT_FILE.replace(".", "-*."),
     CURVES_FILE,
 )
-"""Patterns of what scripts write next to the model. No run writes all of it, and old files could pass for new."""
+"""Patterns of the files that scripts write next to the model. No run writes all, and old ones could pass for new."""
 CARD_FILE = "README.md"
 
 
 class CannotSave(RunFailed):
-    """There is no room for what was to be saved."""
+    """There is no room to save something."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file that is there as a whole or, as before, not at all.
+    """Replace a file only once its new content is complete.
 
     Yields:
-        Where to write; it takes the file's place at the end.
+        The path to write to; it is renamed to `path` at the end.
     """
     temporary = path.with_name(f"_{path.name}.{os.getpid()}")
     try:
@@ -64,14 +64,14 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(temporary)
         temporary.replace(path)
     except OSError as error:
-        error.filename = str(path)  # writing and closing leave it out, and nobody knows the other name
+        error.filename = str(path)  # errors of writing have no name, or the temporary one
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk and would survive a power cut."""
+    """Wait until a file, or the names in a folder, are on the disk and survive a power cut."""
     if path.is_dir() and os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -83,12 +83,12 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def explain_full_disk(folder: Path, what: str, advise: Callable[[], str]) -> Iterator[None]:
-    """Turn the many errors by which libraries report a full disk into one.
+    """Turn the different errors by which libraries report a full disk into one.
 
-    `advise` says what there is now, and how to go on.
+    `advise` says what is saved and how to continue.
 
     Raises:
-        CannotSave: There was no room.
+        CannotSave: The disk is full.
     """
     try:
         yield
@@ -105,10 +105,10 @@ def explain_full_disk(folder: Path, what: str, advise: Callable[[], str]) -> Ite
 
 
 def _being_written(error: BaseException, folder: Path) -> str:
-    """The file at which saving failed, as far as it can be known."""
+    """Return the name of the file that could not be saved, as far as it is known."""
     if isinstance(error, OSError) and error.filename is not None:
         return Path(error.filename).name
-    if isinstance(error, SafetensorError):  # it leaves no file
+    if isinstance(error, SafetensorError):  # safetensors leaves no file
         return "model.safetensors"
     files = [path for path in folder.iterdir() if path.is_file() and path.name != UNFINISHED]
     return max(files, key=lambda path: path.stat().st_mtime_ns).name if files else "the first file"

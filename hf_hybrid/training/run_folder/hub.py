@@ -1,4 +1,4 @@
-"""The Hub: whether a run can push to it, asked before it starts, and what becomes of its model if it could not."""
+"""The Hub: check before a run that it can push, and say how to push later if pushing failed."""
 
 import shlex
 
@@ -11,12 +11,12 @@ from hf_hybrid.training.errors import one_line
 
 
 def check_hub_access(training_args: TrainingArguments, token: str | None) -> None:
-    """Check that a run can push what it is asked to push; Trainer would find out once data are read.
+    """Check that a run can push, before data are read.
 
-    Training arguments without ``--hub_token`` get `token`, which downloads are made with.
+    Training arguments without ``--hub_token`` get `token`, the one for downloads.
 
     Raises:
-        ValueError: There is no token, or one that may not write, or the Hub refuses it or cannot be reached.
+        ValueError: There is no token, it may not write, or the Hub refuses it or cannot be reached.
     """
     if not training_args.push_to_hub:
         return
@@ -31,12 +31,11 @@ def check_hub_access(training_args: TrainingArguments, token: str | None) -> Non
             raise ValueError(f"--hub_model_id {training_args.hub_model_id}: {one_line(error)}") from error
     try:
         user = whoami(token=training_args.hub_token)
-    except Exception as error:  # httpx has a tree of its own, and a proxy may answer anything
+    except Exception as error:  # httpx has its own exceptions, and a proxy may answer anything
         status = getattr(getattr(error, "response", None), "status_code", None)
         problem = "refuses the token" if status in (401, 403) else "cannot be asked who the token belongs to"
         raise ValueError(f"--push_to_hub: {constants.ENDPOINT} {problem}: {one_line(error)}") from error
-    role = user.get("auth", {}).get("accessToken", {}).get("role")
-    if role == "read":
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ValueError("--push_to_hub needs a token that may write to the Hub; got one that may only read")
 
 
@@ -44,7 +43,7 @@ def push(trainer: Trainer) -> None:
     """Push what is saved in the output folder.
 
     Raises:
-        ValueError: It could not be pushed; the message says where everything is, and how to push it later.
+        ValueError: Pushing failed; the message says where everything is and how to push it later.
     """
     try:
         trainer.push_to_hub()
@@ -60,7 +59,7 @@ def push(trainer: Trainer) -> None:
 
 
 def explain_hub_error(error: BaseException) -> str:
-    """An error of the client and its causes, which alone say what the server answered."""
+    """Join the messages of an error and its causes, which contain the server's answer."""
     said: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(said) < 3:

@@ -1,4 +1,4 @@
-"""The output folder: what in it must not be written over, and what an earlier run left that must go."""
+"""The output folder: refuse to overwrite another run, and delete what an earlier one left."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def result_files(training_args: ScriptTrainingArguments, *predictions: str) -> list[str]:
-    """Names of the files that a run without training writes; `predictions` are those that a test split gives."""
+    """Return the names of the result files of a run without training; `predictions` are those of a test split."""
     scored = {"eval": training_args.do_eval, "predict": training_args.do_predict}
     files = [f"{prefix}_results.json" for prefix, is_asked in scored.items() if is_asked]
     return [*files, *predictions] if training_args.do_predict else files
@@ -41,7 +41,7 @@ def check_output_folder(
     outputs: Sequence[str],
     sources: Mapping[str, str | None],
 ) -> None:
-    """Refuse to write over another run without permission, or over what this run is made from; change nothing.
+    """Refuse to overwrite another run without permission, or what this run reads; change nothing.
 
     `sources` are the folders that the run reads, by flag.
 
@@ -66,7 +66,7 @@ def check_output_folder(
             f"--resume_from_checkpoint {resume_from}: --output_dir also holds {', '.join(whole)}, which the run would "
             "overwrite; resume from the last one, or give --overwrite_output_dir"
         )
-    if training_args.resume_from_checkpoint == "auto":  # a run may be cut off before its first save
+    if training_args.resume_from_checkpoint == "auto":  # the last run may have ended before its first save
         first = [name for name in content if step_of(name) >= 0 and was_cut_off(folder / name)]
         content = [name for name in content if name not in (BASE_MODEL, *first)]
     if content and not permitted and not resumed:
@@ -101,14 +101,13 @@ def clear_output_folder(
     outputs: Sequence[str],
     model_name_or_path: str | None,
 ) -> None:
-    """Delete what an earlier run left and this one may not replace.
+    """Delete what an earlier run left and this one might not replace.
 
     With ``--overwrite_output_dir`` these are its checkpoints, results and weights, so that nobody takes them for the
-    new run's; in a run that is resumed, checkpoints that are damaged or whose saving was cut off. Call it when
-    nothing but the work itself is left to do: what was saved before must not be lost to a typing error. The main
-    process deletes while the others wait.
+    new run's; in a resumed run, checkpoints that are damaged or cut off. Call it after all checks: a typing error
+    must not delete an earlier run. The main process deletes while the others wait.
 
-    What the run reads stays: the checkpoint that it continues from with those before it, and its start.
+    What the run reads stays: its start, and the checkpoint that it continues from with those before it.
     """
     folder = Path(str(training_args.output_dir))
     permitted = training_args.overwrite_output_dir
@@ -122,7 +121,7 @@ def clear_output_folder(
             doomed += [path for path in _stale_checkpoints(folder, resume_from) if permitted or faults(path)]
         if doomed:
             names = ", ".join(path.name for path in doomed)
-            reason = "--overwrite_output_dir" if permitted else "not whole"
+            reason = "--overwrite_output_dir" if permitted else "not complete"
             logger.warning("%s: deleting %s in %s.", reason, names, folder)
         for path in doomed:
             if path.is_dir() and not path.is_symlink():
@@ -134,14 +133,14 @@ def clear_output_folder(
 def _earlier_results(
     folder: Path, training_args: ScriptTrainingArguments, outputs: Sequence[str], model_name_or_path: str | None
 ) -> list[Path]:
-    """List what an earlier run left next to its checkpoints, without the weights that this one reads."""
+    """List what an earlier run left next to its checkpoints, except the weights that this one reads."""
     if not training_args.do_train:
         return [path for name in outputs if (path := folder / name).is_file()]
     source = None if model_name_or_path is None else Path(model_name_or_path).resolve()
     files = [*RESULT_FILES]
     if source != folder.resolve():
         files += [*WEIGHTS_FILES, "config.json", ADAPTER_CONFIG_NAME, BASE_CONFIG]
-        if (folder / ADAPTER_CONFIG_NAME).is_file():  # Trainer reads in the card what it is an adapter of
+        if (folder / ADAPTER_CONFIG_NAME).is_file():  # Trainer reads the adapter's base from the card
             files.append(CARD_FILE)
     found = [path for name in files for path in folder.glob(name) if path.is_file()]
     models = [path for name in (BASE_MODEL, MERGED_MODEL) if (path := folder / name).is_dir()]
@@ -149,7 +148,7 @@ def _earlier_results(
 
 
 def _reads_from(source: Path | None, folder: Path) -> bool:
-    """Whether a run starts from a model, or from the adapter of a model, in a folder."""
+    """Whether a run starts from a model in a folder, or from the adapter of one."""
     return source is not None and (source.is_relative_to(folder.resolve()) or source == folder.parent.resolve())
 
 
@@ -159,6 +158,6 @@ def _is_resumed(folder: Path, resume_from: str | None) -> bool:
 
 
 def _stale_checkpoints(folder: Path, resume_from: str | None) -> list[Path]:
-    """List the checkpoints that the run writes over; if it is resumed, those after the one that it goes on from."""
+    """List the checkpoints that the run overwrites; if it is resumed, those after the one that it continues from."""
     kept = step_of(Path(os.path.abspath(resume_from)).name) if resume_from and _is_resumed(folder, resume_from) else -1
     return [path for path in list_checkpoints(folder) if step_of(path.name) > kept]

@@ -1,8 +1,8 @@
-"""``--resume_from_checkpoint``, from the flag to the steps that are left.
+"""``--resume_from_checkpoint``, from the flag to the remaining steps.
 
 `find_resume_checkpoint` finds the checkpoint; `check_resumed_model`, `check_resumed_kind` and `check_resumed_adapter`
 refuse one of another model; `output_folder` keeps it and deletes the ones after it; `finish_resumed` ends a run that
-has no steps left, and Trainer resumes any other. Data, seed and flags are those of the command line.
+has no steps left, and Trainer resumes any other. Data, seed and flags come from the command line.
 """
 
 import json
@@ -21,13 +21,13 @@ from hf_hybrid.training.run_folder.files import MARKER
 logger = logging.getLogger(__name__)
 
 _NOT_COMPARED = {"architectures", "dtype", "transformers_version", "use_cache"}  # set by saving and by Trainer
-# read where weights are drawn, and never again
+# only read to initialize weights
 _STARTING_VALUES = {
     *("alpha_init", "embedding_initializer_range", "init_std", "initializer_factor", "initializer_range"),
     *("leak_init", "relative_attention_init", "score_scale_init", "threshold_init"),
 }
 _RESIZED = {"max_position_embeddings", "vocab_size"}
-# what makes an adapter's tensors, and what they do
+# what decides an adapter's tensors and what they do
 _ADAPTER_FIELDS = (
     "peft_type", "r", "lora_alpha", "use_dora", "use_rslora", "target_modules", "feedforward_modules",
     "modules_to_save", "rank_pattern", "alpha_pattern", "bias",
@@ -38,7 +38,7 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
     """Resolve ``--resume_from_checkpoint`` to a folder that can be resumed from.
 
     Raises:
-        ValueError: The named folder is no complete checkpoint, or ``true`` found none, or there is nothing to train.
+        ValueError: The folder is not a complete checkpoint, ``true`` found none, or there is nothing to train.
     """
     wanted = training_args.resume_from_checkpoint
     if wanted is None:
@@ -50,7 +50,7 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
             if not (wrong := faults(checkpoint)):
                 return str(checkpoint)
             if training_args.process_index == 0:
-                logger.warning("%s is passed over: %s.", checkpoint, " and ".join(wrong))
+                logger.warning("%s is skipped: %s.", checkpoint, " and ".join(wrong))
         if wanted == "true":
             raise ValueError(
                 f"--resume_from_checkpoint true: there is no complete checkpoint in --output_dir "
@@ -71,43 +71,41 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
 
 
 def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, new: bool) -> None:
-    """Refuse to go on training a model that is configured otherwise than the one in the checkpoint.
+    """Refuse to resume a model whose configuration differs from the checkpoint's.
 
-    Trainer loads the tensors whose names fit: without this, a run ends in a traceback or, worse, does not.
+    Trainer loads the tensors whose names fit: without this check, a run ends in a traceback or trains a wrong model.
 
-    The configuration of a model that is `new` is already fitted to tokenizer and lengths; a loaded one may yet be
-    resized.
+    The configuration of a `new` model already fits tokenizer and lengths; a loaded one may still be resized.
 
     Raises:
         ValueError: A field differs, or the checkpoint's configuration cannot be read.
     """
     if resume_from is None or not (path := Path(resume_from, "config.json")).is_file():
-        return  # sharded checkpoints may hold the states alone
+        return  # sharded checkpoints may hold states only
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["model_type"] == config.model_type:
             saved = type(config).from_dict(saved).to_dict()
     except CONFIG_ERRORS as error:
-        message = (
+        raise ValueError(
             f"--resume_from_checkpoint {resume_from}: its config.json cannot be read. {explain_config_error(error)}"
-        )
-        raise ValueError(message) from error
+        ) from error
     skipped = _NOT_COMPARED | _STARTING_VALUES | (set() if new else _RESIZED)
     before, now = (_settings(values, skipped) for values in (saved, config.to_dict()))
     for name in ["model_type", *(name for name in now if name in before)]:
         asked = now[name]
         if isinstance(before[name], list) and not isinstance(asked, list):
-            asked = [asked] * len(before[name])  # LED writes a value for all layers out
+            asked = [asked] * len(before[name])  # LED saves one value per layer
         if asked != before[name]:
             override = f" (--config_overrides {name}={before[name]})" if name != "model_type" else ""
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {name} is {before[name]!r} there and {now[name]!r} in this "
-                f"run; go on with the model that was begun{override}, or start anew in another --output_dir"
+                f"run; continue with that model{override}, or start anew in another --output_dir"
             )
 
 
 def _settings(config: dict[str, Any], skipped: Set[str]) -> dict[str, Any]:
-    """A configuration as it is read from JSON, without the fields that are no user's choice, at any depth."""
+    """Return a configuration as read from JSON, without the fields that no user sets, at any depth."""
 
     def choose(fields: dict[str, Any]) -> dict[str, Any]:
         names = (name for name in fields if not (name in skipped or name[:1] == "_" or name.endswith("_token_id")))
@@ -117,7 +115,7 @@ def _settings(config: dict[str, Any], skipped: Set[str]) -> dict[str, Any]:
 
 
 def check_resumed_kind(resume_from: str | None, *, trains_adapter: bool) -> None:
-    """Refuse to resume a run that trained an adapter with one that trains a whole model, or the other way round."""
+    """Refuse to resume an adapter's run with one that trains a whole model, or the other way round."""
     if resume_from is not None and Path(resume_from, ADAPTER_CONFIG_NAME).is_file() != trains_adapter:
         there, here = ("a whole model", "an adapter") if trains_adapter else ("an adapter", "a whole model")
         raise ValueError(
@@ -126,7 +124,7 @@ def check_resumed_kind(resume_from: str | None, *, trains_adapter: bool) -> None
 
 
 def check_resumed_adapter(config: Mapping[str, Any], resume_from: str | None) -> None:
-    """Refuse to go on training an adapter that is configured otherwise than the one in the checkpoint."""
+    """Refuse to resume an adapter whose configuration differs from the checkpoint's."""
     if resume_from is None:
         return
     saved = json.loads(Path(resume_from, ADAPTER_CONFIG_NAME).read_text(encoding="utf-8"))
@@ -136,12 +134,12 @@ def check_resumed_adapter(config: Mapping[str, Any], resume_from: str | None) ->
         if before != asked:
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {name} of its adapter is {before!r} and {asked!r} in this "
-                "run; go on with the adapter that was begun, or start anew in another --output_dir"
+                "run; continue with that adapter, or start anew in another --output_dir"
             )
 
 
 def finish_resumed(trainer: Trainer, resume_from: str | None) -> bool:
-    """Load a checkpoint that has had all the steps asked for, for Trainer would take one more; whether it has."""
+    """Load a checkpoint that has all its steps, since Trainer would take one more; return whether it has."""
     if resume_from is None:
         return False
     state = TrainerState.load_from_json(str(Path(resume_from, "trainer_state.json")))

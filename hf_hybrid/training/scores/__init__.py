@@ -1,1 +1,1 @@
-"""What each task measures of a model's predictions; the metrics themselves are in `hf_hybrid.metrics`."""
+"""The scores of each task; the metrics themselves are in `hf_hybrid.metrics`."""

@@ -1,4 +1,4 @@
-"""Scores of a language model: exact means over the tokens, of labels that are never smoothed."""
+"""Scores of a language model: exact means over the tokens, without label smoothing."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ _LARGEST = math.log(np.finfo(np.float64).max)
 
 
 def scores_by_example(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Summed loss in nats, number of right tokens, number of scored tokens: `(B, 3)`, a row at a time for memory."""
+    """Return summed loss in nats, right tokens and scored tokens: `(B, 3)`, computed row by row to save memory."""
     scores = []
     for row, targets in zip(logits[0] if isinstance(logits, tuple) else logits, labels[:, 1:], strict=True):
         scored = targets != IGNORED_LABEL
@@ -28,24 +28,24 @@ def scores_by_example(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Add up the scores of examples, as Trainer asks for it."""
+    """Add up the scores of examples, for Trainer."""
     loss, right, count = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
     mean = loss / count
-    # "loss" takes the place of Trainer's own, a mean over batches of means
+    # "loss" replaces Trainer's own, a mean of means over batches
     return {"loss": mean, "accuracy": right / count, "perplexity": perplexity(mean), "tokens": int(count)}
 
 
 def perplexity(loss: float) -> float:
-    """The perplexity of a loss in nats per token."""
+    """Return the perplexity of a loss in nats per token."""
     return math.exp(loss) if loss < _LARGEST else math.inf
 
 
 def bits_per_byte(loss: float, texts: Any) -> float:
-    """A loss in nats per token as bits per byte, at the length that the tokens of the texts have in the mean."""
+    """Convert a loss in nats per token to bits per byte by the mean number of bytes per token of the texts."""
     return loss / math.log(2) * len(joined_tokens(texts)) / sum(texts["num_bytes"])
 
 
 def joined_tokens(rows: Dataset) -> np.ndarray[Any, Any]:
-    """The tokens of all texts, four bytes each."""
+    """Return the tokens of all texts, four bytes each."""
     chunks = rows.data.column("input_ids").chunks
     return np.concatenate([chunk.flatten().to_numpy() for chunk in chunks])

@@ -10,21 +10,21 @@ from hf_hybrid.metrics import load_metric
 from hf_hybrid.metrics.glue import GLUE_SCORES
 
 SECOND = "_mismatched"
-"""Ends the name of a second validation or test split, as in MNLI, whose scores end in ``_mm``."""
+"""Suffix of a second validation or test split, as in MNLI; its scores end in ``_mm``."""
 
 
 def mark_second(metrics: dict[str, float], split: str) -> dict[str, float]:
-    """Tell the metrics of a second split from those of the first."""
+    """Append ``_mm`` to the metrics of a second split."""
     return {f"{name}_mm": value for name, value in metrics.items()} if split.endswith(SECOND) else metrics
 
 
 def score_names(task: str | None) -> tuple[str, ...]:
-    """What an evaluation reports."""
+    """Return the names of the metrics that an evaluation reports."""
     return ("loss", "accuracy", "mse") if task is None else ("loss", *GLUE_SCORES[task], "combined_score")
 
 
 def compute_metrics(task: str | None, labels: Labels, prediction: EvalPrediction) -> dict[str, float]:
-    """Score predictions, as Trainer asks for it."""
+    """Score predictions, for Trainer."""
     return score(task, labels, outputs_of(prediction.predictions, labels), prediction.label_ids)
 
 
@@ -41,18 +41,18 @@ def score(task: str | None, labels: Labels, outputs: Any, references: Any) -> di
 
 
 def logits_of(predictions: Any) -> np.ndarray[Any, Any]:
-    """A model's logits, the first of its outputs."""
+    """Return a model's logits, the first of its outputs."""
     return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
 
 
 def outputs_of(predictions: Any, labels: Labels) -> np.ndarray[Any, Any]:
-    """Predicted numbers, or ids of predicted labels."""
+    """Return predicted numbers, or ids of predicted labels."""
     logits = logits_of(predictions)
     return logits[:, 0] if labels.are_numbers else np.argmax(logits, axis=1)
 
 
 def _ids_of_task(task: str, labels: Labels) -> np.ndarray[Any, Any]:
-    """The task's own id of each label of the model: scores such as F1 depend on which label is 1."""
+    """Return the task's id of each label of the model: scores such as F1 depend on which label is 1."""
     known, names = GLUE_TASKS[task].labels, [name.casefold() for name in labels.names]
     if not set(known) <= set(names):
         return np.arange(len(names))

@@ -1,4 +1,4 @@
-"""Scores of generated summaries: ROUGE, and how long they are."""
+"""Scores of generated summaries: ROUGE and length."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from hf_hybrid.metrics import load_metric
 METRICS = ("loss",)
 """What an evaluation reports."""
 GENERATED_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len")
-"""What an evaluation that generates summaries reports too."""
+"""What an evaluation with generated summaries also reports."""
 _CHUNK = 200
 
 
 def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """ROUGE-1, -2, -L and -Lsum in percent: the mean over the pairs, with stemming, rounded to four digits."""
+    """Return ROUGE-1, -2, -L and -Lsum in percent: means over the pairs, with stemming, rounded to four digits."""
     metric = load_metric("rouge")
     scores: dict[str, list[float]] = {}
     chunks = range(0, len(predictions), _CHUNK)
@@ -36,7 +36,7 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, outputs: Any) -> list[str]:
-    """The texts of generated ids, or of labels."""
+    """Return the texts of generated ids or of labels."""
     ids = _ids(outputs)
     ids = np.where(ids < 0, tokenizer.pad_token_id, ids)  # Trainer pads with -100 across batches
     return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
@@ -47,7 +47,7 @@ def _ids(predictions: Any) -> Any:
 
 
 def compute_metrics(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:
-    """Score generated summaries, as Trainer asks for it."""
+    """Score generated summaries, for Trainer."""
     ids = _ids(prediction.predictions)
     scores = rouge_scores(decode(tokenizer, ids), decode(tokenizer, prediction.label_ids))
     lengths = np.sum((ids != tokenizer.pad_token_id) & (ids >= 0), axis=1)

@@ -1,4 +1,4 @@
 """What the scripts add to transformers' Trainer.
 
-`script_trainer` has every method of Trainer that is overridden, each once; the other files are what these call.
+`script_trainer` overrides methods of Trainer, each in one place, and calls the other files.
 """

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP and errors in training: finish the step, save what is done, and say how to go on."""
+"""Handle Ctrl-C, SIGTERM, SIGHUP and errors in training: finish the step, save, and say how to continue."""
 
 import contextlib
 import logging
@@ -32,12 +32,11 @@ if hasattr(signal, "SIGHUP"):  # not on Windows
 
 
 class _Watch(TrainerCallback):
-    """Knows which steps are done and saved, and ends training after the running step once it was asked to."""
+    """Knows which steps are done and saved, and ends training after the current step on request."""
 
     def __init__(self, trainer: ScriptTrainer) -> None:
         self.trainer = trainer
         self.signal: int | None = None
-        self.begun_at: int | None = None
         self.saved_at: int | None = None
         self._optimizing: int | None = None
         self._snapshot: dict[str, Any] = {}
@@ -48,35 +47,35 @@ class _Watch(TrainerCallback):
         return self._optimizing != self.trainer.state.global_step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training begins; its first weights need no saving."""
-        self.begun_at = self.saved_at = state.global_step
+        """Note the first step; its weights need no saving."""
+        self.saved_at = state.global_step
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An epoch begins, whose data loader draws random numbers."""
+        """Take a snapshot: the data loader of the epoch draws random numbers."""
         self._take_snapshot()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step begins, with its batches at hand; a resumed run restores random numbers at the same two places."""
+        """Take a snapshot; a resumed run restores random numbers at the same two places."""
         if self._snapshot.get("step") != state.global_step:
             self._take_snapshot()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on, and until the step is counted, the weights are neither the old nor the new ones."""
+        """Note that from here until the step is counted, the weights are neither the old nor the new ones."""
         self._optimizing = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """A step is done; if it was asked for, save and stop."""
+        """Save and stop if requested."""
         if self.trainer.must_stop:
             control.should_training_stop = True
             control.should_save = args.save_strategy != SaveStrategy.NO
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is complete."""
+        """Note that a checkpoint is complete."""
         self.saved_at = state.global_step
 
     def _take_snapshot(self) -> None:
-        """Keep what the first part of a step changes besides gradients: random numbers and counts."""
+        """Keep what a step changes before the weights, besides gradients: random numbers and counts."""
         state = self.trainer.state
         self._snapshot = {
             "step": state.global_step,
@@ -88,10 +87,10 @@ class _Watch(TrainerCallback):
         }
 
     def go_back_to_last_step(self) -> None:
-        """Undo the first part of a step that was not finished."""
+        """Undo the first part of an unfinished step."""
         snapshot, state = self._snapshot, self.trainer.state
         if snapshot.get("step") != state.global_step:
-            return  # something failed at the end of a step, before another began
+            return  # the error came between two steps
         random.setstate(snapshot["python"])
         np.random.set_state(snapshot["numpy"])
         torch.set_rng_state(snapshot["torch"])
@@ -102,13 +101,13 @@ class _Watch(TrainerCallback):
 
 @contextlib.contextmanager
 def stop_gently(trainer: ScriptTrainer) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM, a closed terminal or an error end training without losing the steps that are done.
+    """Let Ctrl-C, SIGTERM, a closed terminal or an error end training without losing finished steps.
 
-    The first Ctrl-C, SIGTERM and SIGHUP finish the running step and save a checkpoint, in all processes after the
-    same step; a second Ctrl-C stops at once, but not several processes: torchrun forwards the first one to them twice.
-    After an error a checkpoint of the last finished step is saved, unless the weights are not those of any step, or
-    the error came out of saving, or there are several processes of which one alone failed. Signals that the process
-    was started to ignore, as nohup does, stay ignored; in a thread, all are left alone.
+    The first Ctrl-C, SIGTERM or SIGHUP finishes the current step and saves a checkpoint, in all processes after the
+    same step. A second Ctrl-C stops at once, but only a single process: torchrun forwards the first one twice. After
+    an error, save a checkpoint of the last finished step, unless the weights are between two steps, saving failed, or
+    only one of several processes failed. Signals that the process ignored from its start, as with nohup, stay ignored;
+    in a thread, no signal is handled.
 
     Raises:
         KeyboardInterrupt: Training was stopped; the message says where, and how to continue. After SIGTERM it is a
@@ -121,7 +120,7 @@ def stop_gently(trainer: ScriptTrainer) -> Iterator[None]:
             yield
         except Exception as error:
             note = _save_after_error(watch, error)
-            if watch.signal is not None:  # which also ends processes that training needs, such as those that load data
+            if watch.signal is not None:  # the signal may also have ended processes that load data
                 raise _interrupt(watch, f"{note} What failed meanwhile: {one_line(error)}") from error
             if note:
                 error.add_note(note)
@@ -143,7 +142,7 @@ def _signals_noted(watch: _Watch) -> Iterator[None]:
     owner, alone = os.getpid(), watch.trainer.args.world_size <= 1
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # processes that load data inherit this; the main one tells them when to end
+        if os.getpid() != owner:  # processes that load data inherit this handler; the main one ends them
             return
         if watch.signal is not None and signum == signal.SIGINT and alone:
             raise KeyboardInterrupt("training was stopped at once. " + how_to_continue(watch.trainer))
@@ -165,7 +164,7 @@ def _signals_noted(watch: _Watch) -> Iterator[None]:
 
 
 def _silence_closed_terminal() -> None:
-    """Print into nowhere: an error for each printed line would keep the checkpoint from being saved."""
+    """Discard output: an error for each printed line would prevent saving the checkpoint."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"\n")
@@ -181,11 +180,9 @@ def _interrupt(watch: _Watch, advice: str) -> KeyboardInterrupt:
 
 
 def _save_after_error(watch: _Watch, error: Exception) -> str:
-    """Save a checkpoint of the last finished step if that makes sense; say whether, and how to go on."""
+    """Save a checkpoint of the last finished step if that makes sense; say whether, and how to continue."""
     trainer, step = watch.trainer, watch.trainer.state.global_step
-    if watch.begun_at is None or isinstance(
-        error, CannotSave
-    ):  # training did not begin, or the error says all of this
+    if watch.saved_at is None or isinstance(error, CannotSave):  # no training yet, or the error says it all
         return ""
     go_on = how_to_continue(trainer)
     never_saves = trainer.args.save_strategy == SaveStrategy.NO or trainer.args.save_only_model
@@ -211,7 +208,7 @@ def _save_after_error(watch: _Watch, error: Exception) -> str:
 
 
 def how_to_continue(trainer: ScriptTrainer) -> str:
-    """Say how to continue a run that was stopped."""
+    """Say how to continue a stopped run."""
     if trainer.args.save_strategy == SaveStrategy.NO:
         return "There is no checkpoint to continue from: --save_strategy is no."
     if trainer.args.save_only_model:

@@ -1,4 +1,4 @@
-"""How often a run logs its loss: often enough for a short one to be seen learning."""
+"""Choose how often a run logs its loss, so that even a short run shows whether it learns."""
 
 import math
 from collections.abc import Set
@@ -11,26 +11,23 @@ _LOGS, _MOST_STEPS = 50, 500
 
 
 def steps_between_logs(max_steps: int) -> int:
-    """Log fifty times in a run, and at least every 500 steps, transformers' default."""
+    """Return the steps between fifty logs in a run, and at most 500, transformers' default."""
     return min(_MOST_STEPS, math.ceil(max_steps / _LOGS))
 
 
 class _FitLoggingSteps(TrainerCallback):
-    """Chooses the steps between logs where training begins, which is where Trainer knows how many steps there are."""
+    """Chooses the steps between logs when training begins, since Trainer then knows the number of steps."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training begins."""
+        """Set the steps between logs."""
         args.logging_steps = state.logging_steps = steps_between_logs(state.max_steps)
 
 
 def fit_logging_steps(trainer: Trainer, resume_from: str | None, given: Set[str]) -> None:
-    """Fit the steps between logs to the length of the run, and log the first step, unless the user has said when.
+    """Fit the steps between logs to the length of the run, and log the first step, unless the user has set them.
 
-    ``--eval_steps``, which is transformers' ``--logging_steps`` where it is left out, stays as it is: it was copied
-    when the arguments were read.
-
-    A run that is resumed keeps its steps between logs: Trainer goes on with them, and warns if the arguments say
-    otherwise.
+    ``--eval_steps`` does not change: transformers copied ``--logging_steps`` into it when it read the arguments. A
+    resumed run keeps its steps between logs: Trainer uses them, and warns if the arguments differ.
     """
     if given & {"logging_steps", "logging_strategy"}:
         return

@@ -1,4 +1,4 @@
-"""How a model counts its loss, so that small batches add up to a large one exactly."""
+"""Find out how a model averages its loss, so that small batches add up exactly to a large one."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 
 def loss_counts_items(model: torch.nn.Module, inputs: dict[str, Any], items: torch.Tensor) -> bool:
-    """Whether the model divides its summed loss by ``num_items_in_batch``; decided by asking, without dropout."""
+    """Whether the model divides its summed loss by ``num_items_in_batch``; found out by two calls without dropout."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             once, twice = (model(**inputs, num_items_in_batch=factor * items)["loss"].mean() for factor in (1, 2))
-    except TypeError:  # its forward takes no such argument
+    except TypeError:  # forward takes no such argument
         return False
     finally:
         model.train(training)

@@ -1,4 +1,4 @@
-"""Measure a run: parameters, tokens, seconds, bytes."""
+"""Measure a run: parameters, tokens, time and memory."""
 
 import sys
 import time
@@ -10,15 +10,15 @@ from transformers import TrainerCallback
 
 
 class Measurements(TrainerCallback):
-    """Counters and clocks of one Trainer, for this process alone, and without the steps of a run that is resumed.
+    """Counters and clocks of one Trainer: of this process alone, without steps before a run was resumed.
 
     Attributes:
-        parameters: Of the whole model, also where it is partitioned later.
-        trainable: Those of them that are trained.
+        parameters: Number of parameters of the whole model, even if it is sharded later.
+        trainable: Number of trained parameters.
         examples: Training examples seen.
         step_seconds: From the end of each step to the end of the next, without evaluating and saving in between.
-        evaluation_seconds: In evaluation and prediction, generation and scores included.
-        resumed_at: The step that training went on from; 0 where it began anew, None where nothing was trained.
+        evaluation_seconds: Time of evaluation and prediction, including generation and scores.
+        resumed_at: The step at which training was resumed; 0 if it started anew, None if nothing was trained.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -55,11 +55,11 @@ class Measurements(TrainerCallback):
         self._since = now
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saving belongs to no step."""
+        """Leave saving out of the next step."""
         self._since = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Evaluating belongs to no step."""
+        """Add up the time of evaluating, and leave it out of the next step."""
         self.evaluation_seconds += sum(value for name, value in (metrics or {}).items() if name.endswith("_runtime"))
         self._since = time.perf_counter()
 
@@ -67,11 +67,11 @@ class Measurements(TrainerCallback):
 
 
 def _size(parameter: torch.nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # DeepSpeed leaves an empty tensor of a partitioned one
+    return getattr(parameter, "ds_numel", parameter.numel())  # DeepSpeed empties the tensor of a partitioned parameter
 
 
 def peak_memory() -> dict[str, int]:
-    """The most memory that this process has had so far, in bytes, by kind, as far as the system tells."""
+    """Return the highest memory use of this process so far, in bytes, by kind."""
     peaks = {}
     if torch.cuda.is_available():
         peaks["GPU memory allocated by torch"] = torch.cuda.max_memory_allocated()

@@ -1,4 +1,4 @@
-"""Losses that are not finite: they stop training, and are traced to the examples of a batch."""
+"""Stop training at a loss that is not finite, and name the examples of its batch."""
 
 import logging
 import math
@@ -16,16 +16,16 @@ from hf_hybrid.training.processes import Agreement
 logger = logging.getLogger(__name__)
 
 EXAMPLES = "example_positions"
-"""The key of a batch under which it carries the positions of its examples."""
+"""The key of a batch that holds the positions of its examples."""
 _SHOWN = 64
 
 
 class NonFiniteLoss(RunFailed):
-    """The loss or the gradient of a step is NaN or infinite; the weights are still those of the step before it."""
+    """The loss or the gradient of a step is NaN or infinite; the weights are those of the step before."""
 
 
 class _Numbered(NamedTuple):
-    """An example with its position; no dict, so that Trainer does not take the position for an unused column."""
+    """An example with its position; not a dict, or Trainer would drop the position as an unused column."""
 
     position: int
     example: Any
@@ -42,7 +42,7 @@ class _NumberedExamples(Dataset[_Numbered]):
         return _Numbered(int(position), self.examples[position])
 
     def __getitems__(self, positions: Sequence[int]) -> list[_Numbered]:
-        """Fetch a batch at once where the data can, as datasets do."""
+        """Fetch a batch at once if the data can, as datasets do."""
         fetch = getattr(self.examples, "__getitems__", None)
         rows = fetch(positions) if fetch else [self.examples[position] for position in positions]
         return [_Numbered(int(position), row) for position, row in zip(positions, rows, strict=True)]
@@ -53,21 +53,21 @@ class _NumberedStream(IterableDataset[_Numbered]):
         self.stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """Pass on what a stream may have besides its examples: a length, the number of its epoch, a generator."""
+        """Pass on what else a stream may have: a length, the number of its epoch, a generator."""
         if name == "stream":
             raise AttributeError(name)
         return getattr(self.stream, name)
 
     def __iter__(self) -> Iterator[_Numbered]:
         worker = get_worker_info()
-        # each worker reads a part of its own: told apart by the remainder
+        # each worker reads its own part: the remainder tells which
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for count, example in enumerate(self.stream):
             yield _Numbered(first + stride * count, example)
 
 
 def can_number(dataset: Any, trainer: Trainer) -> bool:
-    """Whether positions change nothing else: not where Trainer asks a stream for its length or for its shards."""
+    """Whether adding positions is safe: not if Trainer asks a stream for its length or its shards."""
     if not isinstance(dataset, IterableDataset):
         return hasattr(dataset, "__len__")
     sharded = trainer.args.world_size > 1 and trainer.accelerator.dispatch_batches is False
@@ -75,21 +75,18 @@ def can_number(dataset: Any, trainer: Trainer) -> bool:
 
 
 def number_examples(examples: Any) -> Dataset[Any]:
-    """Give each example its position in the data, or in an epoch of a stream.
-
-    The data are read in whatever order they were; a `NumberingCollator` takes the positions off again.
-    """
+    """Give each example its position in the data or in an epoch of a stream; `NumberingCollator` removes it again."""
     return _NumberedStream(examples) if isinstance(examples, IterableDataset) else _NumberedExamples(examples)
 
 
 class NumberingCollator:
-    """Makes batches of examples with positions, as another collator makes them of examples; adds the positions."""
+    """Wraps a collator: makes batches of numbered examples and adds their positions."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        """Collate; examples without positions give what the other collator makes of them."""
+        """Collate; examples without positions go straight to the wrapped collator."""
         if not examples or not isinstance(examples[0], _Numbered):
             return self.collate(examples)
         batch = self.collate([numbered.example for numbered in examples])
@@ -112,15 +109,15 @@ def describe_examples(positions: Sequence[int], *, stream: bool, workers: int) -
 
 
 class StepCheck:
-    """Whether the losses and the gradient of a step are finite, and which examples it is made of."""
+    """Tells whether the losses and the gradient of a step are finite, and which examples are in it."""
 
     def __init__(self, batches: Sequence[Any] = ()) -> None:
-        """Take the positions of the examples off the batches of a step."""
+        """Remove the positions of the examples from the batches of a step, and keep them."""
         self._positions = [batch.pop(EXAMPLES, None) if hasattr(batch, "pop") else None for batch in batches]
         self.losses: list[torch.Tensor] = []
 
     def is_bad(self, norm: Any, *, skips: bool) -> bool:
-        """Whether the step must not be taken; with `skips`, gradients that overflow are skipped by a scaler."""
+        """Whether the step must not be taken; with `skips`, a scaler handles gradients that overflow."""
         values = [loss.float() for loss in self.losses]
         if not skips and type(norm) in (float, torch.Tensor):
             values.append(torch.as_tensor(norm, dtype=torch.float32, device=values[0].device))
@@ -140,7 +137,7 @@ class StepCheck:
 
 
 def warn_of_scores(metrics: Mapping[str, Any]) -> None:
-    """Warn of scores that are not finite; they are reported as they are."""
+    """Warn about scores that are not finite."""
     bad = {name: value for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
     if bad:
         listed = ", ".join(f"{name} is {value}" for name, value in bad.items())

@@ -1,4 +1,4 @@
-"""Optimizer groups: state space parameters do not decay, and may learn at a rate of their own."""
+"""Optimizer groups: state space parameters have no weight decay and may have their own learning rate."""
 
 import torch
 
@@ -8,18 +8,18 @@ def separate_ssm_parameters(
 ) -> int:
     """Move a model's trained state space parameters into optimizer groups of their own, without weight decay.
 
-    Decay pulls the eigenvalues and step sizes of a state space towards values that mean something (a time constant of
-    one step), not towards "small"; S4 and its successors train them without it, often with a smaller learning rate
-    (S4, appendix D; S5, appendix G).
+    For eigenvalues and step sizes, zero is not "small" but a certain time constant, towards which decay would pull
+    them. S4 and its successors train them without it, often with a smaller learning rate (S4, appendix D; S5,
+    appendix G).
 
     Args:
-        optimizer: A new optimizer; its groups are changed in place. Calling twice changes nothing more.
-        model: The model. It may have a method ``ssm_parameters(dynamics=None)``; without one there is nothing to move.
-        learning_rate: That of the parameters that shape the memory (A, B, Δ; ``dynamics=True``); C and D keep that of
-            the first group, as all do when None.
+        optimizer: A new optimizer; its groups change in place. A second call changes nothing.
+        model: The model. Without a method ``ssm_parameters(dynamics=None)`` there is nothing to move.
+        learning_rate: Rate of the parameters that shape the memory (A, B, Δ; ``dynamics=True``); None: the rate of
+            the first group, which C and D always have.
 
     Returns:
-        How many parameter tensors were moved, or had been.
+        The number of parameter tensors in these groups.
     """
     if any(group.get("ssm") for group in optimizer.param_groups):
         return sum(len(group["params"]) for group in optimizer.param_groups if group.get("ssm"))

@@ -1,4 +1,4 @@
-"""The Trainers of the scripts: every overridden method of transformers' Trainer is here, once."""
+"""The Trainers of the scripts, with every overridden method of transformers' Trainer."""
 
 import logging
 import shutil
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 
 class ScriptTrainer(Trainer):
-    """Trainer with exact losses for every model, state space groups, and files that are whole or marked.
+    """Trainer with exact losses for every model, state space groups, and files that are complete or marked.
 
     Attributes:
-        measurements: What the run takes.
+        measurements: Counters and clocks of the run.
         agreement: Lets the processes decide together while they train.
-        stop_wished: Whether this process was asked to stop after the running step.
-        is_saving: Whether a checkpoint is being saved; it stays true when that fails.
+        stop_wished: Whether this process was asked to stop after the current step.
+        is_saving: Whether a checkpoint is being saved; it stays true if that fails.
     """
 
     args: ScriptTrainingArguments
@@ -62,7 +62,7 @@ class ScriptTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.args.logging_nan_inf_filter = False  # it hides losses that are not finite, and saves no wait for the GPU
+        self.args.logging_nan_inf_filter = False  # it would hide losses that are not finite
         self.measurements = Measurements(cast("torch.nn.Module", self.model))
         self.add_callback(self.measurements)
         self._outputs: Any = None
@@ -71,12 +71,12 @@ class ScriptTrainer(Trainer):
     # ---- several processes ----
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Prepare for several processes; where FSDP shards state spaces, autocast chooses precisions."""
+        """Prepare for several processes; if FSDP shards state spaces, autocast chooses precisions."""
         super().create_accelerator_and_postprocess()
         self._autocasts = let_autocast_choose(self.accelerator, self.model)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the context of a loss; accelerate's autocast where FSDP shards state spaces."""
+        """Return the context of a loss; accelerate's autocast if FSDP shards state spaces."""
         if self._autocasts:
             return self.accelerator.autocast()
         return super().autocast_smart_context_manager(*args, **kwargs)
@@ -95,7 +95,7 @@ class ScriptTrainer(Trainer):
         return self.stop_wished if self.args.world_size <= 1 else self._stop_agreed
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer, with the state space parameters in groups of their own."""
+        """Create the optimizer, with the state space parameters in their own groups."""
         optimizer = super().create_optimizer(model)
         rate = self.args.ssm_learning_rate
         count = separate_ssm_parameters(optimizer, cast("torch.nn.Module", model or self.model), rate)
@@ -107,7 +107,7 @@ class ScriptTrainer(Trainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:  # fmt: skip
-        """Load data; in training, batches carry the positions of their examples."""
+        """Load data; training batches hold the positions of their examples."""
         if is_training and self.is_in_train and can_number(dataset, self):
             if isinstance(dataset, datasets.Dataset):
                 dataset = self._remove_unused_columns(dataset, description)
@@ -120,7 +120,7 @@ class ScriptTrainer(Trainer):
         return NumberingCollator(super()._get_collator_with_removed_columns(data_collator, description))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the batches of a step; the positions of their examples are kept apart."""
+        """Take the batches of a step, and remove the positions of their examples."""
         batches, count = super().get_batch_samples(*args, **kwargs)
         self._step = StepCheck(batches)
         return batches, count
@@ -138,24 +138,24 @@ class ScriptTrainer(Trainer):
         """Return the loss, normalised by the label tokens of all accumulated batches.
 
         Note:
-            Trainer divides the loss by the number of accumulation steps only for models that it believes not to do so
-            themselves, and it believes it of every model whose forward takes keyword arguments. T5, BART, LED and
-            LongT5 take them and ignore them: with N accumulation steps their gradients come out N times too large.
-            Here the model is asked: if doubling ``num_items_in_batch`` does not halve its loss, the mean that it
-            returns is weighted with its share of the label tokens, which makes N small batches equal one large one.
+            Trainer leaves the division by the number of accumulation steps to every model whose forward takes keyword
+            arguments. T5, BART, LED and LongT5 take them and ignore them: with N accumulation steps, their gradients
+            come out N times too large. Here we test the model: if doubling ``num_items_in_batch`` does not halve its
+            loss, we weight the mean that it returns by its share of the label tokens. Then N small batches equal one
+            large one.
         """
         if not model.training:
-            num_items_in_batch = None  # the mean over this process's batch, not over those of all processes
-        smoothed = self.label_smoother is not None  # Trainer's own, which counts items
+            num_items_in_batch = None  # average over this process's batch, not over those of all processes
+        smoothed = self.label_smoother is not None  # Trainer's label smoothing counts items
         if num_items_in_batch is None or smoothed or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # as Trainer counts them: a language model does not predict the first token of a row
+        # count like Trainer: a language model does not predict the first token of a row
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
         items = labels.ne(IGNORED_LABEL).sum()
         if self._loss_counts_items is None:
             self._loss_counts_items = loss_counts_items(model, inputs, items)
             if not self._loss_counts_items and self.args.n_gpu > 1:
-                # DataParallel returns one mean per GPU: fall back on the mean over batches
+                # DataParallel returns one mean per GPU: fall back to the mean over batches
                 self.model_accepts_loss_kwargs = False
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if not self._loss_counts_items and self.args.n_gpu <= 1:
@@ -163,10 +163,10 @@ class ScriptTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the norm of a step's gradients, the last thing that is done before the weights change.
+        """Return the norm of a step's gradients, right before the weights change.
 
         Raises:
-            NonFiniteLoss: A loss of the step or the norm is not finite, in any process.
+            NonFiniteLoss: In any process, a loss of the step or the norm is not finite.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         is_bad = self._step.is_bad(norm, skips=self.accelerator.scaler is not None)
@@ -184,10 +184,10 @@ class ScriptTrainer(Trainer):
     # ---- evaluation ----
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
-        """Visit evaluation examples in order, so that line N of a predictions file is about document N.
+        """Visit evaluation examples in order, so that line N of a predictions file belongs to document N.
 
         Note:
-            With ``--train_sampling_strategy group_by_length``, Trainer groups these by length too.
+            With ``--train_sampling_strategy group_by_length``, Trainer would group these by length too.
         """
         sampler = super()._get_eval_sampler(eval_dataset)
         if not isinstance(sampler, LengthGroupedSampler):
@@ -195,30 +195,30 @@ class ScriptTrainer(Trainer):
         return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict, each example once, and keep the outputs: ``evaluate`` returns the metrics alone.
+        """Evaluate or predict each example once, and keep the outputs: ``evaluate`` returns only the metrics.
 
         Note:
-            Processes fill up an uneven last batch with examples that they have had. Seq2SeqTrainer leaves these in:
-            they count twice in its scores, and come after the last document's line in a predictions file.
+            Processes fill up an uneven last batch with repeated examples. Seq2SeqTrainer keeps these: they count
+            twice in its scores, and follow the last document's line in a predictions file.
         """
-        self._outputs = None  # not two splits' at once
+        self._outputs = None  # never hold two splits at once
         gather = self.accelerator.gather_for_metrics
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
         output = super().evaluation_loop(*args, **kwargs)
         warn_of_scores(output.metrics or {})
-        if self.compute_metrics is not None:  # without metrics they may be the logits of a whole vocabulary
+        if self.compute_metrics is not None:  # without metrics, outputs may be logits over the vocabulary
             self._outputs = output
         return output
 
     def take_outputs(self) -> Any:
-        """Return the outputs of the last evaluation, in the order of the data, or None; and forget them."""
+        """Return and forget the outputs of the last evaluation, in the order of the data; None if there are none."""
         outputs, self._outputs = self._outputs, None
         return outputs
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute loss, predictions and labels of a batch; the loss without the rows that only fill it up."""
+        """Compute loss, predictions and labels of a batch; the loss without repeated rows."""
         step = super().prediction_step
         loss, predictions, labels = step(model, inputs, prediction_loss_only, *args, **kwargs)
         count = count_new_rows(self.accelerator, find_batch_size(inputs))
@@ -230,12 +230,12 @@ class ScriptTrainer(Trainer):
             loss = step(model, first, True, *args, **kwargs)[0]
         return loss, predictions, labels
 
-    # ---- saving: what is written is marked once it is whole, and only then replaces another ----
+    # ---- saving: mark what is complete, and only then delete older checkpoints ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; until it is whole, a file in the folder says that it is not.
+        """Save the model, and mark its folder as incomplete until it is saved.
 
-        It is not pushed yet: `publish` does that, with results and card.
+        It does not push: `push` does that later, with results and card.
 
         Raises:
             CannotSave: The disk is full.
@@ -251,7 +251,7 @@ class ScriptTrainer(Trainer):
                 finish_saving(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model, and with an adapter the configuration of its base."""
+        """Save the model, and the configuration of an adapter's base."""
         super()._save(output_dir, state_dict)
         save_base_config(self.model, output_dir or str(self.args.output_dir))
 
@@ -259,7 +259,7 @@ class ScriptTrainer(Trainer):
         """Save a checkpoint, mark it as complete, and only then delete older ones.
 
         Raises:
-            CannotSave: The disk is full. What was written is deleted, older checkpoints are as they were.
+            CannotSave: The disk is full. Deletes what was written, and leaves older checkpoints as they were.
         """
         run_folder = self._get_output_dir(trial)
         folder = Path(run_folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -275,7 +275,7 @@ class ScriptTrainer(Trainer):
         finally:
             self.args.save_total_limit = self._save_total_limit
         self.is_saving = False
-        if self.args.should_save:  # by step: clocks go back, copies are new
+        if self.args.should_save:  # order by step: file times may mislead
             rotate_checkpoints(run_folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _mark_checkpoint(self, folder: Path) -> None:
@@ -286,13 +286,13 @@ class ScriptTrainer(Trainer):
             self._is_marked = True
 
     def _advise(self) -> str:
-        """Say how to go on after a full disk."""
-        whole = complete_checkpoints(str(self.args.output_dir))
-        if not whole:
+        """Say how to continue after a full disk."""
+        complete = complete_checkpoints(str(self.args.output_dir))
+        if not complete:
             return "There is no complete checkpoint; make room and start anew."
         return (
-            f"{whole[-1]} is complete: make room, then run the same command with --resume_from_checkpoint auto to go "
-            "on from it"
+            f"{complete[-1]} is complete: make room, then run the same command with --resume_from_checkpoint auto to "
+            "continue from it"
         )
 
     def save_state(self) -> None:
@@ -308,7 +308,7 @@ class ScriptTrainer(Trainer):
                 self.state.save_to_json(str(path))
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, unless something happened to them."""
+        """Load the weights of the best checkpoint, unless they are damaged."""
         best = Path(str(self.state.best_model_checkpoint))
         if wrong := faults_on_disk(best):
             message = "The best checkpoint %s is not loaded: %s. The weights are those of the last step."
@@ -319,19 +319,19 @@ class ScriptTrainer(Trainer):
     # ---- the Hub ----
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository that ``--push_to_hub`` pushes to.
+        """Create the repository for ``--push_to_hub``.
 
         Raises:
-            ValueError: The Hub does not let the token's owner, or cannot be reached.
+            ValueError: The Hub refuses it or cannot be reached.
         """
         try:
             super().init_hf_repo(token=token, private=private)
-        except Exception as error:  # before the training, which would be for nothing
+        except Exception as error:  # raised before training, whose result could not be pushed
             name = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
             raise ValueError(f"--push_to_hub: {name} cannot be made on the Hub: {explain_hub_error(error)}") from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Copy a checkpoint, which is complete by now, into the output folder, and upload it."""
+        """Mark a checkpoint as complete, copy it into the output folder, and upload it."""
         self._mark_checkpoint(Path(checkpoint_folder))
         self.args.save_total_limit = self._save_total_limit
         folder, strategy = Path(str(self.args.output_dir)), self.args.hub_strategy
@@ -339,7 +339,7 @@ class ScriptTrainer(Trainer):
         if copies:
             begin_saving(folder)
         if self._save_total_limit is not None and strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            self._finish_current_push()  # or the checkpoint before is deleted while it is read
+            self._finish_current_push()  # or the previous checkpoint is deleted while it is uploaded
         self._name_failed_pushes()
         super()._push_from_checkpoint(checkpoint_folder)
         if copies:
@@ -350,7 +350,7 @@ class ScriptTrainer(Trainer):
         self._name_failed_pushes()
 
     def _name_failed_pushes(self) -> None:
-        """Say which pushes of checkpoints could not be made; they run in the background, and Trainer never looks."""
+        """Warn about failed pushes of checkpoints: they run in the background, and Trainer never checks them."""
         push: Any = getattr(self, "push_in_progress", None)
         if push is None or not push.is_done():
             return
@@ -360,7 +360,7 @@ class ScriptTrainer(Trainer):
         self.push_in_progress = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write Trainer's own card where a trained model has none: it knows less than ours, and replaces any."""
+        """Write Trainer's own card only if a trained model has none: it knows less than ours, and replaces any."""
         if self.args.do_train and not Path(str(self.args.output_dir), CARD_FILE).is_file():
             super().create_model_card(*args, **kwargs)
 
@@ -369,9 +369,8 @@ class CausalTrainer(ScriptTrainer):
     """Trainer for models that predict each token from those before it.
 
     Note:
-        Trainer knows by name which models shift their labels, and its label smoothing, and for some (GPT-2) its count
-        of label tokens, do not shift for all others: these models would be trained to copy their input. Here labels
-        are shifted whatever the class is called.
+        Trainer knows by name which models shift their labels. For all others, its label smoothing does not shift, nor
+        for some (GPT-2) its count of label tokens: they would learn to copy their input. Here labels always shift.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -382,6 +381,6 @@ class CausalTrainer(ScriptTrainer):
 
 
 class SummarizationTrainer(ScriptTrainer, Seq2SeqTrainer):
-    """Seq2SeqTrainer with what `ScriptTrainer` adds: by Python's order of bases, its methods call Seq2SeqTrainer's."""
+    """Seq2SeqTrainer with the methods of `ScriptTrainer`, whose ``super()`` is Seq2SeqTrainer here."""
 
     args: SummarizationTrainingArguments

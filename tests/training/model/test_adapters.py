@@ -248,7 +248,7 @@ def test_weights_that_are_divided_are_not_merged(adapt, no_data, tmp_path, monke
     """One process alone would wait for the others' parts for ever."""
     no_data()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="--merge_adapter needs whole weights, and FSDP and DeepSpeed divide them"):
+    with pytest.raises(ValueError, match="--merge_adapter needs whole weights, and FSDP and DeepSpeed shard them"):
         adapt(tmp_path, "--merge_adapter")
 
 
@@ -274,7 +274,7 @@ def test_runs_that_do_not_fit_each_other(adapt, summarizer, arguments, tmp_path)
     assert "r of its adapter is 2 and 4 in this run" in fails(adapt, output, *resume, "--peft_config", "r=4")
     plain = fails(adapt, output, *resume, method=None)
     assert "is of a run that trained an adapter; this one trains a whole model" in plain
-    assert "which is an adapter: go on training it" in fails(adapt, tmp_path / "next", base=output)
+    assert "which is an adapter: continue its training" in fails(adapt, tmp_path / "next", base=output)
     assert "--merge_adapter needs an adapter" in fails(adapt, tmp_path / "next", "--merge_adapter", method=None)
     command = from_checkpoint(arguments("spade", tmp_path / "next"), summarizer)
     assert "--peft needs --do_train" in fails(summarization.main, [*command, "--do_eval", "--peft", "lora"])

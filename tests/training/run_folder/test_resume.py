@@ -346,7 +346,7 @@ def test_a_run_that_0_1_0_began_goes_on_where_only_starting_values_are_others():
     config.initializer_range, config.relative_attention_init = 0.5, "recency"
     check_resumed_model(config, folder, new=True)
     config.scale_embeddings = True
-    remedy = r"go on with the model that was begun \(--config_overrides scale_embeddings=False\)"
+    remedy = r"continue with that model \(--config_overrides scale_embeddings=False\)"
     with pytest.raises(ValueError, match=f"scale_embeddings is False there and True in this run; {remedy}"):
         check_resumed_model(config, folder, new=True)
 
@@ -439,7 +439,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(used, caplog, how):
     said = _damage(used / "checkpoint-6", how)
     args = SimpleNamespace(resume_from_checkpoint="auto", do_train=True, output_dir=str(used), process_index=0)
     assert find_resume_checkpoint(args) == str(used / "checkpoint-4")
-    assert f"{used / 'checkpoint-6'} is passed over: {said}." in caplog.text
+    assert f"{used / 'checkpoint-6'} is skipped: {said}." in caplog.text
     assert [Path(path).name for path in complete_checkpoints(used)] == ["checkpoint-2", "checkpoint-4"]
     args.resume_from_checkpoint = str(used / "checkpoint-6")
     if how == "no marker":  # whoever names it may have it
@@ -470,8 +470,8 @@ def test_files_that_end_too_early_show_without_a_marker_too(used, caplog, name):
     (used / "checkpoint-4" / "scheduler.pt").unlink()
     args = SimpleNamespace(resume_from_checkpoint="auto", do_train=True, output_dir=str(used), process_index=0)
     assert find_resume_checkpoint(args) == str(used / "checkpoint-2")
-    assert f"{used / 'checkpoint-6'} is passed over: {name} damaged." in caplog.text
-    assert f"{used / 'checkpoint-4'} is passed over: scheduler.pt missing." in caplog.text
+    assert f"{used / 'checkpoint-6'} is skipped: {name} damaged." in caplog.text
+    assert f"{used / 'checkpoint-4'} is skipped: scheduler.pt missing." in caplog.text
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_last_step(arguments, tmp_path, monkeypatch):
@@ -548,7 +548,7 @@ def test_a_model_whose_saving_was_cut_off_is_not_loaded(arguments, used, tmp_pat
     monkeypatch.undo()
     argv = arguments("t5", tmp_path / "out", "--do_eval", "--model_name_or_path", str(used))[4:]
     with pytest.raises(
-        ValueError, match=r"does not hold a whole model: its saving was cut off.*_from_checkpoint auto"
+        ValueError, match=r"does not hold a complete model: its saving was cut off.*_from_checkpoint auto"
     ):
         summarization.main(argv)
     summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
@@ -559,7 +559,7 @@ def test_a_model_whose_saving_was_cut_off_is_not_loaded(arguments, used, tmp_pat
 def test_auto_goes_on_from_before_a_save_that_was_cut_off(arguments, used, caplog):
     (used / "checkpoint-6" / "trainer_state.json").unlink()
     summarization.main([*arguments("t5", used, *STEPS), "--resume_from_checkpoint", "auto"])
-    assert "not whole: deleting checkpoint-6" in caplog.text
+    assert "not complete: deleting checkpoint-6" in caplog.text
     assert [Path(path).name for path in complete_checkpoints(used)][-1] == "checkpoint-6"
 
 

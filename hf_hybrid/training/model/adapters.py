@@ -65,11 +65,11 @@ def adapter_base(model_args: ModelArguments) -> Base | None:
     if not base:
         raise ValueError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG_NAME} names no base_model_name_or_path")
     if os.path.isabs(base) and not Path(base).is_dir():
-        beside = [place for place in (folder / BASE_MODEL, folder.parent / BASE_MODEL) if place.is_dir()]
+        beside = [old for old in (folder / BASE_MODEL, folder.parent / BASE_MODEL) if old.is_dir()]
         if Path(base).name != BASE_MODEL or not beside:
             raise ValueError(
-                f"--model_name_or_path {name} is an adapter of {base}, which is not there; if that was moved, write "
-                f"its place into base_model_name_or_path in {path}"
+                f"--model_name_or_path {name} is an adapter of {base}, which does not exist; if it was moved, "
+                f"write its new path into base_model_name_or_path in {path}"
             )
         base = os.path.abspath(beside[0])  # the whole folder was moved or pushed
     return Base(str(base), config.get("revision") or "main")

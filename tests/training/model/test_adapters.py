@@ -282,7 +282,7 @@ def test_runs_that_do_not_fit_each_other(adapt, summarizer, arguments, tmp_path)
     config = read(output, "adapter_config.json")
     gone = {**config, "base_model_name_or_path": str(tmp_path / "gone")}
     (output / "adapter_config.json").write_text(json.dumps(gone), encoding="utf-8")
-    assert f"is an adapter of {tmp_path / 'gone'}, which is not there" in fails(
+    assert f"is an adapter of {tmp_path / 'gone'}, which does not exist" in fails(
         adapt, tmp_path / "next", base=output, method=None
     )
 

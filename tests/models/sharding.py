@@ -1,4 +1,4 @@
-"""Trains models for a step, sharded over the processes of a torchrun: ``torchrun -m tests.models.sharding FOLDER``.
+"""Trains models for a step in shards: ``torchrun -m tests.models.sharding FOLDER CASES``, with a key of `CASES`.
 
 The first process leaves a table in the folder: model → what came out, or what went wrong.
 """
@@ -18,16 +18,16 @@ from transformers.distributed import DistributedConfig
 from hf_hybrid.layers.state_space import StateSpaceLayer
 
 from ..tolerances import assert_close
-from .tiny import MODEL_CLASSES, TRAINED, main_output, tiny_inputs, tiny_model
+from .tiny import GENERATIVE, MODEL_CLASSES, TRAINED, main_output, tiny_inputs, tiny_model
 
 FINE = "fine"
-CASES = [
-    (model_type, auto_class, dtype)
-    for model_type, auto_class in MODEL_CLASSES
-    if auto_class.endswith(("CausalLM", "Seq2SeqLM", "SequenceClassification"))
-    for dtype in ("float32", "bfloat16")
-    if dtype == "float32" or auto_class.endswith("LM")
-]
+CASES = {
+    "float32": [(model_type, auto_class, "float32") for model_type, auto_class in GENERATIVE],
+    "others": [
+        *((model_type, auto_class, "bfloat16") for model_type, auto_class in GENERATIVE),
+        *((*case, "float32") for case in MODEL_CLASSES if case[1].endswith("SequenceClassification")),
+    ],
+}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
     logging.getLogger("transformers").addHandler(_Kept())
     found = {}
-    for case in CASES:
+    for case in CASES[sys.argv[2]]:
         messages.clear()
         try:
             check(*case, Path(sys.argv[1], "-".join(case)))

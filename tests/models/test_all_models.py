@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import hf_hybrid
 from hf_hybrid.models.auto import ARCHITECTURES, register
 
+from ..matrix import some
 from ..tolerances import assert_close
 from . import test_numerics, test_remote_code, test_triton_models
 from .golden import GOLDEN_FOLDER, golden_record
@@ -353,7 +354,7 @@ def _labelled_inputs(model, auto_class):
     return {**inputs, "labels": tiny_labels(model)} if auto_class.endswith("LM") else inputs
 
 
-@every_class
+@pytest.mark.parametrize(("model_type", "auto_class"), some(MODEL_CLASSES, *GENERATIVE))
 def test_a_training_step_compiles_as_one_graph(model_type, auto_class):
     """Forward, loss and backward: a break in the graph is an error, and compiled it computes what it does plain.
 

@@ -14,6 +14,7 @@ from hf_hybrid.models.bst import modeling_bst
 from hf_hybrid.models.bst.context import WindowBeforeContext
 from hf_hybrid.models.bst.windows import from_windows, to_windows
 
+from ..matrix import some
 from ..tolerances import assert_close
 from .tiny import UNSTRUCTURED, check_unequal_prompts, tiny_config, tiny_inputs, tiny_model
 
@@ -443,7 +444,7 @@ def test_nothing_is_asked_of_a_device_without_numbers(options):
     hidden.sum().backward()
 
 
-@every_variant
+@pytest.mark.parametrize("options", some(VARIANTS, *VARIANTS[::2]))
 def test_compiles_without_graph_breaks(options):
     """With padding; a training step without is compiled for every class in test_all_models."""
     torch.compiler.reset()  # what other models compiled counts as recompilation

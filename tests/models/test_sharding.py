@@ -9,26 +9,20 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..torchrun import once, torchrun
+from ..matrix import some
+from ..torchrun import torchrun
 from .sharding import CASES, FINE
 from .tiny import MODEL_CLASSES, TRAINED, new_model, tiny_model
 
 every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    def step(folder):
-        done = torchrun("-m", "tests.models.sharding", str(folder), log_dir=folder / "log")
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    folder = once(tmp_path_factory, "sharded", step)
-    return json.loads((folder / "found.json").read_text())
-
-
-@pytest.mark.parametrize("case", ["-".join(case) for case in CASES])
-def test_a_step_in_shards_is_a_step_of_the_whole(case, found):
-    assert found[case] == FINE
+@pytest.mark.parametrize("cases", some(CASES, "float32"))
+def test_a_step_in_shards_is_a_step_of_the_whole(cases, tmp_path):
+    done = torchrun("-m", "tests.models.sharding", str(tmp_path), cases, log_dir=tmp_path / "log")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"-".join(case): FINE for case in CASES[cases]}
 
 
 @every_class

@@ -11,6 +11,7 @@ import torch
 from hf_hybrid.kernels import dispatch
 
 from ..kernels.interpreter import interpreted
+from ..matrix import some
 from ..tolerances import assert_close
 from .tiny import DECODERS, MODEL_CLASSES, main_output, tiny_inputs, tiny_model
 
@@ -28,7 +29,16 @@ OPS = {
 }
 # model type -> what some of its cases leave to torch
 LEFT_TO_TORCH = {"chela": {"laplace_attention", "linear_attention"}}
-# beside the first case of every class: those that run other kernels, or ask them for something else
+CLASSIFIER = ("AutoModelForSequenceClassification", "")
+# cases that together run every operation on Triton
+FEWEST = {
+    "bst": [("AutoModelForCausalLM", "multi head"), CLASSIFIER],
+    "chela": [("AutoModelForCausalLM", "s4d"), ("AutoModelForCausalLM", "laplace"), CLASSIFIER],
+    "spade": [("AutoModelForCausalLM", "s5"), ("AutoModelForSeq2SeqLM", "window"), ("AutoModelForCausalLM", "chunk")],
+    "srformer_bart": [("AutoModelForSeq2SeqLM", "complements")],
+    "srformer_t5": [("AutoModelForSeq2SeqLM", "complements")],
+}
+# of all, beside the first case of every class: those that run other kernels, or ask them for something else
 MORE = {
     "bst": ["multi head", "multi filter", "without the query's own key"],
     "chela": ["heads", "s4d", "laplace"],
@@ -38,7 +48,7 @@ MORE = {
 }
 
 
-def cases(model_type):
+def all_cases(model_type):
     """Of the classes that only add a head, one stands for all."""
     for name, auto_class in MODEL_CLASSES:
         if name == model_type and auto_class.endswith(("CausalLM", "Seq2SeqLM", "SequenceClassification")):
@@ -69,16 +79,17 @@ def run(model_type, auto_class, case):
     return results
 
 
+@pytest.mark.parametrize("cases", some(["fewest", "all"], "fewest"))
 @pytest.mark.parametrize("model_type", OPS)
 @interpreted
-def test_triton_equals_torch(model_type):
+def test_triton_equals_torch(model_type, cases):
     ran = defaultdict(set)
     dispatch._told.clear()
     handler = logging.Handler()
     handler.emit = lambda record: ran[record.args[1]].add(record.args[0])
     dispatch.logger.addHandler(handler)
     dispatch.logger.setLevel(logging.DEBUG)
-    for auto_class, case in cases(model_type):
+    for auto_class, case in FEWEST[model_type] if cases == "fewest" else all_cases(model_type):
         with patch.dict(os.environ, {"HF_HYBRID_BACKEND": "torch"}):
             expected = run(model_type, auto_class, case)
         with patch.dict(os.environ, {"HF_HYBRID_BACKEND": "auto"}):

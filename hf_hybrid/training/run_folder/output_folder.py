@@ -70,7 +70,8 @@ def check_output_folder(
         first = [name for name in content if step_of(name) >= 0 and was_cut_off(folder / name)]
         content = [name for name in content if name not in (BASE_MODEL, *first)]
     if content and not permitted and not resumed:
-        resume = "" if resume_from or not complete_checkpoints(folder) else "--resume_from_checkpoint auto to continue, "
+        complete = not resume_from and complete_checkpoints(folder)
+        resume = "--resume_from_checkpoint auto to continue, " if complete else ""
         raise ValueError(
             f"--output_dir {folder} already holds a run ({', '.join(content[:3])}{', ...' if content[3:] else ''}); "
             f"give another folder, {resume}or --overwrite_output_dir to write over it"

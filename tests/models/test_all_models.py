@@ -379,7 +379,7 @@ def test_a_training_step_compiles_as_one_graph(model_type, auto_class):
         assert_close(gradients[1][name], gradient, "float32 gradient")
 
 
-@every_class
+@pytest.mark.parametrize(("model_type", "auto_class"), some(MODEL_CLASSES, *GENERATIVE))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(model_type, auto_class, dtype, tmp_path):
     model = tiny_model(model_type, auto_class)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..matrix import some
 from ..tolerances import assert_close, assert_close_on_average
 from .tiny import MODEL_CLASSES, PADDED_SIDES, main_output, tiny_inputs, tiny_model
 
@@ -63,7 +64,7 @@ def in_float32(name: str, repeated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return run(name, "float32", repeated)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", some(PRECISIONS, "bfloat16", "autocast"))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_document_in_16_bits(name, precision):
     (logits, loss), (expected, expected_loss) = run(name, precision, False), in_float32(name, False)
@@ -72,7 +73,7 @@ def test_a_long_document_in_16_bits(name, precision):
     assert_close_on_average(loss.float(), expected_loss, row)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", some(PRECISIONS, "bfloat16", "autocast"))
 @pytest.mark.parametrize("name", MODELS)
 def test_one_token_again_and_again(name, precision):
     """Sums do not cancel then, and are as large as they ever are."""

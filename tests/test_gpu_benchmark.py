@@ -12,6 +12,8 @@ from benchmarks.record import read_csv
 from hf_hybrid.kernels.launching import record_launches
 from hf_hybrid.kernels.local_attention import local_attention
 
+from .matrix import some
+
 CPU = torch.device("cpu")
 # they compute something else on purpose, or want a GPU
 OTHERS = {
@@ -132,15 +134,16 @@ def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
     assert "- one: wrong: output" in page
 
 
-def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd):
+@pytest.mark.parametrize("parts", some(["checks", "checks kernels"], "checks"))
+def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd, parts):
     """Without models, for one op, with the smallest shapes."""
-    flags = ["--parts", "checks", "kernels", "--ops", "ssm_step"]
+    flags = ["--parts", *parts.split(), "--ops", "ssm_step"]
     code = gpu.main(["--device", "cpu", "--small", *flags, "--out", str(tmp_path)])
     assert code == 0, capfd.readouterr()
     page = (tmp_path / "gpu.md").read_text()
     assert "- checks: ok" in page
     assert "- checks: 3 rows, 0 of them failed" in page
-    assert "## kernels" in page
+    assert ("## kernels" in page) == ("kernels" in parts)
     capfd.readouterr()
     assert gpu.main(["--report", str(tmp_path)]) == 0
     assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")

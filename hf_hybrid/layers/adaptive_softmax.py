@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.dispatch import check_positive
+from ..kernels.checks import check_positive
 from ..kernels.precision import compute_dtype
 
 IGNORED = -100

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.dispatch import check_positive
+from ..kernels.checks import check_positive
 from ..kernels.long_conv import long_conv
 from ..kernels.precision import compute_dtype
 from .implicit_filter import ImplicitFilter

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.dispatch import check_positive
+from ..kernels.checks import check_positive
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
 from ..kernels.precision import full_precision
 from .state_space import StateSpaceLayer, keep

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.dispatch import check_choice, check_positive
+from ..kernels.checks import check_choice, check_positive
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
 from ..kernels.precision import compute_dtype
 from ..kernels.short_conv import merge_kernels, short_conv

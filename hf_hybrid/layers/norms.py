@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.dispatch import check_choice
+from ..kernels.checks import check_choice
 from ..kernels.precision import compute_dtype
 
 

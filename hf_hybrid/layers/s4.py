@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..kernels.dispatch import check_positive
+from ..kernels.checks import check_positive
 from ..kernels.ssm_kernel import dplr_legs
 from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
 from .state_space import StateSpaceLayer

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..kernels.dispatch import check_choice
+from ..kernels.checks import check_choice
 from ..kernels.ssm_kernel import DISCRETIZATIONS, dplr_legs
 from .s4 import S4Base
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels.checks import check_choice, check_positive
 from ..kernels.diagonal_scan import diagonal_scan
-from ..kernels.dispatch import check_choice, check_positive
 from ..kernels.precision import complex_dtype, compute_dtype, full_precision
 from ..kernels.ssm_kernel import DISCRETIZATIONS, diagonalize_legs, discretize
 from .state_space import StateSpaceLayer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels.dispatch import check_choice, check_positive
+from ..kernels.checks import check_choice, check_positive
 
 POSTACTS = (None, "gelu_glu")
 

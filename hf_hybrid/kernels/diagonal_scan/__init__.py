@@ -6,7 +6,7 @@ B batch · T length · P states · N packed sequences
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices
+from ..checks import check_devices
 from ..packed import check_cu_seqlens
 from . import op
 

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_dtypes, check_integer, check_positive, choose_backend
+from ..checks import check_devices, check_dtypes, check_integer, check_positive
+from ..dispatch import choose_backend
 from . import torch_impl
 
 __all__ = ["laplace", "laplace_attention"]

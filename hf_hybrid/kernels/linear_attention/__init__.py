@@ -5,7 +5,8 @@ B batch · T length · H heads · K key dim · V value dim · N packed sequences
 
 from torch import Tensor
 
-from ..dispatch import check_devices, check_dtypes, forces_triton
+from ..checks import check_devices, check_dtypes
+from ..dispatch import forces_triton
 from ..packed import check_cu_seqlens
 from . import op, torch_impl
 

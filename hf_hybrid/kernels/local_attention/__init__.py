@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dispatch import check_devices, check_dtypes
+from ..checks import check_devices, check_dtypes
 from ..packed import check_cu_seqlens
 from . import op
 from .settings import check_neighbourhood

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ..dispatch import check_integer, check_positive
+from ..checks import check_integer, check_positive
 
 
 class Settings(NamedTuple):

@@ -10,7 +10,7 @@ B batch · T length · T_k taps · D width · C filters · N packed sequences ·
 
 import torch
 
-from ..dispatch import check_choice, check_devices, check_positive
+from ..checks import check_choice, check_devices, check_positive
 from ..packed import check_cu_seqlens
 from ..precision import compute_dtype
 from . import filter_bank, op

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..dispatch import check_choice, check_devices
+from ..checks import check_choice, check_devices
 from . import op
 from .step import segment_step
 

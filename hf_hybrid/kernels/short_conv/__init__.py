@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from ..dispatch import check_choice, check_devices, forces_triton
+from ..checks import check_choice, check_devices
+from ..dispatch import forces_triton
 from ..packed import check_cu_seqlens
 from . import op, torch_impl
 

@@ -12,7 +12,7 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 
 from torch import Tensor
 
-from ..dispatch import check_choice, check_positive
+from ..checks import check_choice, check_positive
 from .discrete import (
     S4Blocks,
     S4Step,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import check_choice, check_positive
+from ..checks import check_choice, check_positive
 from ..precision import complex_dtype, full_precision
 from .discrete import BLOCK, check_system, recomputed, tile_numbers
 

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...dispatch import check_devices, check_dtypes, may_run_triton, needs_gradient
+from ...checks import check_devices, check_dtypes
+from ...dispatch import may_run_triton, needs_gradient
 from ..settings import check_neighbourhood
 from . import op, torch_impl
 

@@ -7,7 +7,8 @@ key dim · `V` value dim.
 import torch
 from torch import Tensor
 
-from ...dispatch import check_devices, check_dtypes, may_run_triton, needs_gradient
+from ...checks import check_devices, check_dtypes
+from ...dispatch import may_run_triton, needs_gradient
 from . import op, torch_impl
 
 __all__ = ["segment_step"]

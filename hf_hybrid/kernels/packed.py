@@ -77,6 +77,40 @@ def run_each(
     return tuple(torch.cat(column, dim=int(i < first_state)) for i, column in enumerate(columns))
 
 
+def longest(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Return an upper bound of the lengths of the sequences in `(B, T, ...)`, exact unless a compiler traces the call.
+
+    The host reads the bounds of packed sequences.
+    """
+    if cu_seqlens is None or torch.compiler.is_compiling():
+        return x.shape[1]
+    return int(cu_seqlens.diff().max())
+
+
+def sequence_starts(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Return the first token of the sequence of each token, `(T,)`."""
+    token = torch.arange(length, device=cu_seqlens.device)
+    return cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True, out_int32=True) - 1].long()
+
+
+def to_rows(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each packed sequence a row of its own, for computations that have no packed form.
+
+    Args:
+        x: `(1, T, ...)`.
+        cu_seqlens: `(N + 1,)`; the host reads the longest length.
+
+    Returns:
+        `(N, longest, ...)`, zeros after shorter sequences, and a boolean `(N, longest)`, True where there is a token.
+        With it, ``rows[kept][None]`` packs the rows again.
+    """
+    lengths = cu_seqlens.diff()
+    slot = torch.arange(int(lengths.max()), device=x.device)
+    kept = slot < lengths[:, None]
+    rows = x[0, torch.where(kept, cu_seqlens[:-1, None] + slot, 0)]
+    return rows.masked_fill(~kept.view(*kept.shape, *[1] * (x.dim() - 2)), 0), kept
+
+
 def spans(cu_seqlens: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
     """Cut every sequence into spans of `size` tokens, the last one shorter, on the device.
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..kernels.checks import check_positive
 from ..kernels.long_conv import long_conv
+from ..kernels.packed import to_rows
 from ..kernels.precision import compute_dtype
 from .implicit_filter import ImplicitFilter
 
@@ -140,6 +141,22 @@ class Hyena(ImplicitFilter):
             return y, None
         wide = compute_dtype(v)
         return y, torch.cat([x.to(wide) for x in last_inputs], dim=1)
+
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        rows, kept = to_rows(self.in_proj(u.to(self.in_proj.weight.dtype)), cu_seqlens)
+        convolved = self.short_conv(F.pad(rows, (0, 0, self.short_kernel_size - 1, 0)).mT).mT[kept][None]
+        *gates, v = convolved.chunk(self.order + 1, dim=-1)
+        taps = self._taps(rows.shape[1])
+        for index, gate in enumerate(reversed(gates[1:])):
+            reverse_kernel = taps[1, index].mT if self.bidirectional else None
+            v = long_conv(
+                self.dropout(v * gate),
+                taps[0, index].mT,
+                reverse_kernel=reverse_kernel,
+                skip=self.D[index],
+                cu_seqlens=cu_seqlens,
+            ).to(v.dtype)
+        return self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
 
     def _split_state(self, state: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """Return last inputs of the short convolution, `(B, K-1, (O+1) H)`, and of each long one, `(B, L-1, H)`."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.checks import check_positive
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
+from ..kernels.packed import longest
 from ..kernels.precision import full_precision
 from .state_space import StateSpaceLayer, keep
 
@@ -229,6 +230,12 @@ class ImplicitConv(ImplicitFilter):
         else:
             y = long_conv(inputs, taps[0].mT, skip=self.D[0])[None, :, -u.shape[1] :]
         return (y if self.num_filters > 1 else y[0]).to(u.dtype), new_state
+
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        if self.num_filters > 1:
+            return super()._run_packed(u, cu_seqlens)
+        taps = self._taps(longest(u, cu_seqlens))[0, 0]
+        return long_conv(u, taps.mT, skip=self.D[0], cu_seqlens=cu_seqlens).to(u.dtype)
 
     def sample(self, u: torch.Tensor, window: int) -> torch.Tensor:
         """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`, in u's dtype.

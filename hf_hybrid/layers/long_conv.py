@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ..kernels.checks import check_choice, check_positive
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
+from ..kernels.packed import longest
 from ..kernels.precision import compute_dtype
 from ..kernels.short_conv import merge_kernels, short_conv
 from ..kernels.ssm_kernel import (
@@ -156,8 +157,14 @@ class LongConv(StateSpaceLayer):
         if state is not None:
             return online_conv(u, self._taps(self.kernel_size)[0], state, skip=self.D)
         taps = self._taps(self.kernel_size if return_state else u.shape[1])
-        y = long_conv(u, taps[0], reverse_kernel=taps[1] if self.bidirectional else None, skip=self.D)
-        return y, start_online_conv(u, taps[0]) if return_state else None
+        return self._convolve(u, taps), start_online_conv(u, taps[0]) if return_state else None
+
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return self._convolve(u, self._taps(longest(u, cu_seqlens)), cu_seqlens)
+
+    def _convolve(self, u: torch.Tensor, taps: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        reverse_kernel = taps[1] if self.bidirectional else None
+        return long_conv(u, taps[0], reverse_kernel=reverse_kernel, skip=self.D, cu_seqlens=cu_seqlens)
 
 
 class ShortLongState(NamedTuple):
@@ -312,29 +319,34 @@ class ShortLongConv(LongConv):
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
     ) -> tuple[torch.Tensor, Any]:
-        before = None if state is None else state.short
-        if self.training and self.short_norms is not None:
-            a, after = self._separate_branches(u, kept, before)
-        else:
-            kernel, bias = self._short_filter()
-            a, after = short_conv(u, kernel, bias, causal=not self.bidirectional, activation="silu", state=before)
+        a, after = self._short_conv(u, kept, None if state is None else state.short)
         # a bias gives padding a value, which must stay zero
         a = a if kept is None else a.masked_fill(~kept[..., None], 0)
         y, long_state = self._run(a, None if state is None else state.long, return_state)
         return y, ShortLongState(after, long_state) if return_state and after is not None else None
 
-    def _separate_branches(
-        self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return super()._run_packed(self._short_conv(u, None, None, cu_seqlens)[0], cu_seqlens)
+
+    def _short_conv(
+        self,
+        u: torch.Tensor,
+        kept: torch.Tensor | None,
+        state: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the activated sum of the branches, each normalised by its own batch statistics."""
-        assert self.short_norms is not None
+        """Return the activated sum of the branches, and the next state."""
+        options: Any = {"causal": not self.bidirectional, "state": state, "cu_seqlens": cu_seqlens}
+        if not self.training or self.short_norms is None:
+            return short_conv(u, *self._short_filter(), activation="silu", **options)
+        # each branch is normalised by its own batch statistics
         outputs = []
         for norm, (kernel, bias) in zip(self.short_norms, self._branches(), strict=True):
             kernel = merge_kernels(
                 [kernel, kernel.new_zeros(self.hidden_size, max(self.short_kernel_sizes))],
                 causal=not self.bidirectional,
             )
-            y, after = short_conv(u, kernel, bias, causal=not self.bidirectional, state=state)
+            y, after = short_conv(u, kernel, bias, **options)
             outputs.append(norm(y, kept))
         return F.silu(torch.stack(outputs).sum(0)), after
 
@@ -418,8 +430,7 @@ class DampedEMA(StateSpaceLayer):
                 h = h + log_q[0].exp().to(wide) * state.to(wide)
             y = (weight[0].to(wide) * h).sum(-1) + self.omega.to(wide) * x
             return y[:, None].to(u.dtype), h
-        taps = [self._taps(*system, u.shape[1]) for system in zip(log_q, gain, weight, strict=True)]
-        y = long_conv(u.to(wide), taps[0], reverse_kernel=taps[1] if self.bidirectional else None, skip=self.omega)
+        y = self._convolve(u.to(wide), (log_q, gain, weight))
         if not return_state and state is None:
             return y.to(u.dtype), None
         # real modes count as half of a conjugate pair, hence the factor 1/2 in C
@@ -431,6 +442,22 @@ class DampedEMA(StateSpaceLayer):
             y = y + s4d_state_response(before, u.shape[1], C, powers)[:, 0]
         step = S4DStep(*(x.to(powers.dtype) for x in step))
         return y.to(u.dtype), s4d_final_state(u, step, powers, before).real
+
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(compute_dtype(u), self.eta.dtype)
+        return self._convolve(u.to(wide), self._system(), cu_seqlens).to(u.dtype)
+
+    def _convolve(
+        self,
+        u: torch.Tensor,
+        system: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        log_q, gain, weight = system
+        length = longest(u, cu_seqlens)
+        taps = [self._taps(*direction, length) for direction in zip(log_q, gain, weight, strict=True)]
+        reverse_kernel = taps[1] if self.bidirectional else None
+        return long_conv(u, taps[0], reverse_kernel=reverse_kernel, skip=self.omega, cu_seqlens=cu_seqlens)
 
     def _taps(self, log_q: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, length: int) -> torch.Tensor:
         """Return one direction's impulse response `(H, length)` from S4D's kernel; B undoes its discretisation."""

@@ -134,13 +134,21 @@ class S4Base(StateSpaceLayer):
         differentiable = torch.is_grad_enabled() and (u.requires_grad or (state is not None and state.requires_grad))
         if not trained and not differentiable:
             return frozen_s4_advance(u, state, *arguments, self._cache.handle)
-        if trained or torch.compiler.is_compiling():  # tracers see no addresses
-            system = S4System(tensors, self.discretization)
-        else:
-            system = self._cache.system(tensors, self.discretization)
+        system = self._kept_system(trained)
         if convolution:
             return system.convolve(u, self.D, self.max_length), None
         return system.advance(u, state, self.D, self.max_length)
+
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        if self.num_filters > 1:
+            return super()._run_packed(u, cu_seqlens)
+        return self._kept_system(self._is_trained()).convolve(u, self.D, self.max_length, cu_seqlens=cu_seqlens)
+
+    def _kept_system(self, trained: bool) -> S4System:
+        """Return the system, from the cache if it is frozen."""
+        if trained or torch.compiler.is_compiling():  # tracers see no addresses
+            return self._system()
+        return self._cache.system(self._tensors(), self.discretization)
 
     def _tensors(self) -> S4Tensors:
         return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)

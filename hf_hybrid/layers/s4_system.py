@@ -19,6 +19,7 @@ import torch
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
 from ..kernels.long_conv import op as conv_op
+from ..kernels.packed import longest
 from ..kernels.precision import complex_dtype, compute_dtype, full_precision
 from ..kernels.ssm_kernel import (
     S4DStep,
@@ -170,13 +171,20 @@ class S4System:
         return self._blocks[dtype]
 
     def convolve(
-        self, u: torch.Tensor, skip: torch.Tensor | None, max_length: int | None, adjoint: bool = False
+        self,
+        u: torch.Tensor,
+        skip: torch.Tensor | None,
+        max_length: int | None,
+        adjoint: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Convolve `(B, T, H)`, or apply the transpose; returns `(B, T, H)` in u's dtype."""
-        if not self.reuse and not adjoint:  # without reuse there is no spectrum to cache
-            taps = u.shape[1] if max_length is None else min(u.shape[1], max_length)
-            kernel = self.kernel(taps, self.dtype(u))
-            return long_conv(u, kernel[0], reverse_kernel=kernel[1] if kernel.shape[0] == 2 else None, skip=skip)
+        # without reuse there is no spectrum to cache, and packed sequences of different lengths share none
+        if (not self.reuse or cu_seqlens is not None) and not adjoint:
+            taps = longest(u, cu_seqlens)
+            kernel = self.kernel(taps if max_length is None else min(taps, max_length), self.dtype(u))
+            reverse_kernel = kernel[1] if kernel.shape[0] == 2 else None
+            return long_conv(u, kernel[0], reverse_kernel=reverse_kernel, skip=skip, cu_seqlens=cu_seqlens)
         spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
         return conv_op.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, adjoint, "auto")
 

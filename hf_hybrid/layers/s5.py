@@ -125,8 +125,15 @@ class S5(StateSpaceLayer):
             f"bidirectional={self.bidirectional}, freeze={self.freeze!r}"
         )
 
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return self._run(u, None, False, cu_seqlens)[0]
+
     def _run(
-        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
+        self,
+        u: torch.Tensor,
+        state: torch.Tensor | None,
+        return_state: bool,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = torch.promote_types(compute_dtype(u), self.A.dtype)
         decay, gain = self._discretized()
@@ -138,10 +145,10 @@ class S5(StateSpaceLayer):
             Bbar = torch.view_as_real(gain[:, None] * torch.view_as_complex(self.B.to(dtype)))
             driven = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1))
             drive = torch.view_as_complex(driven.unflatten(-1, (-1, 2)))
-            states, last = diagonal_scan(decay, drive, initial_state=initial)
+            states, last = diagonal_scan(decay, drive, initial_state=initial, cu_seqlens=cu_seqlens)
             y = self._read(states, 0)
             if self.bidirectional:
-                y = y + self._read(diagonal_scan(decay, drive, reverse=True)[0], 1)
+                y = y + self._read(diagonal_scan(decay, drive, reverse=True, cu_seqlens=cu_seqlens)[0], 1)
             if self.D is not None:
                 y = y + self.D.to(dtype) * x
         return y.to(u.dtype), torch.view_as_real(last) if return_state else None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.checks import check_choice, check_positive
+from ..kernels.packed import check_cu_seqlens, to_rows
 
 POSTACTS = (None, "gelu_glu")
 
@@ -97,6 +98,11 @@ class StateSpaceLayer(nn.Module):
         """Map masked inputs `(B, T, H)` to outputs in their dtype and, if requested, the next state."""
         raise NotImplementedError
 
+    def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """Map sequences packed into one row, `(1, T, H)`; overridden by layers whose kernels read the bounds."""
+        rows, kept = to_rows(u, cu_seqlens)
+        return self._run_masked(rows, kept, None, False)[0][..., kept, :][..., None, :, :]
+
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
     ) -> tuple[torch.Tensor, Any]:
@@ -161,6 +167,7 @@ class StateSpaceLayer(nn.Module):
         attention_mask: torch.Tensor | None = None,
         state: Any = None,
         return_state: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> Any:
         """Run the layer over a sequence.
 
@@ -171,6 +178,8 @@ class StateSpaceLayer(nn.Module):
             state: State before the first token, as returned: a tensor of `state_shape`, or several for a long
                 convolution. None starts afresh. Causal only.
             return_state: Whether to also return the state after the last token. Causal only.
+            cu_seqlens: Bounds of packed sequences in the rows joined to one, see `kernels.packed`; with neither mask
+                nor state.
 
         Returns:
             `(B, T, H)` in the input's dtype, and with `return_state` the state after the last token, float32 or
@@ -180,8 +189,16 @@ class StateSpaceLayer(nn.Module):
             ValueError: A shape does not fit, or a bidirectional layer gets or returns a state.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state)
-        kept = None if attention_mask is None else attention_mask.to(torch.bool)
-        y, new_state = self._run_masked(u, kept, state, return_state)
+        if cu_seqlens is not None:
+            if attention_mask is not None or state is not None or return_state:
+                raise ValueError("cu_seqlens must be None with attention_mask, state or return_state")
+            row = u.flatten(0, 1)[None]
+            check_cu_seqlens(cu_seqlens, row, "hidden_states")
+            y, new_state = self._run_packed(row, cu_seqlens), None
+            y = y.reshape(*y.shape[:-3], *u.shape)
+        else:
+            kept = None if attention_mask is None else attention_mask.to(torch.bool)
+            y, new_state = self._run_masked(u, kept, state, return_state)
         if self.output_linear is not None:
             weight = self.output_linear.weight
             y = F.glu(self.output_linear(F.gelu(y).to(weight.dtype)), dim=-1).to(u.dtype)

@@ -4,8 +4,7 @@ They read of a config: `vocab_size hidden_size tie_word_embeddings scale_embeddi
 `adaptive_factor adaptive_dropout`; classifiers of sequences `pooling`.
 
 A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
-those named in the mixin's docstring. For a language model it also has `_head_inputs`, which computes the input of
-`lm_head` from the last hidden states.
+those named in the mixin's docstring. A language model's logits are `lm_head` of its last hidden states.
 """
 
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 from ..layers.state_space import ssm_parameters
 from .checks import check_not_empty
+from .packing import refuse_packed
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -73,6 +73,12 @@ def embed_inputs(
     return inputs_embeds
 
 
+def scale_outputs(stack: nn.Module, config: PreTrainedConfig):
+    """Let a stack below a language modelling head scale its last hidden states, if the config asks for it."""
+    if config.scale_decoder_outputs:
+        stack.output_scale = config.hidden_size**-0.5
+
+
 class StateSpaceModelMixin:
     """Mixin before `PreTrainedModel` for models with state space layers."""
 
@@ -112,11 +118,17 @@ class CausalLMForward:
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Compute the logits of the token after each token, and with labels the loss."""
-        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        if kwargs.pop("shift_labels", None) is not None:
-            raise ValueError("shift_labels must be None: pass labels, which the model shifts")
-        if labels is not None:
+        """Compute the logits of the token after each token, and with labels the loss.
+
+        In place of `labels`, `shift_labels` `(B, T)` holds the label of each token's prediction: `labels` already
+        shifted, as context parallelism passes them.
+        """
+        num_items_in_batch, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+        has_labels = labels is not None or shift_labels is not None
+        if has_labels:
+            inputs = input_ids if inputs_embeds is None else inputs_embeds
+            if shift_labels is not None and inputs is not None and shift_labels.shape != inputs.shape[:2]:
+                raise ValueError(f"shift_labels must be {tuple(inputs.shape[:2])}; got {tuple(shift_labels.shape)}")
             if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
                 raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
             use_cache = False if use_cache is None else use_cache
@@ -130,14 +142,18 @@ class CausalLMForward:
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = self._head_inputs(outputs.last_hidden_state[:, kept])
+        hidden_states = outputs.last_hidden_state[:, kept]
         if self.config.adaptive_cutoffs is not None:
-            logits, loss = self._adaptive_outputs(hidden_states, labels, num_items_in_batch)
+            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch)
         else:
             logits, loss = self.lm_head(hidden_states), None
-            if labels is not None:
+            if has_labels:
                 loss = self.loss_function(
-                    logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+                    logits,
+                    labels,
+                    vocab_size=self.config.vocab_size,
+                    num_items_in_batch=num_items_in_batch,
+                    shift_labels=shift_labels,
                 )
         return CausalLMOutputWithPast(
             loss=loss,
@@ -151,14 +167,17 @@ class CausalLMForward:
         self,
         hidden_states: torch.Tensor,
         labels: torch.LongTensor | None,
+        shift_labels: torch.LongTensor | None,
         num_items_in_batch: torch.Tensor | int | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
-        loss = None
-        if labels is not None:
-            total, count = self.lm_head.loss(hidden_states[:, :-1], labels[:, 1:], embedding)
+        loss, predicting = None, hidden_states
+        if shift_labels is None and labels is not None:
+            predicting, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+        if shift_labels is not None:
+            total, count = self.lm_head.loss(predicting, shift_labels, embedding)
             loss = total / (count if num_items_in_batch is None else num_items_in_batch)
-        logits = None if labels is not None and self.training else self.lm_head(hidden_states, embedding)
+        logits = None if loss is not None and self.training else self.lm_head(hidden_states, embedding)
         return logits, loss
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
@@ -185,7 +204,7 @@ class MaskedLMForward:
         """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        logits = self.lm_head(self._head_inputs(outputs.last_hidden_state))
+        logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -212,6 +231,7 @@ class SequenceClassificationForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Compute the logits of every sequence, and with labels the loss."""
+        refuse_packed(kwargs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self._classify(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
@@ -270,6 +290,7 @@ class QuestionAnsweringForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Compute the logits of the first and the last token, and with positions the loss."""
+        refuse_packed(kwargs, "each row has one answer", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)

@@ -21,11 +21,13 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
 from ..kernels import local_attention, local_attention_step
+from ..kernels.packed import sequence_starts
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
+from .packing import row_starts
 from .state_cache import cached_length
 
 logger = logging.get_logger(__name__)
@@ -192,6 +194,7 @@ class LocalAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         query_start: int | torch.Tensor = 0,
         key_start: int | torch.Tensor = 0,
+        cu_seqlens: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from every query to the keys it sees.
@@ -205,6 +208,7 @@ class LocalAttention(nn.Module):
             attention_mask: `(B, query_start + T)`, 1 = keep.
             query_start: Position of the first query in the sequence.
             key_start: Position of the first key.
+            cu_seqlens: Bounds of the sequences in a packed batch; see `packing`. Without mask and earlier tokens.
             **kwargs: Passed on to the attention function.
 
         Returns:
@@ -216,13 +220,13 @@ class LocalAttention(nn.Module):
         if local and complete:
             if kwargs.get("output_attentions"):
                 logger.warning_once("output_attentions needs attn_implementation='eager': local attention has none.")
-            return self._attend_blocked(query, key, value, bias_table, attention_mask), None
+            return self._attend_blocked(query, key, value, bias_table, attention_mask, cu_seqlens), None
         trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
         if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             return self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start), None
         queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
         keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
-        visible = self._visible(queries, keys, attention_mask)
+        visible = self._visible(queries, keys, attention_mask, cu_seqlens, query.shape[:2])
         sees = None
         if not self.include_self:  # some queries see no key
             sees = visible.any(-1, keepdim=True)
@@ -237,7 +241,12 @@ class LocalAttention(nn.Module):
         return output.flatten(2), probabilities
 
     def _visible(
-        self, queries: torch.Tensor, keys: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        shape: tuple[int, int],
     ) -> torch.Tensor | None:
         """Compute which keys each query sees.
 
@@ -245,6 +254,8 @@ class LocalAttention(nn.Module):
             queries: Positions of the queries in the sequence, `(T, 1)`.
             keys: Positions of the keys, `(1, S)`.
             attention_mask: `(B, query_start + T)`, 1 = keep; or `(B, 1, T, S)`, True = keep, or added to scores.
+            cu_seqlens: See `attend`.
+            shape: `(B, T)`.
 
         Returns:
             Boolean `(B or 1, 1, T, S)`, or None if every query sees every key.
@@ -263,12 +274,17 @@ class LocalAttention(nn.Module):
             # a static cache has empty keys beyond the mask; causality hides them
             positions = keys[0].clamp_max(attention_mask.shape[-1] - 1)
             rules.append(attention_mask.to(torch.bool)[:, positions][:, None, None, :])
+        first_query = first_key = 0  # chunks are counted from there
+        if attention_mask is not None and self.attention_type == "chunk":
+            first_query = first_key = first_kept(attention_mask)[:, None, None, None]
+        if cu_seqlens is not None:
+            first = row_starts(cu_seqlens, shape)[:, None]
+            first_query, first_key = first[..., None], first[..., None, :]
+            rules.append(first_query == first_key)
         if self.attention_type == "chunk":
-            first = 0 if attention_mask is None else first_kept(attention_mask)[:, None, None, None]
-            queries, keys = (
-                torch.div(x - first, self.config.chunk_size, rounding_mode="floor") for x in (queries, keys)
-            )
-            rules.append(queries == keys)
+            chunk_size = self.config.chunk_size
+            chunk, own = queries - first_query, keys - first_key
+            rules.append(chunk.div(chunk_size, rounding_mode="floor") == own.div(chunk_size, rounding_mode="floor"))
         if not rules:
             return None
         visible = functools.reduce(torch.logical_and, rules)
@@ -340,8 +356,12 @@ class LocalAttention(nn.Module):
         value: torch.Tensor,
         bias_table: RelativePositionBias | None,
         attention_mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
         """`attend` over a complete sequence, by the blocked kernel."""
+        shape = query.shape[:2]
+        if cu_seqlens is not None:
+            query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
         length, window = query.shape[1], self.attention_type == "window"
         reach = self.config.local_radius if window else self.config.chunk_size - 1
         reach = min(reach, max(length - 1, 0))
@@ -360,21 +380,25 @@ class LocalAttention(nn.Module):
             chunk_size=None if window else reach + 1,
             causal=self.is_causal,
             attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
             scale=self.scaling,
             dropout=self.dropout,
         )
         if not self.include_self:
-            output = output.masked_fill(~self._sees_others(query, attention_mask)[..., None, None], 0)
-        return output.flatten(2)
+            output = output.masked_fill(~self._sees_others(query, attention_mask, cu_seqlens)[..., None, None], 0)
+        return output.reshape(*shape, -1)
 
-    def _sees_others(self, query: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def _sees_others(
+        self, query: torch.Tensor, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
         """Whether a causal query sees an earlier kept token, `(B or 1, T)`."""
         position = torch.arange(query.shape[1], device=query.device)
         kept = torch.ones_like(position)[None] if attention_mask is None else attention_mask.to(torch.bool).long()
+        first = first_kept(kept)[:, None] if cu_seqlens is None else sequence_starts(cu_seqlens, len(position))[None]
         if self.attention_type == "window":
-            start = (position - self.config.local_radius).clamp_min(0)[None]
+            start = torch.maximum(position - self.config.local_radius, first).clamp_max(len(position) - 1)
         else:
-            start = position - (position - first_kept(kept)[:, None]) % self.config.chunk_size
+            start = position - (position - first) % self.config.chunk_size
         before = kept.cumsum(-1) - kept
         return before > before.gather(1, start.clamp_min(0).expand_as(before))
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -279,6 +281,74 @@ def test_loss_is_the_mean_cross_entropy(model_type, auto_class):
         logits, labels = logits[:, :-1], labels[:, 1:]
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert_close(outputs.loss, expected, "float32")
+
+
+# clients such as TRL multiply hidden states and head themselves, to save the memory of logits
+HEADS = [key for key in MODEL_CLASSES if key[1].endswith(("CausalLM", "MaskedLM", "Seq2SeqLM"))]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("model_type", "auto_class"), HEADS)
+def test_logits_are_the_head_of_the_last_hidden_states(model_type, auto_class, scaled):
+    if model_type == "chela":
+        scaled = None
+    model = tiny_model(model_type, auto_class, **({} if scaled is None else {"scale_decoder_outputs": scaled}))
+    inputs = tiny_inputs(model)
+    logits = model(**inputs).logits
+    if not hasattr(model, "model"):  # T5's classes have no body of their own: there is nothing to read a head with
+        assert model_type == "srformer_t5"
+        return
+    states = model.model(**inputs).last_hidden_state
+    assert torch.equal(model.lm_head(states), logits)
+    assert torch.equal(nn.functional.linear(states, model.lm_head.weight), logits)
+    assert torch.equal(model.get_output_embeddings()(states), logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ["bst", "chela", "spade"])
+def test_clients_that_read_the_head_fail_with_an_adaptive_vocabulary(model_type, tied):
+    adaptive = DECODERS[model_type, "AutoModelForCausalLM"]["adaptive vocabulary"]
+    model = tiny_model(model_type, "AutoModelForCausalLM", **adaptive, tie_word_embeddings=tied)
+    inputs = tiny_inputs(model)
+    with pytest.raises(AttributeError, match="weight"):
+        _ = model.lm_head.weight
+    states = model.model(**inputs).last_hidden_state
+    if tied:
+        with pytest.raises(ValueError, match="embedding must be the tied one"):
+            model.lm_head(states)
+    else:
+        assert torch.equal(model.lm_head(states), model(**inputs).logits)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("model_type", ["bst", "chela", "spade"])
+def test_labels_may_be_shifted_already(model_type, adaptive):
+    options = DECODERS[model_type, "AutoModelForCausalLM"]["adaptive vocabulary"] if adaptive else {}
+    model = tiny_model(model_type, "AutoModelForCausalLM", **options)
+    inputs = tiny_inputs(model)
+    labels = inputs["input_ids"].clone()
+    labels[0, 3:5] = -100
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    wanted = model(**inputs, labels=labels).loss
+    for given in ({"shift_labels": shifted}, {"shift_labels": shifted, "labels": torch.zeros_like(labels)}):
+        assert_close(model(**inputs, **given).loss, wanted, "float32")
+        counted = model(**inputs, **given, num_items_in_batch=40).loss
+        assert_close(counted, wanted * (shifted != -100).sum() / 40, "float32")
+    with pytest.raises(ValueError, match="logits_to_keep must be 0"):
+        model(**inputs, shift_labels=shifted, logits_to_keep=1)
+    with pytest.raises(ValueError, match=r"shift_labels must be \(2, 11\); got \(2, 10\)"):
+        model(**inputs, shift_labels=shifted[:, 1:])
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+@every_class
+def test_sequences_divided_among_processes_are_refused(model_type, auto_class, size, monkeypatch):
+    model = tiny_model(model_type, auto_class)
+    assert not model.supports_context_parallel
+    state = {"parallelism_config": ParallelismConfig(**{size: 2})}  # what accelerate keeps for the process
+    monkeypatch.setattr(AcceleratorState, "_shared_state", state)
+    with pytest.raises(ValueError, match=f"{size} must be 1: .*; got 2"):
+        model(**tiny_inputs(model))
 
 
 class _Samples(torch.utils.data.Dataset):

@@ -607,11 +607,14 @@ def test_unstructured_filters_see_no_further_than_they_were_trained(monkeypatch)
 def test_logits_are_scaled_and_tied():
     model = tiny_model("bst", "AutoModelForCausalLM").double()
     inputs = tiny_inputs(model)
-    hidden = model.model(**inputs, use_cache=False).last_hidden_state
+    plain = tiny_model("bst", "AutoModelForCausalLM", scale_decoder_outputs=False).double()
+    hidden = plain.model(**inputs, use_cache=False).last_hidden_state
+    assert_close(plain(**inputs).logits, hidden @ model.model.embed_tokens.weight.T, "float64")
     assert_close(model(**inputs).logits, hidden @ model.model.embed_tokens.weight.T / 32**0.5, "float64")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    plain = tiny_model("bst", "AutoModelForCausalLM", scale_decoder_outputs=False).double()
-    assert_close(plain(**inputs).logits, hidden @ model.model.embed_tokens.weight.T, "float64")
+    without_head = tiny_model("bst", "AutoModel").double()
+    without_head.load_state_dict(plain.model.state_dict())
+    assert_close(without_head(**inputs, use_cache=False).last_hidden_state, hidden, "float64")
 
 
 def test_weights_start_as_documented():

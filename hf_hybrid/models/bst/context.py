@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
+from ...kernels.packed import to_rows
 from ...layers.implicit_filter import ImplicitConv
 from ...layers.s4 import S4
 from ..local_attention import LocalAttention
@@ -177,7 +178,8 @@ class TokenContext(BstContext):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend in chunks of W, causally; see `BstContext`."""
-        key, value, after = self._filtered_pair(u, None if state is None else state.filter, return_state)
+        before = None if state is None else state.filter
+        key, value, after = self._filtered_pair(u, before, return_state, span.cu_seqlens)
         if state is not None:
             key, value = torch.cat([state.key, key], dim=1), torch.cat([state.value, value], dim=1)
         held = key.shape[1] - query.shape[1]
@@ -189,6 +191,7 @@ class TokenContext(BstContext):
             attention_mask=span.attention_mask,
             query_start=span.past,
             key_start=span.past - held,
+            cu_seqlens=span.cu_seqlens,
             **kwargs,
         )
         if not return_state:
@@ -197,10 +200,17 @@ class TokenContext(BstContext):
         return output, ContextState(after, without_first(key, dropped, 1), without_first(value, dropped, 1))
 
     def _filtered_pair(
-        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
+        self,
+        u: torch.Tensor,
+        state: torch.Tensor | None,
+        return_state: bool,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
-        outputs, state = self.filter(u, state=state, return_state=True) if return_state else (self.filter(u), None)
+        if return_state:
+            outputs, state = self.filter(u, state=state, return_state=True)
+        else:
+            outputs, state = self.filter(u, cu_seqlens=cu_seqlens), None
         return *self._project(outputs if outputs.dim() == 4 else outputs[None]), state
 
 
@@ -220,6 +230,11 @@ class WindowBeforeContext(BstContext):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend to the window before; see `BstContext`."""
+        shape = query.shape
+        if span.cu_seqlens is not None:  # windows start with each sequence
+            (query, kept), (u, _) = (to_rows(x.flatten(0, 1)[None], span.cu_seqlens) for x in (query, u))
+            output, _ = self._attend_sequence(query, u, None, False, **kwargs)
+            return output[kept].view(shape), None
         if state is None:
             return self._attend_sequence(query, u, span.first, return_state, **kwargs)
         return self._attend_from_state(query, u, span.starts, state, **kwargs)

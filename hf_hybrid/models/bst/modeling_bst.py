@@ -15,6 +15,7 @@ from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ...kernels.packed import longest
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ..description import ModelCardMixin
@@ -24,8 +25,10 @@ from ..heads import (
     StateSpaceModelMixin,
     embed_inputs,
     make_embedding,
+    scale_outputs,
 )
 from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
+from ..packing import take_bounds
 from ..state_cache import HybridGenerationMixin, SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
@@ -78,7 +81,11 @@ class BstLayer(GradientCheckpointingLayer):
             cached.sliding_window = self.config.sliding_window
         normed = self.attention_norm(hidden_states)
         mixed, _ = self.attention(
-            normed, attention_mask=span.attention_mask, past_key_values=past_key_values, **kwargs
+            normed,
+            attention_mask=span.attention_mask,
+            past_key_values=past_key_values,
+            cu_seqlens=span.cu_seqlens,
+            **kwargs,
         )
         if self.context is not None:
             inputs = normed if self.config.context_input == "normed" else hidden_states
@@ -101,6 +108,7 @@ class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
     config: BstConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_context_parallel = False
     _no_split_modules = ["BstLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["filter"]
@@ -136,6 +144,7 @@ class BstModel(BstPreTrainedModel):
         self.layers = nn.ModuleList(BstLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.output_scale = 1.0
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -151,18 +160,27 @@ class BstModel(BstPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
-        if use_cache and past_key_values is None:
+        cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if use_cache and past_key_values is None and cu_seqlens is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)
-        span = self._span(attention_mask, past_key_values, *hidden_states.shape[:2])
+        span = self._span(attention_mask, past_key_values, hidden_states, cu_seqlens)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(hidden_states, span, past_key_values=past_key_values, **kwargs)
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.final_norm(hidden_states), past_key_values=past_key_values
-        )
+        hidden_states = self.final_norm(hidden_states)
+        if self.output_scale != 1:
+            hidden_states = hidden_states * self.output_scale
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
-    def _span(self, attention_mask: torch.Tensor | None, cache: Cache | None, batch: int, length: int) -> Span:
+    def _span(
+        self,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+        inputs: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+    ) -> Span:
         """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
+        batch, length = inputs.shape[:2]
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
         if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
             raise ValueError(
@@ -170,7 +188,8 @@ class BstModel(BstPreTrainedModel):
                 f"got {tuple(attention_mask.shape)}"
             )
         limit = self.config.filter_length
-        if self.config.bst_layers and self.config.context_filter == "unstructured" and past + length > limit:
+        limited = self.config.bst_layers and self.config.context_filter == "unstructured" and past + length > limit
+        if limited and past + longest(inputs, cu_seqlens) > limit:
             logger.warning_once(
                 f"A sequence is longer than filter_length {limit}, beyond which unstructured filters see nothing. "
                 f"Train with a larger filter_length, or use context_filter='s4'."
@@ -183,7 +202,7 @@ class BstModel(BstPreTrainedModel):
                 starts = [past] * batch if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
                 first = None  # the common case needs no index
-        return Span(attention_mask, past, first, starts)
+        return Span(attention_mask, past, first, starts, cu_seqlens)
 
 
 class BstForCausalLM(CausalLMForward, HybridGenerationMixin, BstPreTrainedModel):
@@ -195,13 +214,11 @@ class BstForCausalLM(CausalLMForward, HybridGenerationMixin, BstPreTrainedModel)
     def __init__(self, config: BstConfig):
         super().__init__(config)
         self.model = BstModel(config)
+        scale_outputs(self.model, config)
         self.add_lm_head()
         if config.adaptive_cutoffs is None and config.scale_decoder_outputs:  # as large as a tied table
             self.lm_head.init_std = config.embedding_initializer_range
         self.post_init()
-
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states * self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else hidden_states
 
 
 class BstForSequenceClassification(SequenceClassificationForward, BstPreTrainedModel):

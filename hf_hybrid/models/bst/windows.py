@@ -18,12 +18,14 @@ class Span(NamedTuple):
         first: Index of each row's first kept token, `(B,)`; None if it is 0 in all rows or no layer needs it.
         starts: Position of the first of these tokens in each row, counted from the row's first kept token, so negative
             before it; None at the start of a sequence or if no layer needs it.
+        cu_seqlens: Bounds of the sequences in a packed batch, see `packing`; else None.
     """
 
     attention_mask: torch.Tensor | None
     past: int
     first: torch.Tensor | None
     starts: list[int] | None
+    cu_seqlens: torch.Tensor | None = None
 
 
 def to_windows(x: torch.Tensor, first: torch.Tensor | None, count: int, window: int) -> torch.Tensor:

@@ -35,6 +35,7 @@ from ..heads import (
     make_embedding,
     pool,
 )
+from ..packing import refuse_packed, take_bounds
 from ..state_cache import HybridGenerationMixin, state_layer
 from .configuration_chela import ChelaConfig
 from .unit import ChelaUnit
@@ -64,6 +65,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `attention_mask` is `(B, T)`, True = keep."""
@@ -71,7 +73,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         residual = hidden_states if self.raw_residual else inputs
         cached = None if past_key_values is None else state_layer(past_key_values, self.layer_idx)
         state = None if cached is None else cached.state
-        hidden_states, state = self.unit(inputs, residual, attention_mask, state, cached is not None)
+        hidden_states, state = self.unit(inputs, residual, attention_mask, state, cached is not None, cu_seqlens)
         if cached is not None:
             cached.store(state, inputs.shape[1])
         if self.pre_norm:
@@ -88,6 +90,7 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
     config: ChelaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_context_parallel = False
     _no_split_modules = ["ChelaLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["mixer"]
@@ -140,9 +143,6 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
                 if getattr(module, "config", None) is self.config and module is not self:
                     module.config = config
             self.config = config
-
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
         """Resize the vocabulary, as in every model of transformers, if there is one."""
@@ -202,7 +202,8 @@ class ChelaModel(ChelaPreTrainedModel):
         check_not_empty("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
-        elif use_cache and past_key_values is None:
+        cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None:
             past_key_values = DynamicCache(config=self.config)
         kept = None
         if attention_mask is not None:
@@ -216,7 +217,9 @@ class ChelaModel(ChelaPreTrainedModel):
             kept = attention_mask[:, -length:].to(torch.bool)
         hidden_states = self.dropout(inputs_embeds)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=kept, past_key_values=past_key_values, **kwargs)
+            hidden_states = layer(
+                hidden_states, attention_mask=kept, past_key_values=past_key_values, cu_seqlens=cu_seqlens, **kwargs
+            )
         if self.final_norm is not None:
             hidden_states = apply_norm(self.final_norm, hidden_states, kept)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
@@ -361,6 +364,7 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
+        refuse_packed(kwargs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ...kernels import laplace_attention, linear_attention
 from ...kernels.laplace_attention import laplace
+from ...kernels.packed import to_rows
 from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
 from ...layers.norms import make_norm
 from ...layers.s4d import S4D
@@ -122,6 +123,7 @@ class ChelaUnit(nn.Module):
         attention_mask: torch.Tensor | None,
         state: ChelaState | None,
         return_state: bool,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ChelaState | None]:
         """Run the unit.
 
@@ -131,6 +133,7 @@ class ChelaUnit(nn.Module):
             attention_mask: `(B, T)`, True = keep; None keeps all.
             state: State before these tokens.
             return_state: Whether to return the state after them.
+            cu_seqlens: Bounds of the sequences in a packed batch; see `packing`.
 
         Returns:
             U, `(B, T, D)`, and the state or None.
@@ -142,11 +145,11 @@ class ChelaUnit(nn.Module):
             before = None if state is None else state.mixer
             mixed, mixer_state = self.mixer(hidden_states, attention_mask, state=before, return_state=True)
         else:
-            mixed = self.mixer(hidden_states, attention_mask)
+            mixed = self.mixer(hidden_states, attention_mask, cu_seqlens=cu_seqlens)
         mixed = self.dropout(mixed)
         value = self.value_dropout(F.silu(self.v_proj(hidden_states)))
         before = None if state is None else state.attention
-        attended, attention_state = self._attend(mixed, value, self._gate(mixed), attention_mask, before)
+        attended, attention_state = self._attend(mixed, value, self._gate(mixed), attention_mask, before, cu_seqlens)
         output_gate = torch.sigmoid(self.output_gate_proj(mixed))
         attended = self.dropout(attended)
         output = residual + output_gate * (attended - residual)
@@ -167,8 +170,12 @@ class ChelaUnit(nn.Module):
         gate: torch.Tensor,
         kept: torch.Tensor | None,
         state: torch.Tensor | KeptKeys | None,
+        cu_seqlens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | KeptKeys | None]:
         """Compute M, `(B, T, D)`, and the attention's next state (None in a bidirectional model)."""
+        shape = mixed.shape
+        if cu_seqlens is not None:
+            mixed, value, gate = (x.flatten(0, 1)[None] for x in (mixed, value, gate))
         heads = (*mixed.shape[:2], self.config.num_attention_heads, -1)
         query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
         key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
@@ -178,18 +185,18 @@ class ChelaUnit(nn.Module):
             key = key.masked_fill(~kept[..., None], 0)
         query, key, value, gate = query.view(heads), key.view(heads), value.view(heads), gate.view(heads)
         if self.config.attention_fn == "laplace":
-            attended, state = self._laplace_attention(query, key, value, kept, state)
-            return (attended * F.silu(gate)).flatten(2), state
-        options = {"causal": self.config.is_decoder, "state": state}
+            attended, state = self._laplace_attention(query, key, value, kept, state, cu_seqlens)
+            return (attended * F.silu(gate)).reshape(shape), state
+        options = {"causal": self.config.is_decoder, "state": state, "cu_seqlens": cu_seqlens}
         if self.config.attention_norm == "simple_rms_norm":
             eps = self.config.attention_norm_eps
             attended, state = linear_attention(query, key, value, norm_eps=eps, gate=gate, **options)
-            return attended.flatten(2), state
+            return attended.reshape(shape), state
         attended, state = linear_attention(query, key, value, **options)
         attended = self._normed(attended).to(value.dtype) * F.silu(gate)
         if self.attention_norm is None and value.dtype == torch.float16:
             logger.warning_once("attention_norm 'none' overflows float16 on long inputs: use bfloat16.")
-        return attended.flatten(2), state
+        return attended.reshape(shape), state
 
     def _normed(self, attended: torch.Tensor) -> torch.Tensor:
         """Normalise each head in the dtype of the sums, whatever the dtype of the weights."""
@@ -208,7 +215,12 @@ class ChelaUnit(nn.Module):
         value: torch.Tensor,
         kept: torch.Tensor | None,
         state: KeptKeys | None,
-    ) -> tuple[torch.Tensor, KeptKeys]:
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, KeptKeys | None]:
+        if cu_seqlens is not None:
+            (query, kept), (key, _), (value, _) = (to_rows(x, cu_seqlens) for x in (query, key, value))
+            attended, _ = self._laplace_attention(query, key, value, kept, None, None)
+            return attended[kept][None], None
         kept = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if kept is None else kept
         length = kept.shape[1]
         first = position = torch.where(kept.any(1), kept.int().argmax(1), length)

@@ -160,6 +160,7 @@ class SpadeTokenMixer(nn.Module):
         past_key_values: Cache | None,
         *,
         bias_table: RelativePositionBias | None,
+        cu_seqlens: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
@@ -167,11 +168,12 @@ class SpadeTokenMixer(nn.Module):
             "bias_table": bias_table,
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
+            "cu_seqlens": cu_seqlens,
             **kwargs,
         }
         if self.ssm is None:
             return self.attention(hidden_states, **attend)[0]
-        global_states = self._state_space(hidden_states, attention_mask, past_key_values)
+        global_states = self._state_space(hidden_states, attention_mask, past_key_values, cu_seqlens)
         if self.attention is None:
             return global_states
         if self.config.combine_mode == "stack":
@@ -190,7 +192,11 @@ class SpadeTokenMixer(nn.Module):
         return self.aggregate(torch.cat(branches, dim=-1))
 
     def _state_space(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the state space model, with the state in the cache if there is one."""
         if self.config.ssm_stop_gradient:
@@ -203,7 +209,7 @@ class SpadeTokenMixer(nn.Module):
                 )
             attention_mask = attention_mask[:, -hidden_states.shape[1] :]
         if past_key_values is None:
-            return self.ssm(hidden_states, attention_mask)
+            return self.ssm(hidden_states, attention_mask, cu_seqlens=cu_seqlens)
         layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
         if not hasattr(layer, "recurrent_states"):
             raise ValueError(
@@ -254,6 +260,7 @@ class SpadeLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
@@ -265,6 +272,7 @@ class SpadeLayer(GradientCheckpointingLayer):
             attention_mask,
             self_cache,
             bias_table=bias_table,
+            cu_seqlens=cu_seqlens,
             **kwargs,
         )
         hidden_states = self._add(hidden_states, mixed, self.mixer_norm)

@@ -20,7 +20,9 @@ from ..heads import (
     QuestionAnsweringForward,
     SequenceClassificationForward,
     TokenClassificationForward,
+    scale_outputs,
 )
+from ..packing import PAIRS, refuse_packed
 from ..state_cache import HybridGenerationMixin
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
@@ -67,6 +69,7 @@ class SpadeModel(SpadePreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
+        refuse_packed(kwargs, PAIRS, attention_mask)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids,
@@ -112,6 +115,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.model = SpadeModel(config)
+        scale_outputs(self.model.decoder, config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -148,7 +152,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(self._head_inputs(outputs.last_hidden_state))
+        logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -246,6 +250,7 @@ class SpadeForCausalLM(CausalLMForward, HybridGenerationMixin, SpadePreTrainedMo
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
         self.model = SpadeStack(config)
+        scale_outputs(self.model, config)
         self.add_lm_head()
         self.post_init()
 
@@ -259,6 +264,7 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.model = SpadeEncoderModel(config)
+        scale_outputs(self.model.encoder, config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

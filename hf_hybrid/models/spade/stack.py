@@ -16,10 +16,12 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ...kernels.packed import longest
 from ...layers.norms import make_norm
 from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin, embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, additive_mask, init_shared, kept_pairs, make_bias_table
+from ..packing import row_starts, take_bounds
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 from .layer import SpadeCrossAttention, SpadeLayer
@@ -31,6 +33,7 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
     config: SpadeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_context_parallel = False
     _no_split_modules = ["SpadeLayer"]
     _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a shared table stays on its device
     _keep_in_fp32_modules_strict = ["ssm"]
@@ -45,10 +48,6 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         init_shared(module, self.config)
-
-    def _head_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Scale the input of a language modelling head if the config asks for it."""
-        return hidden_states * self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else hidden_states
 
     @classmethod
     def from_t5(cls, name_or_model: str | os.PathLike | PreTrainedModel, **options) -> Self:
@@ -116,6 +115,7 @@ class SpadeStack(SpadePreTrainedModel):
         if config.final_norm:
             self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.output_scale = 1.0
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -136,7 +136,8 @@ class SpadeStack(SpadePreTrainedModel):
         inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
-        elif use_cache and past_key_values is None:
+        cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None:
             past_key_values = DynamicCache(config=self.config)
         has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
         if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
@@ -145,7 +146,7 @@ class SpadeStack(SpadePreTrainedModel):
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            hidden_states = hidden_states + self._positions(inputs_embeds.shape[1], past, attention_mask)
+            hidden_states = hidden_states + self._positions(inputs_embeds, past, attention_mask, cu_seqlens)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
@@ -160,10 +161,13 @@ class SpadeStack(SpadePreTrainedModel):
                 attention_mask=attention_mask,
                 encoder_attention_mask=encoder_attention_mask,
                 past_key_values=past_key_values,
+                cu_seqlens=cu_seqlens,
                 **kwargs,
             )
         if self.final_norm is not None:
             hidden_states = self.dropout(self.final_norm(hidden_states))
+        if self.output_scale != 1:
+            hidden_states = hidden_states * self.output_scale
         if not self.config.is_decoder:
             return BaseModelOutput(last_hidden_state=hidden_states)
         return BaseModelOutputWithPastAndCrossAttentions(
@@ -181,8 +185,15 @@ class SpadeStack(SpadePreTrainedModel):
             )
         return additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
 
-    def _positions(self, length: int, past: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Return absolute position embeddings `(B or 1, T, D)`, counted from each row's first kept token."""
+    def _positions(
+        self,
+        hidden_states: torch.Tensor,
+        past: int,
+        attention_mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return absolute position embeddings `(B or 1, T, D)`, counted from each sequence's first kept token."""
+        length = hidden_states.shape[1] if cu_seqlens is None else longest(hidden_states, cu_seqlens)
         if past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
                 f"decoder inputs must hold at most max_decoder_position_embeddings "
@@ -192,5 +203,7 @@ class SpadeStack(SpadePreTrainedModel):
         if attention_mask is not None and attention_mask.dim() == 2:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
         else:
-            positions = torch.arange(past, past + length, device=self.embed_positions.weight.device)[None]
+            positions = torch.arange(hidden_states.shape[1], device=self.embed_positions.weight.device)[None] + past
+            if cu_seqlens is not None:
+                positions = positions - row_starts(cu_seqlens, hidden_states.shape[:2])
         return self.embed_positions(positions)

@@ -21,6 +21,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
+from ..packing import PAIRS, refuse_packed
 from ..state_cache import cached_length
 from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
@@ -28,6 +29,8 @@ from .segments import Reading, SegmentCache, cut
 
 class SegmentedPreTrainedModel(ModelCardMixin):
     """Mixin for all models: initialises the parameters that SRformer adds."""
+
+    _supports_context_parallel = False
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         if not hasattr(config, "has_states"):  # a checkpoint with its code has its own config class
@@ -188,6 +191,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
         decoder_horizon: int | None = None,
         **kwargs,
     ) -> Seq2SeqModelOutput:
+        refuse_packed(kwargs, PAIRS, attention_mask)
         if encoder_outputs is None:
             check_not_empty("input_ids", input_ids, inputs_embeds)
             encoder_outputs = self.get_encoder()(

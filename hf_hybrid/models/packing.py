@@ -1,0 +1,106 @@
+"""Batches whose rows are not one sequence each.
+
+Packed: several sequences in one row, as padding-free data collators make them. Divided among processes, as context
+parallelism does: refused.
+
+Shapes: B batch · T length · N sequences.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.masking_utils import find_packed_sequence_indices
+
+from ..kernels.packed import bounds, check_cu_seqlens, sequence_starts
+
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids")
+"""Arguments by which transformers' models are told of packed sequences."""
+PAIRS = "an encoder-decoder reads pairs of sequences"
+
+
+def take_bounds(
+    arguments: dict[str, Any],
+    inputs: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+) -> torch.Tensor | None:
+    """Remove `BOUNDS` from a forward's further arguments and return the bounds of the packed sequences.
+
+    Sequences are known by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that do not rise by one. Position ids
+    with an attention mask or a cache say nothing of packing, as in transformers' own models, and are ignored: these
+    models count positions themselves.
+
+    Args:
+        arguments: Changed in place.
+        inputs: `(B, T, ...)`, tokens or embeddings.
+        attention_mask: The forward's.
+        past_key_values: The forward's.
+
+    Returns:
+        `(N + 1,)`, the bounds in the rows joined to one, `(B T,)`; None if each row is one sequence.
+
+    Raises:
+        ValueError: The bounds are contradictory or do not fit, or there is a mask or a cache too.
+    """
+    _refuse_divided()
+    given = {name: arguments.pop(name, None) for name in BOUNDS}
+    cu_seqlens, seq_idx, position_ids = (given[name] for name in ("cu_seq_lens_q", "seq_idx", "position_ids"))
+    batch, length = inputs.shape[:2]
+    named = "cu_seq_lens_q" if cu_seqlens is not None else "seq_idx" if seq_idx is not None else None
+    if named and (attention_mask is not None or past_key_values is not None):
+        other = "attention_mask" if attention_mask is not None else "past_key_values"
+        raise ValueError(f"{named} must be None together with {other}: sequences are packed without padding or cache")
+    if cu_seqlens is not None:
+        keys = given["cu_seq_lens_k"]
+        if keys is not None and not (keys is cu_seqlens or torch.equal(keys, cu_seqlens)):
+            raise ValueError(f"cu_seq_lens_k must equal cu_seq_lens_q {cu_seqlens.tolist()}; got {keys.tolist()}")
+        check_cu_seqlens(cu_seqlens, inputs, "input_ids")
+        bounds(cu_seqlens, length)
+        return None if len(cu_seqlens) == 2 else cu_seqlens.to(inputs.device)
+    if seq_idx is None:
+        if position_ids is None or attention_mask is not None or past_key_values is not None:
+            return None
+        seq_idx = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        if seq_idx is None:
+            return None
+    if seq_idx.shape != (batch, length):
+        raise ValueError(f"{named or 'position_ids'} must be {(batch, length)}; got {tuple(seq_idx.shape)}")
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return None if len(starts) == batch else torch.cat([starts, starts.new_tensor([batch * length])])
+
+
+def refuse_packed(arguments: dict[str, Any], why: str, attention_mask: torch.Tensor | None = None):
+    """Remove `BOUNDS` from a forward's further arguments, and raise ValueError if sequences are packed."""
+    _refuse_divided()
+    given = {name: arguments.pop(name, None) for name in BOUNDS}
+    position_ids = given["position_ids"]
+    if position_ids is not None and (attention_mask is not None or find_packed_sequence_indices(position_ids) is None):
+        given["position_ids"] = None
+    for name in ("cu_seq_lens_q", "seq_idx", "position_ids"):
+        if given[name] is not None:
+            raise ValueError(f"{name} must not pack several sequences into a row: {why}")
+
+
+def _refuse_divided():
+    """Raise ValueError if accelerate divides sequences among processes: no state or window crosses to the next one."""
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is None or torch.compiler.is_compiling():
+        return
+    parallelism = accelerate.AcceleratorState._shared_state.get("parallelism_config")  # without creating the state
+    for name in ("cp_size", "sp_size"):
+        if getattr(parallelism, name, 1) > 1:
+            raise ValueError(
+                f"{name} must be 1: this model does not support context or sequence parallelism, which divide each "
+                f"sequence among processes; got {getattr(parallelism, name)}"
+            )
+
+
+def row_starts(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the first token of each token's sequence, counted from its row's first, `(B, T)`."""
+    batch, length = shape
+    starts = sequence_starts(cu_seqlens, batch * length).view(batch, length)
+    return starts - torch.arange(batch, device=starts.device)[:, None] * length

@@ -34,6 +34,12 @@ def test_shipped_configurations_were_compiled_as_they_are(op, fingerprints):
     )
 
 
+def test_every_op_with_triton_kernels_is_compiled():
+    folder = Path(inspect.getfile(aot)).parents[1] / "hf_hybrid" / "kernels"
+    found = {".".join(path.parent.relative_to(folder).parts) for path in folder.glob("*/**/triton_kernels.py")}
+    assert found == set(aot.MODULES.values())
+
+
 def test_a_fingerprint_sees_code_and_configurations_but_no_comment_or_docstring(fingerprints, monkeypatch):
     before, source = fingerprints["ssm_step"], inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda module: source(module).replace("\n", "  # a comment\n\n"))

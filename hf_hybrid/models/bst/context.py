@@ -75,15 +75,16 @@ class BstContext(LocalAttention):
 
     Args:
         config: The config.
+        filters: C.
         headwise: Whether each head projects its own input to keys and values.
     """
 
-    def __init__(self, config: BstConfig, *, headwise: bool):
+    def __init__(self, config: BstConfig, *, filters: int, headwise: bool):
         super().__init__(config, attention_type="chunk", qk_norm=config.qk_norm)
         heads, width = config.num_attention_heads, config.hidden_size
         inner = heads * config.head_dim
         self.headwise = headwise
-        self.filter = make_filter(config)
+        self.filter = make_filter(config, filters)
         self.q_proj = nn.Linear(width, inner, bias=False)
         if headwise:
             self.k_heads = HeadwiseLinear(heads, width, config.head_dim)
@@ -163,7 +164,8 @@ class TokenContext(BstContext):
     """Attention to one state per token of the query's window, up to the query (single and multi head)."""
 
     def __init__(self, config: BstConfig):
-        super().__init__(config, headwise=config.context_type == "multi_head")
+        multi_head = config.context_type == "multi_head"
+        super().__init__(config, filters=config.num_attention_heads if multi_head else 1, headwise=multi_head)
         if config.context_lift:
             self.lift_weight = nn.Parameter(torch.empty(config.num_attention_heads))
             self.lift_bias = nn.Parameter(torch.empty(config.num_attention_heads))
@@ -366,7 +368,7 @@ class MultiFilterContext(WindowBeforeContext):
     """
 
     def __init__(self, config: BstConfig):
-        super().__init__(config, headwise=config.context_lift)
+        super().__init__(config, filters=config.num_context_states, headwise=config.context_lift)
         heads, states, width = config.num_attention_heads, config.num_context_states, config.hidden_size
         self.lift = nn.Linear(width, heads * width) if config.context_lift else None
         self.state_embedding = nn.Parameter(torch.empty(states, width))
@@ -409,10 +411,8 @@ def make_context(config: BstConfig) -> BstContext:
     return TokenContext(config) if config.context_shift == "none" else ShiftedTokenContext(config)
 
 
-def make_filter(config: BstConfig) -> Any:
+def make_filter(config: BstConfig, filters: int) -> Any:
     """Build the filters of one layer."""
-    count = {"single_head": 1, "multi_head": config.num_attention_heads, "multi_filter": config.num_context_states}
-    filters = count[config.context_type]
     if config.context_filter == "unstructured":
         return ImplicitConv(
             config.hidden_size,

@@ -7,6 +7,7 @@ A `...Forward` mixin comes before the architecture's base class. The class that 
 those named in the mixin's docstring. A language model's logits are `lm_head` of its last hidden states.
 """
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -71,6 +72,14 @@ def embed_inputs(
         inputs_embeds = embed_tokens(input_ids)
     check_not_empty("input_ids", inputs_embeds)
     return inputs_embeds
+
+
+def as_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a causal model: a copy with `is_decoder` True, unless it is True already."""
+    if not config.is_decoder:
+        config = copy.deepcopy(config)
+        config.is_decoder = True
+    return config
 
 
 def scale_outputs(stack: nn.Module, config: PreTrainedConfig):

@@ -454,10 +454,12 @@ class LocalSelfAttention(LocalAttention):
         past = cached_length(past_key_values, self.layer_idx)
         key_start, complete = 0, True
         if past_key_values is not None:
-            _, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
+            total, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
+            complete = (
+                total == hidden_states.shape[1]
+            )  # the cache adds no earlier keys, and a static one no empty ones
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-            complete = key.shape[1] == query.shape[1]  # no earlier tokens, and no empty keys of a static cache
         output, probabilities = self.attend(
             query,
             key,

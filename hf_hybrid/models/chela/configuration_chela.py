@@ -241,7 +241,7 @@ class ChelaConfig(PreTrainedConfig):
     final_norm: bool | None = None
     final_norm_affine: bool = True
     tie_word_embeddings: bool = True
-    scale_embeddings: bool = True
+    scale_embeddings: bool | None = None
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0
@@ -288,6 +288,7 @@ class ChelaConfig(PreTrainedConfig):
             classifier_size=2 * self.hidden_size,
             classifier_dropout=self.dropout,
             initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
+            scale_embeddings=True,
         )
         if self.short_kernel_sizes is None and self.training_length > 0:
             self.short_kernel_sizes = [3, short_kernel_size(self.training_length, self.short_kernel_rounding)]

@@ -32,6 +32,7 @@ from ..heads import (
     SequenceClassificationForward,
     StateSpaceModelMixin,
     TokenClassificationForward,
+    as_decoder,
     make_embedding,
     pool,
 )
@@ -251,12 +252,9 @@ class ChelaForCausalLM(CausalLMForward, HybridGenerationMixin, ChelaPreTrainedMo
     """
 
     def __init__(self, config: ChelaConfig):
-        if not config.is_decoder:
-            config = copy.deepcopy(config)
-            config.is_decoder = True
-        super().__init__(config)
+        super().__init__(as_decoder(config))
         check_reads_tokens(self)
-        self.model = ChelaModel(config)
+        self.model = ChelaModel(self.config)
         self.add_lm_head()
         self.post_init()
 

@@ -20,6 +20,7 @@ from ..heads import (
     QuestionAnsweringForward,
     SequenceClassificationForward,
     TokenClassificationForward,
+    as_decoder,
     scale_outputs,
 )
 from ..packing import PAIRS, refuse_packed
@@ -245,8 +246,7 @@ class SpadeForCausalLM(CausalLMForward, HybridGenerationMixin, SpadePreTrainedMo
                 f"(norm_position {config.norm_position!r}, local_radius {config.local_radius}). For the defaults of a "
                 "language model use SpadeConfig(is_decoder=True, is_encoder_decoder=False)."
             )
-            config = copy.deepcopy(config)
-            config.is_decoder = True
+        config = as_decoder(config)
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
         self.model = SpadeStack(config)

@@ -212,7 +212,8 @@ class LocalAttention(nn.Module):
             **kwargs: Passed on to the attention function.
 
         Returns:
-            Output `(B, T, H K)`, and probabilities `(B, H, T, S)` if the attention function returns them.
+            Output `(B, T, H K)`, zero at masked tokens unless attention is full; and probabilities `(B, H, T, S)` if
+            the attention function returns them.
         """
         # the kernels handle complete sequences and single tokens; "eager" asks for dense attention
         local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
@@ -223,7 +224,8 @@ class LocalAttention(nn.Module):
             return self._attend_blocked(query, key, value, bias_table, attention_mask, cu_seqlens), None
         trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
         if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
-            return self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start), None
+            output = self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start)
+            return self._only_kept(output, attention_mask), None
         queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
         keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
         visible = self._visible(queries, keys, attention_mask, cu_seqlens, query.shape[:2])
@@ -238,7 +240,13 @@ class LocalAttention(nn.Module):
         output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
         if sees is not None:
             output = output.masked_fill(~sees.transpose(1, 2), 0)
-        return output.flatten(2), probabilities
+        return self._only_kept(output.flatten(2), attention_mask), probabilities
+
+    def _only_kept(self, output: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Set outputs `(B, T, H K)` of local attention to zero at masked tokens, as the blocked kernel does."""
+        if self.attention_type == "full" or attention_mask is None or attention_mask.dim() != 2:
+            return output
+        return output.masked_fill(~attention_mask[:, -output.shape[1] :, None].to(torch.bool), 0)
 
     def _visible(
         self,

@@ -30,6 +30,7 @@ from .tiny import (
     MODEL_CLASSES,
     NEEDS_DICT,
     PADDED_SIDES,
+    ROLES,
     SCALED,
     TINY_CONFIGS,
     TRAINED,
@@ -281,6 +282,62 @@ def test_loss_is_the_mean_cross_entropy(model_type, auto_class):
         logits, labels = logits[:, :-1], labels[:, 1:]
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert_close(outputs.loss, expected, "float32")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "recorded"),
+    [
+        (*key, recorded)
+        for key in MODEL_CLASSES
+        for recorded in ("attentions", "hidden_states")
+        if recorded == "hidden_states" or key[0] not in ATTENTION_FREE
+    ],
+)
+def test_what_is_recorded_stands_in_its_own_field(model_type, auto_class, recorded):
+    model = tiny_model(model_type, auto_class, attn_implementation="eager")
+    inputs = tiny_inputs(model)
+    outputs = model(**inputs, **{f"output_{recorded}": True})
+    both = model(**inputs, output_attentions=model_type not in ATTENTION_FREE, output_hidden_states=True)
+    names = {name for name in both if name.endswith(recorded)}
+    assert {name for name in outputs if name.endswith(("attentions", "hidden_states"))} == names
+    for name in names:
+        assert [x.shape for x in outputs[name]] == [x.shape for x in both[name]]
+        assert all(torch.equal(x, y) for x, y in zip(outputs[name], both[name], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "case"), [case for case in DECODER_CASES if case[0] not in ATTENTION_FREE]
+)
+def test_returned_attentions_get_a_gradient(model_type, auto_class, case):
+    model = tiny_model(model_type, auto_class, attn_implementation="eager", **DECODERS[model_type, auto_class][case])
+    outputs = model(**tiny_inputs(model), output_attentions=True, use_cache=False)
+    returned = [x for name, found in outputs.items() if name.endswith("attentions") for x in found]
+    for probabilities in returned:
+        probabilities.retain_grad()
+    outputs.logits.square().sum().backward()
+    assert all(probabilities.grad.abs().sum() > 0 for probabilities in returned)
+
+
+@every_class
+def test_a_config_can_ask_for_gradient_checkpointing(model_type, auto_class):
+    config = tiny_config(model_type, **ROLES.get((model_type, auto_class), {}))
+    config.gradient_checkpointing = True
+    model = getattr(transformers, auto_class).from_config(config)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers
+    assert all(layer.gradient_checkpointing for layer in layers)
+    assert "gradient_checkpointing" not in model.config.to_dict()
+
+
+@every_generative
+def test_a_config_can_turn_the_cache_off(model_type, auto_class):
+    built = tiny_model(model_type, auto_class, use_cache=False)
+    changed = tiny_model(model_type, auto_class)
+    assert changed(**tiny_inputs(changed)).past_key_values is not None
+    changed.config.use_cache = False
+    for model in (built, changed):
+        assert model(**tiny_inputs(model)).past_key_values is None
+        assert model(**tiny_inputs(model), use_cache=True).past_key_values is not None
 
 
 # clients such as TRL multiply hidden states and head themselves, to save the memory of logits

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from hf_hybrid.kernels import local_attention_step
 from hf_hybrid.models.local_attention import LocalSelfAttention
 from tests.kernels.interpreter import interpreted
-from tests.models.tiny import tiny_config, tiny_inputs, tiny_model
+from tests.models.tiny import DECODER_CASES, DECODERS, tiny_config, tiny_inputs, tiny_model
 from tests.tolerances import assert_close
 
 STEP = "hf_hybrid.models.local_attention.local_attention_step"
@@ -97,3 +97,27 @@ def test_offloaded_models_decode(model_type):
     expected = model.generate(ids, **settings)
     offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(offloaded.generate(ids, **settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "case"), [key[::2] for key in DECODER_CASES if key[1] == "AutoModelForCausalLM"]
+)
+def test_masked_tokens_get_the_same_outputs_whatever_computes_them(model_type, case):
+    options = DECODERS[model_type, "AutoModelForCausalLM"][case]
+    model = tiny_model(model_type, "AutoModelForCausalLM", **options)
+    ids = tiny_inputs(model)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    mask[1, 4] = 0
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask, use_cache=False).logits
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
+            assert_close(model(ids, attention_mask=mask, past_key_values=cache).logits, wanted, "float32 decode")
+            cache.reset()
+            steps = [
+                model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits
+                for t in range(ids.shape[1])
+            ]
+            assert_close(torch.cat(steps, dim=1), wanted, "float32 decode")
+        eager = tiny_model(model_type, "AutoModelForCausalLM", attn_implementation="eager", **options)
+        assert_close(eager(ids, attention_mask=mask, use_cache=False).logits, wanted, "float32 decode")

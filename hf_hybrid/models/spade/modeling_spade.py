@@ -71,6 +71,7 @@ class SpadeModel(SpadePreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         refuse_packed(kwargs, PAIRS, attention_mask)
+        use_cache = self.config.use_cache if use_cache is None else use_cache  # the decoder has a config of its own
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids,

@@ -154,10 +154,7 @@ class SegmentedCrossAttention:
             if memory.norm is not None:
                 recurrent = recurrent / reading.of_rows(memory.norm)[:, :, None]
         mixed = self._mixed(segmented, recurrent)
-        output = reading.collect(_in_range(mixed, mixed.dtype)).flatten(2)
-        if probabilities is not None and self.config._attn_implementation == "eager":
-            return output, reading.collect(probabilities).transpose(1, 2)
-        return output, None
+        return reading.collect(_in_range(mixed, mixed.dtype)).flatten(2), probabilities
 
     def _is_step(self, query: torch.Tensor, memory: SegmentMemory, reading: Reading) -> bool:
         """Whether `segment_step` can decode this token."""
@@ -261,8 +258,8 @@ class SegmentedCrossAttention:
 
     def _segmented(
         self, query: torch.Tensor, memory: SegmentMemory, reading: Reading
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from tiles `(B, H, n, g, K)` to their segments; return output and probabilities."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from tiles `(B, H, n, g, K)` to their segments; return output, and with eager attention `read`'s."""
         keys, values = reading.pick(memory.keys), reading.pick(memory.values)
         scores = torch.matmul(query, keys.mT)
         if memory.mean_keys is not None:
@@ -274,11 +271,15 @@ class SegmentedCrossAttention:
         if reading.visible is not None:
             probabilities = probabilities.masked_fill(~reading.visible, 0)  # a segment may have no key at all
         probabilities = nn.functional.dropout(probabilities, p=self.dropout, training=self.training)
+        returned = None
+        if self.config._attn_implementation == "eager":
+            returned = reading.collect(probabilities).transpose(1, 2)
+            probabilities = reading.lay_out(returned.transpose(1, 2))  # the output's gradient passes what is returned
         if memory.mean_values is None:
-            return torch.matmul(probabilities, values), probabilities
+            return torch.matmul(probabilities, values), returned
         own, shared = probabilities.split([values.shape[3], probabilities.shape[-1] - values.shape[3]], dim=-1)
         means = reading.of_rows(memory.mean_values)[:, :, None]
-        return torch.matmul(own, values) + torch.matmul(shared, means), probabilities
+        return torch.matmul(own, values) + torch.matmul(shared, means), returned
 
     def _mixed(self, segmented: torch.Tensor | None, recurrent: torch.Tensor | None) -> torch.Tensor:
         if segmented is None or recurrent is None:

@@ -13,11 +13,12 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import (
+    BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
@@ -38,7 +39,10 @@ class SegmentedPreTrainedModel(ModelCardMixin):
                 f"config must be a {self.config_class.__name__}, as from {self.config_class.__name__}.from_parent; "
                 f"got {type(config).__name__}"
             )
+        checkpointing = getattr(config, "gradient_checkpointing", False)
         super().__init__(config, *args, **kwargs)
+        if checkpointing:  # the parent took it from the config, for its own parts
+            config.gradient_checkpointing = True
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -192,6 +196,8 @@ class SegmentedModel(SegmentedPreTrainedModel):
         **kwargs,
     ) -> Seq2SeqModelOutput:
         refuse_packed(kwargs, PAIRS, attention_mask)
+        if use_cache is None and not self.config.use_cache:  # the parts have configs of their own
+            use_cache = False
         if encoder_outputs is None:
             check_not_empty("input_ids", input_ids, inputs_embeds)
             encoder_outputs = self.get_encoder()(
@@ -201,6 +207,9 @@ class SegmentedModel(SegmentedPreTrainedModel):
                 return_dict=True,
                 **kwargs,
             )
+        if isinstance(encoder_outputs, ModelOutput):  # T5 would take attentions for hidden states
+            names = ("last_hidden_state", "hidden_states", "attentions")
+            encoder_outputs = BaseModelOutput(**{name: encoder_outputs.get(name) for name in names})
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
         return super().forward(

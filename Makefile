@@ -16,7 +16,7 @@ TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-long test test-full lint docs bench gpu aot-matrix build clean
+.PHONY: help install demo demo-long test test-full test-clients lint docs bench gpu aot-matrix build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,12 @@ test: $(INSTALLED) ## Run the tests on two processes, without network
 
 test-full: $(INSTALLED) ## Run the tests with every matrix whole, as before a release
 	$(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -m 'full or not full' $(PYTEST_ARGS)
+
+test-clients: ## Run real clients (TRL, Sentence Transformers, ...) with tiny models, in an environment of their own
+	test -d $(VENV)-clients || $(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python $(PIP_INSTALL) $(TORCH)
+	$(VENV)-clients/bin/python $(PIP_INSTALL) -e '.[dev,clients]'
+	$(TEST_ENV) $(VENV)-clients/bin/python -m pytest -n 2 --dist worksteal tests/clients $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check formatting, style, types and the structure of the model files
 	$(PY) -m ruff format --check .

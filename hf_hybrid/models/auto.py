@@ -1,5 +1,7 @@
 """The table of architectures, and their registration with transformers' Auto classes and with PEFT."""
 
+import sys
+
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -65,6 +67,11 @@ def register() -> None:
         transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
+            # `transformers serve`, TRL and others look up names of config.architectures in the module itself, which
+            # transformers makes a second time when it imports its processors
+            for module in (transformers, sys.modules["transformers"]):
+                if not hasattr(module, model_class.__name__):
+                    setattr(module, model_class.__name__, model_class)
             if auto_class == "AutoModelForCausalLM":
                 # Trainer's label smoothing shifts the labels of models in this table
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model_class.__name__

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
 from hf_hybrid import SpadeForSequenceClassification
 from hf_hybrid.models.heads import pool
@@ -104,3 +106,45 @@ def test_a_masked_language_models_head_is_the_embedding():
     assert model.lm_head.weight is model.get_input_embeddings().weight
     untied = tiny_model("spade", "AutoModelForMaskedLM", tie_word_embeddings=False)
     assert untied.lm_head.weight is not untied.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ("CausalLM", "SpadeStack"),
+        ("Seq2SeqLM", "SpadeModel"),
+        ("TextEncoding", "SpadeEncoderModel"),
+        *((head, "SpadeEncoderModel") for head in HEADS),
+    ],
+)
+def test_auto_model_gives_the_hidden_states_below_every_head(head, body, tmp_path):
+    model = tiny_model("spade", f"AutoModelFor{head}")
+    model.save_pretrained(tmp_path / "model")
+    loaded, report = AutoModel.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert type(loaded).__name__ == type(AutoModel.from_config(model.config)).__name__ == body
+    assert not report["missing_keys"]
+    inputs = tiny_inputs(loaded)
+    wanted = getattr(model, "model", model)(**inputs).last_hidden_state
+    assert torch.equal(loaded(**inputs).last_hidden_state, wanted)
+    loaded.save_pretrained(tmp_path / "body")
+    again = AutoModel.from_pretrained(tmp_path / "body")
+    assert torch.equal(again(**inputs).last_hidden_state, wanted)
+
+
+@pytest.mark.parametrize("head", ["TextEncoding", *HEADS])
+def test_an_encoder_is_saved_as_one(head, tmp_path):
+    model = tiny_model("spade", f"AutoModelFor{head}")
+    assert not model.config.is_encoder_decoder
+    model.save_pretrained(tmp_path)
+    assert not AutoConfig.from_pretrained(tmp_path).is_encoder_decoder
+
+
+@pytest.mark.parametrize("head", ["QuestionAnswering", "SequenceClassification", "TokenClassification"])
+def test_a_language_model_becomes_a_classifier(head, tmp_path):
+    language_model = tiny_model("spade", "AutoModelForCausalLM")
+    language_model.save_pretrained(tmp_path)
+    model = getattr(transformers, f"AutoModelFor{head}").from_pretrained(tmp_path)
+    inputs = tiny_inputs(model)
+    wanted = language_model.model(**inputs).last_hidden_state
+    assert torch.equal(model.model(**inputs).last_hidden_state, wanted)
+    model(**inputs)

@@ -5,6 +5,7 @@ K head width · N state size · R local radius.
 """
 
 import copy
+import os
 
 import torch
 from torch import nn
@@ -31,8 +32,20 @@ from .stack import SpadePreTrainedModel, SpadeStack
 logger = logging.get_logger(__name__)
 
 
+def as_encoder(config: SpadeConfig) -> SpadeConfig:
+    """Return the config of an encoder alone: of an encoder-decoder's, a copy with `is_encoder_decoder` False."""
+    if not config.is_encoder_decoder:
+        return config
+    config = config.get_text_config(encoder=True)
+    config.is_encoder_decoder = False
+    return config
+
+
 class SpadeModel(SpadePreTrainedModel):
     """SPADE encoder-decoder without a head (SPADE, section 5.1).
+
+    `AutoModel` makes a `SpadeEncoderModel` from the config of an encoder, and a `SpadeStack` from that of a language
+    model.
 
     Args:
         config: The config; each stack gets its part from `get_text_config`.
@@ -49,6 +62,25 @@ class SpadeModel(SpadePreTrainedModel):
         self.encoder = SpadeStack(config.get_text_config(encoder=True))
         self.decoder = SpadeStack(config.get_text_config(decoder=True))
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike, *args, config: SpadeConfig | None = None, **options):
+        """Load a model, as every model of transformers."""
+        other = cls._without_head(config)
+        load = super().from_pretrained if other is None else other.from_pretrained
+        return load(name_or_path, *args, config=config, **options)
+
+    @classmethod
+    def _from_config(cls, config: SpadeConfig, **options):
+        other = cls._without_head(config)
+        return (super() if other is None else other)._from_config(config, **options)
+
+    @classmethod
+    def _without_head(cls, config: SpadeConfig | None) -> type[SpadePreTrainedModel] | None:
+        """Return the class that `AutoModel` means by a config, if it is another one."""
+        if cls is not SpadeModel or getattr(config, "is_encoder_decoder", True):
+            return None
+        return SpadeStack if config.is_decoder else SpadeEncoderModel
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens
@@ -197,13 +229,14 @@ class SpadeEncoderModel(SpadePreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\."]
 
     def __init__(self, config: SpadeConfig):
-        super().__init__(config)
-        config.validate()  # from_pretrained may set fields without checking them
         if config.is_decoder and not config.is_encoder_decoder:
             raise ValueError(
                 f"is_decoder must be False for SpadeEncoderModel; got {config.is_decoder}: use SpadeForCausalLM"
             )
-        self.encoder = SpadeStack(config.get_text_config(encoder=True))
+        config = as_encoder(config)
+        super().__init__(config)
+        config.validate()  # from_pretrained may set fields without checking them
+        self.encoder = SpadeStack(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -263,6 +296,7 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
+        config = as_encoder(config)
         super().__init__(config)
         self.model = SpadeEncoderModel(config)
         scale_outputs(self.model.encoder, config)
@@ -270,8 +304,13 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
         self.post_init()
 
 
+def make_body(config: SpadeConfig) -> SpadePreTrainedModel:
+    """Build what is below a classifier: an encoder, or from a language model's config its causal stack."""
+    return SpadeStack(config) if config.is_decoder and not config.is_encoder_decoder else SpadeEncoderModel(config)
+
+
 class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrainedModel):
-    """SPADE encoder that classifies sequences (SPADE, section 5.2).
+    """SPADE encoder, or causal stack, that classifies sequences (SPADE, section 5.2).
 
     The vector that `config.pooling` selects passes through a dense layer and tanh before the classifier, as in BERT.
     """
@@ -279,8 +318,9 @@ class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrai
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
 
     def __init__(self, config: SpadeConfig):
+        config = as_encoder(config)
         super().__init__(config)
-        self.model = SpadeEncoderModel(config)
+        self.model = make_body(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -291,25 +331,27 @@ class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrai
 
 
 class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedModel):
-    """SPADE encoder that classifies every token."""
+    """SPADE encoder, or causal stack, that classifies every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
 
     def __init__(self, config: SpadeConfig):
+        config = as_encoder(config)
         super().__init__(config)
-        self.model = SpadeEncoderModel(config)
+        self.model = make_body(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
 
 class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
-    """SPADE encoder that marks an answer's first and last token."""
+    """SPADE encoder, or causal stack, that marks an answer's first and last token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
 
     def __init__(self, config: SpadeConfig):
+        config = as_encoder(config)
         super().__init__(config)
-        self.model = SpadeEncoderModel(config)
+        self.model = make_body(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()

@@ -155,9 +155,12 @@ class _Handler(BaseHTTPRequestHandler):
     def information(self, id: str, revision: str = "main"):
         if self.visible(id) and (found := self.commits(id, revision)):
             siblings = [{"rfilename": path} for path in found[1]]
-            self.reply(
-                {"id": id, "sha": found[0], "private": id in self.hub.private, "tags": [], "siblings": siblings}
-            )
+            known = {"id": id, "sha": found[0], "private": id in self.hub.private, "tags": [], "siblings": siblings}
+            if "config.json" in found[1]:
+                config = json.loads(found[1]["config.json"])
+                shown = ("architectures", "auto_map", "model_type")
+                known["config"] = {name: config[name] for name in shown if name in config}
+            self.reply(known)
 
     def tree(self, id: str, revision: str):
         if self.visible(id) and (found := self.commits(id, revision)):

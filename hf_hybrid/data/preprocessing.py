@@ -135,7 +135,8 @@ def tokenize_texts(
         batch: Columns of strings.
         tokenizer: Any tokenizer.
         column: Column of the texts.
-        are_lines: Whether each text is one line with its line break; the tokenizer then adds no special tokens.
+        are_lines: Whether each text is one line with its line break. Otherwise the tokenizer adds its special tokens,
+            or the end token if it is one of `leave_texts_open`.
 
     Returns:
         For each row ``input_ids``, of any length, and ``num_bytes``, the length of the text in UTF-8.
@@ -148,9 +149,11 @@ def tokenize_texts(
         if not isinstance(text, str):
             raise ValueError(f"column {column!r} must hold text in every row; got {type(text).__name__}: {text!r:.80}")
     tokens: list[Any] = []
+    ends = not are_lines and tokenizer.init_kwargs.get("separate_documents", False)
     for some in _by_size(texts):
-        encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False)
-        tokens += (np.asarray(row, dtype=np.int32) for row in encoded["input_ids"])
+        encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False)["input_ids"]
+        rows = ([*row, tokenizer.eos_token_id] for row in encoded) if ends else encoded
+        tokens += (np.asarray(row, dtype=np.int32) for row in rows)
     return {"input_ids": tokens, "num_bytes": [len(text.encode()) for text in texts]}
 
 

@@ -89,6 +89,16 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     return _completed(tokenizer)
 
 
+def leave_texts_open(tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedTokenizerFast":
+    """Let a tokenizer no longer end texts, so that a language model continues a prompt; changes it, and returns it.
+
+    The saved tokenizer says ``separate_documents``, for `tokenize_texts` to put the end token between documents.
+    """
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.init_kwargs["separate_documents"] = True
+    return tokenizer
+
+
 def _train(texts: Iterable[str], vocab_size: int, tokenizer_type: str) -> "PreTrainedTokenizerFast":
     remaining = iter(texts)
     if (first := next(filter(None, remaining), None)) is None:

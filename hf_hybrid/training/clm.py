@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         argv, model_args, data_args, training_args, AutoModelForCausalLM, metrics=METRICS, outputs=outputs, role=_ROLE
     )
     positions = fit_positions(model_args, config, AutoModelForCausalLM, _fit_lengths(config, data_args))
-    tokenizer = load_tokenizer(model_args, config, resume_from)  # None: train it once data are loaded
+    # None: train it once data are loaded
+    tokenizer = load_tokenizer(model_args, config, resume_from, ends_texts=False)
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
         _check_streaming(tokenizer, training_args)
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     splits, column = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
-        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column])
+        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column], ends_texts=False)
     asked = asked_splits(training_args)
     texts = {name: _tokenize(splits[name], name, tokenizer, column, data_args, training_args) for name in asked}
     examples = {name: _examples(rows, name, data_args) for name, rows in texts.items()}

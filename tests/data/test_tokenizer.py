@@ -1,7 +1,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, byte_tokenizer, train_tokenizer
+from hf_hybrid.data.preprocessing import tokenize_texts
+from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, byte_tokenizer, leave_texts_open, train_tokenizer
 
 TEXTS = [
     f"The {a} of the {b} is read, written and closed again.\n" for a in ("file", "stream") for b in ("disk", "net")
@@ -124,3 +125,14 @@ def test_few_texts_do_not_fill_a_large_vocabulary(caplog):
 def test_texts_are_needed(texts):
     with pytest.raises(ValueError, match="texts must hold at least one text that is not empty; got none"):
         train_tokenizer(texts, 300)
+
+
+def test_an_open_tokenizer_leaves_prompts_open_and_documents_apart(tmp_path):
+    leave_texts_open(byte_tokenizer()).save_pretrained(tmp_path)
+    tokenizer, ending = AutoTokenizer.from_pretrained(tmp_path), byte_tokenizer()
+    for texts in (["a prompt"], ["", "two texts", "</s>"]):
+        assert tokenizer(texts)["input_ids"] == ending(texts, add_special_tokens=False)["input_ids"]
+        documents = tokenize_texts({"text": texts}, tokenizer, column="text")["input_ids"]
+        assert [row.tolist() for row in documents] == ending(texts)["input_ids"]
+        lines = tokenize_texts({"text": texts}, tokenizer, column="text", are_lines=True)["input_ids"]
+        assert [row.tolist() for row in lines] == tokenizer(texts)["input_ids"]

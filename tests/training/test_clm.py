@@ -112,12 +112,13 @@ def test_scores_are_those_of_the_saved_model(command, files, tmp_path, model_typ
     page = read_page(folder / "report.html")
     assert page.problems == []
     assert {name: float(value) for name, (value,) in page.tables["Metrics of this run"].items()} == metrics
-    trained = [token for text in _lines(files["train"]) for token in tokenizer(text)["input_ids"]]
+    end = [tokenizer.eos_token_id]
+    trained = [token for text in _lines(files["train"]) for token in tokenizer(text)["input_ids"] + end]
     counts = Counter(trained[: len(trained) // 32 * 32])
     vocab_size = model.config.vocab_size
     for split, prefix in (("validation", "eval"), ("test", "predict")):
         texts = _lines(files[split])
-        tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
+        tokens = [token for text in texts for token in tokenizer(text)["input_ids"] + end]
         assert tokens.count(tokenizer.eos_token_id) == len(texts)
         blocks = [tokens[start : start + 32] for start in range(0, len(tokens) - 31, 32)]
         losses, hits = (torch.cat(part) for part in zip(*(_nll(model, block) for block in blocks), strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_hybrid.data.tokenizer import byte_tokenizer, train_tokenizer
+from hf_hybrid.data.tokenizer import byte_tokenizer, leave_texts_open, train_tokenizer
 from hf_hybrid.training.flags.data import DataArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.model.adapters import adapter_base, adapter_folder
@@ -20,11 +20,17 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vo
 
 
 def load_tokenizer(
-    model_args: ModelArguments, config: PreTrainedConfig, resume_from: str | None
+    model_args: ModelArguments, config: PreTrainedConfig, resume_from: str | None, *, ends_texts: bool = True
 ) -> PreTrainedTokenizerBase | None:
     """Load the named tokenizer, or the checkpoint's, or make one of bytes, and fit a new model's configuration to it.
 
     A resumed run uses its checkpoint's tokenizer instead of training it again.
+
+    Args:
+        model_args: The flags.
+        config: The model's configuration.
+        resume_from: The checkpoint to resume from.
+        ends_texts: Whether a new tokenizer ends every text with the end token, or leaves it open to be continued.
 
     Returns:
         The tokenizer, or None if one must be trained on the data.
@@ -47,7 +53,7 @@ def load_tokenizer(
     if name is None:
         if model_args.tokenizer_type != "bytes":
             return None
-        tokenizer = byte_tokenizer()
+        tokenizer = byte_tokenizer() if ends_texts else leave_texts_open(byte_tokenizer())
     else:
         check_checkpoint_folder(flag, name, _TOKENIZER_FILES)
         try:
@@ -66,9 +72,14 @@ def check_tokenizer_source(tokenizer: PreTrainedTokenizerBase | None, data_args:
 
 
 def train_new_tokenizer(
-    model_args: ModelArguments, config: PreTrainedConfig, split: Dataset | None, columns: Sequence[str]
+    model_args: ModelArguments,
+    config: PreTrainedConfig,
+    split: Dataset | None,
+    columns: Sequence[str],
+    *,
+    ends_texts: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer and fit a new model's configuration to it.
+    """Train a tokenizer and fit a new model's configuration to it; `ends_texts` as in `load_tokenizer`.
 
     Raises:
         ValueError: There is no training split, or the tokenizer is larger than the vocabulary.
@@ -88,6 +99,8 @@ def train_new_tokenizer(
         cache_dir=model_args.cache_dir,
         fingerprint=f"{split._fingerprint} {columns}",
     )
+    if not ends_texts:
+        leave_texts_open(tokenizer)
     _fit_new_config(model_args, config, tokenizer)
     return tokenizer
 

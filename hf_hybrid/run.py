@@ -1,0 +1,41 @@
+"""Run another program with our models registered: ``python -m hf_hybrid.run lm_eval --model hf ...``.
+
+Programs such as lm_eval, transformers and accelerate cannot be told to import a package that registers models. This
+imports `hf_hybrid` and then runs the program's own main, with its arguments untouched. Processes that the program
+starts itself do not import it: use a checkpoint with its code there (`export_remote_code`).
+"""
+
+import runpy
+import sys
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+import hf_hybrid  # noqa: F401
+
+USAGE = "usage: python -m hf_hybrid.run PROGRAM [ARGUMENT ...]"
+
+
+def main() -> object:
+    """Run the command or module that the first argument names.
+
+    Raises:
+        SystemExit: There is no such program; otherwise what the program raises.
+    """
+    if len(sys.argv) < 2:
+        sys.exit(USAGE)
+    name = sys.argv[1]
+    if name in ("-h", "--help"):
+        print(f"{USAGE}\n\n{__doc__}")
+        return None
+    commands = [entry for entry in entry_points(group="console_scripts") if entry.name == name]
+    sys.argv = sys.argv[1:]
+    if commands:
+        return commands[0].load()()
+    if "/" in name or name.startswith("-") or find_spec(name) is None:
+        sys.exit(f"{USAGE}\nPROGRAM must be an installed command or module; got {name!r}")
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ starts itself do not import it: use a checkpoint with its code there (`export_re
 
 import runpy
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -15,20 +16,24 @@ import hf_hybrid  # noqa: F401
 USAGE = "usage: python -m hf_hybrid.run PROGRAM [ARGUMENT ...]"
 
 
-def main() -> object:
+def main(argv: Sequence[str] | None = None) -> object:
     """Run the command or module that the first argument names.
+
+    Args:
+        argv: The program and its arguments; those of this process when None.
 
     Raises:
         SystemExit: There is no such program; otherwise what the program raises.
     """
-    if len(sys.argv) < 2:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
         sys.exit(USAGE)
-    name = sys.argv[1]
+    name = arguments[0]
     if name in ("-h", "--help"):
         print(f"{USAGE}\n\n{__doc__}")
         return None
     commands = [entry for entry in entry_points(group="console_scripts") if entry.name == name]
-    sys.argv = sys.argv[1:]
+    sys.argv = arguments
     if commands:
         return commands[0].load()()
     if "/" in name or name.startswith("-") or find_spec(name) is None:

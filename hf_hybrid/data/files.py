@@ -1,7 +1,7 @@
 """Read CSV, TSV, JSON and text files; errors name the file, the line or row, and the rule.
 
-PyArrow reads CSV and TSV. JSON goes through the standard library, because PyArrow turns text such as ``2020-01-01``
-into timestamps.
+The standard library reads them; PyArrow stores the rows and parses columns of numbers. Its own readers do not know
+lines, accept CSV in which a quotation mark is missing, and turn text such as ``2020-01-01`` in JSON into timestamps.
 """
 
 import bz2
@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ TEXT_EXTENSIONS = (*EXTENSIONS, ".txt")
 """The formats that language models read: `EXTENSIONS` and running text."""
 _OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 _BATCH_ROWS = 1000
-_BLOCK_BYTES = 2**26  # PyArrow refuses a CSV row longer than a block
+_LONGEST_FIELD = 2**31 - 1  # characters; csv reads 128 KiB without this
 
 Row = tuple[str, dict[str, Any]]
 """Where a row is, such as ``line 3``, and the row."""
@@ -82,14 +82,11 @@ def read_table(
     Raises:
         ValueError: The file does not hold what its extension says; the message names the line or row.
     """
-    import pyarrow as pa
-
     place = f"{flag} {path!r}"
     extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     with _opened(place, path) as stream:
         if extension in (".csv", ".tsv"):
-            batches = list(_csv_batches(place, extension, stream, tsv_header))
-            table = _numbers_parsed(pa.Table.from_batches(batches) if batches else pa.table({}))
+            table = _numbers_parsed(_table(place, _table_rows(place, extension, stream, tsv_header)))
         else:
             table = _table(place, _rows(place, extension, stream, keep_linebreaks))
     if not table.num_rows or not table.num_columns:
@@ -108,12 +105,11 @@ def iterate_rows(
     extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     with _opened(place, path) as stream:
         if extension in (".csv", ".tsv"):
-            for batch in _csv_batches(place, extension, stream, tsv_header):
-                for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    yield from batch.slice(start, _BATCH_ROWS).to_pylist()
+            rows = _table_rows(place, extension, stream, tsv_header)
         else:
-            for _, row in _rows(place, extension, stream, keep_linebreaks):
-                yield row
+            rows = _rows(place, extension, stream, keep_linebreaks)
+        for _, row in rows:
+            yield row
 
 
 @contextmanager
@@ -175,38 +171,46 @@ def _checked_object(where: str, row: Any) -> dict[str, Any]:
     return row
 
 
-def _csv_batches(
-    place: str, extension: str, stream: IO[bytes], default_header: Sequence[str] | None
-) -> Iterator["pa.RecordBatch"]:
-    """Read CSV or TSV as columns of text, block by block."""
-    import pyarrow as pa
-    from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, open_csv
-
-    is_csv = extension == ".csv"
-    line = _text(place, 1, stream.readline()).rstrip("\r\n")
-    try:
-        header = next(csv.reader([line], strict=True), []) if is_csv else line.split("\t")
-    except csv.Error as error:
-        raise ValueError(f"{place}, line 1: the header must be one line of valid CSV; {error}") from error
-    if not is_csv and default_header and len(header) == len(default_header) and set(header).isdisjoint(default_header):
-        header = list(default_header)
-        stream.seek(0)
+def _table_rows(place: str, extension: str, stream: IO[bytes], default_header: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the rows of a CSV or TSV file, whose fields are all text."""
+    records = _records(place, extension, stream)
+    number, header = next(records, (0, []))
+    names = default_header if extension == ".tsv" and len(header) == len(default_header or "") else None
+    if names and set(header).isdisjoint(names):
+        records, header = chain([(number, header)], records), list(names)
     header = [name.strip() for name in header]
-    if not all(header) or len(set(header)) != len(header):
-        raise ValueError(f"{place}, line 1: the header must name each column once; got {_brief(header)}")
-    try:
-        yield from open_csv(
-            stream,
-            ReadOptions(use_threads=False, column_names=header, block_size=_BLOCK_BYTES),  # threads: no row numbers
-            ParseOptions(newlines_in_values=True) if is_csv else ParseOptions(delimiter="\t", quote_char=False),
-            ConvertOptions(column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False),
-        )
-    except pa.ArrowException as error:
-        raise ValueError(
-            f"{place} must hold at least one row, and each the header's {len(header)} columns "
-            f"({_brief(', '.join(header))}); {_brief(error)} (row 1 is the first after the header; in CSV, quote text "
-            "that holds commas or line breaks)"
-        ) from error
+    if number and (not all(header) or len(set(header)) != len(header)):
+        raise ValueError(f"{place}, line {number}: the header must name each column once; got {_brief(header)}")
+    for number, fields in records:
+        if len(fields) != len(header):
+            raise ValueError(
+                f"{place}, line {number}: must have the header's {len(header)} columns ({_brief(', '.join(header))}); "
+                f"got {len(fields)} (in CSV, put double quotes around text that holds commas or line breaks)"
+            )
+        yield f"line {number}", dict(zip(header, fields, strict=True))
+
+
+def _records(place: str, extension: str, stream: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines of a CSV or TSV file as fields, each with the number of its first line; skip empty ones."""
+    lines = (_text(place, number, line) for number, line in enumerate(stream, start=1))
+    if extension == ".tsv":
+        fields = (line.rstrip("\r\n").split("\t") for line in lines)
+        yield from ((number, texts) for number, texts in enumerate(fields, start=1) if texts != [""])
+        return
+    reader = csv.reader(lines, strict=True)
+    while True:
+        number = reader.line_num + 1
+        limit = csv.field_size_limit(_LONGEST_FIELD)  # not for longer: the limit is the whole process's
+        try:
+            record = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(f"{place}, line {number}: must be valid CSV; {error}") from error
+        finally:
+            csv.field_size_limit(limit)
+        if record is None:
+            return
+        if record:
+            yield number, record
 
 
 def _brief(what: object) -> str:
@@ -251,7 +255,8 @@ def _numbers_parsed(table: "pa.Table") -> "pa.Table":
 
     for index, name in enumerate(table.column_names):
         texts = compute.utf8_trim_whitespace(table.column(index))
-        texts = compute.utf8_ltrim(compute.if_else(compute.equal(texts, ""), None, texts), "+")
+        texts = compute.if_else(compute.equal(texts, ""), None, texts)
+        texts = compute.replace_substring_regex(texts, r"^\+([^+-])", r"\1")  # PyArrow takes no + before a number
         try:
             numbers = texts.cast(pa.float64())
         except pa.ArrowInvalid:

@@ -11,10 +11,12 @@ import json
 import lzma
 import os
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
+from types import NoneType
 from typing import IO, TYPE_CHECKING, Any
 
 from hf_hybrid.suggestions import did_you_mean
@@ -30,9 +32,12 @@ TEXT_EXTENSIONS = (*EXTENSIONS, ".txt")
 _OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 _BATCH_ROWS = 1000
 _LONGEST_FIELD = 2**31 - 1  # characters; csv reads 128 KiB without this
+_KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 Row = tuple[str, dict[str, Any]]
 """Where a row is, such as ``line 3``, and the row."""
+_Kinds = dict[tuple[Any, ...], str]
+"""What kind of value stands where: a column's name, then `list` for the items of a list and the names of fields."""
 
 
 def check_file(flag: str, path: str, extensions: Sequence[str] = EXTENSIONS) -> str:
@@ -225,27 +230,83 @@ def _table(place: str, rows: Iterator[Row]) -> "pa.Table":
     from tqdm.auto import tqdm
 
     tables: list[pa.Table] = []
+    spans: list[str] = []
     names: dict[str, None] = {}
+    kinds: _Kinds = {}
     bar = iter(tqdm(rows, desc=f"Reading {place}", unit="row", delay=1.0, disable=None))
     while batch := list(islice(bar, _BATCH_ROWS)):
         names |= dict.fromkeys(name for _, row in batch for name in row)
-        columns = {}
-        for name in names:
-            try:
-                columns[name] = pa.array([row.get(name) for _, row in batch])
-            except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
-                raise ValueError(
-                    f"{place}, {batch[0][0]} to {batch[-1][0]}: column {_brief(repr(name))} must hold values of "
-                    f"one kind that Arrow can store; {_brief(error)}"
-                ) from error
+        columns = {name: _column(place, name, batch, kinds) for name in names}
+        spans.append(f"{batch[0][0]} to {batch[-1][0]}")
         try:
             tables.append(pa.table(columns))
         except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: names of columns must be valid text; {_brief(error)}") from error
+            raise ValueError(f"{place}, {spans[-1]}: names of columns must be valid text; {_brief(error)}") from error
+
+    def joined(count: int) -> pa.Table:
+        return pa.concat_tables(tables[:count], promote_options="permissive")
+
     try:
-        return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+        return joined(len(tables)) if tables else pa.table({})
     except pa.ArrowException as error:
-        raise ValueError(f"{place}: a column must hold values of one kind; {_brief(error)}") from error
+        span = spans[_fewest_failing(joined, len(tables)) - 1]
+        raise ValueError(
+            f"{place}, {span}: a column must hold values that Arrow can store as one type; {_brief(error)}"
+        ) from error
+
+
+def _column(place: str, name: str, batch: list[Row], kinds: _Kinds) -> "pa.Array":
+    """Store a column of some rows, and record the kinds of its values."""
+    import pyarrow as pa
+
+    values = [row.get(name) for _, row in batch]
+    before = dict(kinds)
+    if _clash(name, values, kinds):
+        for (where, _), value in zip(batch, values, strict=True):
+            if clash := _clash(name, [value], before):
+                column = _brief(repr(name))
+                raise ValueError(f"{place}, {where}: column {column} must hold values of one kind; got {clash}")
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
+        where, _ = batch[_fewest_failing(lambda count: pa.array(values[:count]), len(values)) - 1]
+        raise ValueError(
+            f"{place}, {where}: column {_brief(repr(name))} must hold values that Arrow can store as one type; "
+            f"{_brief(error)}"
+        ) from error
+
+
+def _clash(name: str, values: list[Any], kinds: _Kinds) -> str | None:
+    """Compare values with the kinds of earlier ones, also inside lists and objects; Arrow would store true as 1.0."""
+    pending: list[tuple[tuple[Any, ...], list[Any]]] = [((name,), values)]
+    while pending:
+        path, values = pending.pop()
+        types = dict.fromkeys(map(type, values))
+        for kind in (_KINDS[value_type] for value_type in types if value_type is not NoneType):
+            if kinds.setdefault(path, kind) != kind:
+                return f"{kind} after {kinds[path]}{' inside it' if len(path) > 1 else ''}"
+        if list in types:
+            pending.append(((*path, list), [item for value in values if type(value) is list for item in value]))
+        if dict in types:
+            fields: dict[str, list[Any]] = {}
+            for value in values:
+                for field, item in value.items() if type(value) is dict else ():
+                    fields.setdefault(field, []).append(item)
+            pending += [((*path, field), items) for field, items in fields.items()]
+    return None
+
+
+def _fewest_failing(convert: Callable[[int], object], count: int) -> int:
+    """Return how many of the first items cannot be converted together, where fewer can."""
+
+    def fails(items: int) -> bool:
+        try:
+            convert(items)
+        except Exception:
+            return True
+        return False
+
+    return bisect_left(range(count), True, key=fails)
 
 
 def _numbers_parsed(table: "pa.Table") -> "pa.Table":

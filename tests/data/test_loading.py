@@ -236,27 +236,52 @@ BAD_FILES = {
     "mixed types in an array": (
         "a.json",
         '[\n{"a": 1},\n\n{"b": "1\\n2",\n"a": 2}, {"a": "x"}]',
-        r"row 1 to row 3: column 'a' must hold values of one kind .*; Could not convert 'x' with type str",
+        r"a\.json', row 3: column 'a' must hold values of one kind; got text after a number",
     ),
     "lone surrogate in an array": (
         "a.json",
         '[\n{"a": "x"},\n{"a": "\\ud800"}\n]',
-        r"row 1 to row 2: column 'a' must hold values .* can store",
+        r"a\.json', row 2: column 'a' must hold values that Arrow can store as one type; .*surrogates",
     ),
     "mixed types": (
         "a.jsonl",
-        '{"a": 1}\n{"a": "x"}\n',
-        r"line 1 to line 2: column 'a' must hold values of one kind .*; Could not convert 'x'",
+        '{"a": 1}\n\n{"a": "x"}\n',
+        r"a\.jsonl', line 3: column 'a' must hold values of one kind; got text after a number",
+    ),
+    "true after a fraction": (
+        "a.jsonl",
+        '{"a": 1.5}\n{"a": true}\n',
+        r"line 2: column 'a' must hold values of one kind; got true or false after a number",
+    ),
+    "true after a fraction in a list": (
+        "a.jsonl",
+        '{"a": [0.5]}\n{"a": [1, true]}\n',
+        r"line 2: column 'a' must hold values of one kind; got true or false after a number inside it",
+    ),
+    "true after a fraction in an object": (
+        "a.jsonl",
+        '{"a": [{"k": 0.5}]}\n{"a": [{"l": true}]}\n{"a": [{"k": true}]}\n',
+        r"line 3: column 'a' must hold values of one kind; got true or false after a number inside it",
+    ),
+    "mixed types after many rows": (
+        "a.jsonl",
+        '{"a": 1}\n' * 1500 + '{"a": true}\n{"a": 1}\n',
+        r"a\.jsonl', line 1501: column 'a' must hold values of one kind; got true or false after a number",
+    ),
+    "fraction after a number that is none": (
+        "a.jsonl",
+        '{"a": 9007199254740993}\n' * 1000 + '{"a": 0.5}\n' * 2,
+        r"line 1001 to line 1002: a column must hold .* store as one type; Integer value 9007199254740993 not in",
     ),
     "lone surrogate": (
         "a.jsonl",
-        '{"a": "\\ud800"}',
-        r"line 1 to line 1: column 'a' must hold values of one kind that Arrow can",
+        '{"a": "x"}\n{"a": "\\ud800"}\n{"a": "x"}',
+        r"a\.jsonl', line 2: column 'a' must hold values that Arrow can store as one type; .*surrogates",
     ),
     "huge number": (
         "a.jsonl",
-        '{"a": 99999999999999999999999}',
-        r"line 1 to line 1: column 'a' must .*; Python int too large",
+        '{"a": 1}\n{"a": 99999999999999999999999}',
+        r"a\.jsonl', line 2: column 'a' must .*; Python int too large",
     ),
     "short row": (
         "a.csv",

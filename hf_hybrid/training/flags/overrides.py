@@ -1,20 +1,20 @@
 """Parse ``--config_overrides "hidden_size=64,layer_types=[a,b]"`` and ``--peft_config`` into typed fields."""
 
+import ast
 import dataclasses
 import json
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
 from peft import IA3Config, LoraConfig
 from transformers import PreTrainedConfig
 
 from hf_hybrid.suggestions import did_you_mean
 
-_NEXT_PAIR = re.compile(r",(?=\s*\w+\s*=)")
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
+_DEEPEST = 20  # brackets inside brackets; no field needs more
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _CONTAINERS = {list, tuple, dict}
 _KINDS = {bool, int, float, str, types.NoneType, *_CONTAINERS}
@@ -30,8 +30,9 @@ def parse_config_overrides(text: str, config_class: type[PreTrainedConfig]) -> d
     """Parse overrides by the types of a configuration's fields.
 
     Args:
-        text: ``name=value`` pairs separated by commas, or a JSON object. A list is written ``[1,2]`` or ``[a,b]``.
-            ``none`` means None for a field that takes it, unless ``none`` is a value of the field itself.
+        text: ``name=value`` pairs separated by commas, or a JSON object. A comma inside quotes or brackets separates
+            nothing. A list is written ``[1,2]`` or ``[a,b]``; its items are parsed like other values. ``none`` means
+            None for a field that takes it, unless ``none`` is a value of the field itself.
         config_class: The configuration class; its names for a field (``hidden_size`` of T5) are accepted too.
 
     Returns:
@@ -96,12 +97,36 @@ def _pairs(text: str) -> list[tuple[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f" starts like a JSON object but is none: {error}; got {text!r:.{_SHOWN}}") from error
     pairs = []
-    for part in _NEXT_PAIR.split(text):
+    for part in _split(text):
         name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not name or ("," in value and value[0] not in "[{'\""):
+        if not equals or not name:
             raise ValueError(f" takes name=value pairs with commas between them; got {part!r:.{_SHOWN}}")
         pairs.append((name, value))
     return pairs
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside quotes and brackets. A quote begins a value or an item; that in ``it's`` is a letter."""
+    parts, start, before, quote = [], 0, ",", ""
+    closing: list[str] = []
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and before in "=,:[{(":
+            quote = character
+        elif character in _CLOSING:
+            closing.append(_CLOSING[character])
+            if len(closing) > _DEEPEST:
+                raise ValueError(f": brackets must not be nested this deeply; got {text!r:.{_SHOWN}}")
+        elif closing and character == closing[-1]:
+            closing.pop()
+        elif character == "," and not closing:
+            parts.append(text[start:index])
+            start = index + 1
+        before = before if character.isspace() else character
+    if quote or closing:
+        raise ValueError(f": {quote or closing[-1]!r} is missing in {text!r:.{_SHOWN}}")
+    return [*parts, text[start:]]
 
 
 def _takes_none_as_word(config_class: Any, name: str, text: str, annotation: Any) -> bool:
@@ -147,12 +172,13 @@ def _arms(annotation: Any) -> list[Any]:
 
 
 def _parse_value(name: str, text: str, annotation: Any) -> Any:
-    """Parse a value by its field's type. Python parses numbers, because YAML reads 064 as 52 and 1e-1 as a word."""
+    """Parse a value by its field's type."""
     arms = _arms(annotation)
     taken = _KINDS.intersection(arms) or _KINDS
     if text.lower() in ("none", "null") and types.NoneType in taken:
         return None
-    if text[:1] in ("[", "{") and taken & _CONTAINERS:
+    is_tuple = text.startswith("(") and text.endswith(")") and "," in text
+    if (text[:1] in ("[", "{") or is_tuple) and taken & _CONTAINERS:
         return _parse_container(name, text)
     for kind in (int, float):
         if kind in taken:
@@ -172,10 +198,16 @@ def _parse_value(name: str, text: str, annotation: Any) -> Any:
 
 
 def _parse_container(name: str, text: str) -> Any:
-    """Parse JSON, or a list of words without quotes. YAML is not used for braces: it reads {0:a} as {'0:a': None}."""
-    for parse in (json.loads,) if "{" in text else (json.loads, yaml.safe_load):
+    """Parse a list or an object as JSON or as Python writes it, or a list of words without quotes; refuse a tuple."""
+    for parse in (json.loads, ast.literal_eval):
         try:
-            return parse(text)
-        except (ValueError, yaml.YAMLError, RecursionError):  # RecursionError: nested too deeply
+            value = parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
             continue
+        if isinstance(value, list | dict):
+            return value
+    if text.startswith("[") and text.endswith("]"):
+        items = [item.strip() for item in _split(text[1:-1].rstrip().removesuffix(","))]
+        if all(items):
+            return [_parse_value(name, item, Any) for item in items]
     raise ValueError(f": {name} takes a list such as [1,2] or a JSON object; got {text!r:.{_SHOWN}}")

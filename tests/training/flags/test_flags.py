@@ -17,7 +17,7 @@ from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.flags.command_line import parse_arguments
 from hf_hybrid.training.flags.data import SummarizationArguments
 from hf_hybrid.training.flags.model import ModelArguments
-from hf_hybrid.training.flags.overrides import parse_config_overrides
+from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 from hf_hybrid.training.flags.removed import translate_removed_flags
 from hf_hybrid.training.flags.run import SummarizationTrainingArguments
 from hf_hybrid.training.model.config import load_config
@@ -323,20 +323,74 @@ def test_arguments_from_a_file(tmp_path, suffix):
         ("spade", "ssm_freeze=none,ssm_init=none", {"ssm_freeze": "none", "ssm_init": None}),
         ("spade", '{"global_layers": [0, 1], "dropout": 0.0}', {"global_layers": [0, 1], "dropout": 0.0}),
         ("t5", '{"num_layers": 2}', {"num_layers": 2}),
-        ("bart", "id2label={0:a,1:b}", {"id2label": "{0:a,1:b}"}),
+        ("spade", "global_layers=[a, b,],dropout=0", {"global_layers": ["a", "b"], "dropout": 0}),
         ("bart", 'id2label={"0":"a","1":"b"}', {"id2label": {"0": "a", "1": "b"}}),
+        (
+            "bart",
+            "id2label={'0':'a, b=c', 1:'it\\'s'},d_model=8",
+            {"id2label": {"0": "a, b=c", 1: "it's"}, "d_model": 8},
+        ),
+        ("t5", "feed_forward_proj=it's, d_model=8", {"feed_forward_proj": "it's", "d_model": 8}),
+        ("t5", "feed_forward_proj=f(a,b=c),d_model=8", {"feed_forward_proj": "f(a,b=c)", "d_model": 8}),
+        ("t5", 'feed_forward_proj="a,b=\'c",d_model=8', {"feed_forward_proj": "a,b='c", "d_model": 8}),
     ],
 )
 def test_config_overrides(model_type, text, expected):
-    if expected.get("id2label") == "{0:a,1:b}":
-        with pytest.raises(ValueError, match="id2label takes"):
-            parse_config_overrides(text, CONFIG_MAPPING[model_type])
-        return
     values = parse_config_overrides(text, CONFIG_MAPPING[model_type])
     assert values == expected
     assert {name: type(value) for name, value in values.items()} == {
         name: type(value) for name, value in expected.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("on,off", ["on", "off"]),
+        ("yes,b", [True, "b"]),
+        ("017,b", [17, "b"]),
+        ("017", [17]),
+        ("1e-1,b", [0.1, "b"]),
+        ("none,null", [None, None]),
+        ("None,b", [None, "b"]),
+        ("x,2020-01-01", ["x", "2020-01-01"]),
+        ("a: b", ["a: b"]),
+        ("'1',b", ["1", "b"]),
+        ("'none',b", ["none", "b"]),
+        ("[a,017],{'k':[b]},{'k':1}", None),
+        ("[a,017],{'k':1}", [["a", 17], {"k": 1}]),
+        ("it's,b", ["it's", "b"]),
+        ("~,b", ["~", "b"]),
+        ("1:30,b", ["1:30", "b"]),
+        ("a b , c", ["a b", "c"]),
+        ("a,,b", None),
+        (",", None),
+        ("a]b[c", None),
+    ],
+)
+def test_items_of_lists_are_parsed_like_other_values(text, expected):
+    def parse():
+        return parse_config_overrides(f"global_layers=[{text}]", CONFIG_MAPPING["spade"])["global_layers"]
+
+    if expected is None:
+        with pytest.raises(ValueError, match=r"--config_overrides.*(takes a list such as|is missing in)"):
+            parse()
+        return
+    assert repr(parse()) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("target_modules='.*(q|v),k=.*',r=4", {"target_modules": ".*(q|v),k=.*", "r": 4}),
+        ("target_modules=(q|v)_proj,r=4", {"target_modules": "(q|v)_proj", "r": 4}),
+        ("layers_pattern=[a,b=c],r=4", {"layers_pattern": ["a", "b=c"], "r": 4}),
+        ('rank_pattern={"q,a=b":4},r=4', {"rank_pattern": {"q,a=b": 4}, "r": 4}),
+        ("target_modules=[q,v],lora_alpha=8", {"target_modules": ["q", "v"], "lora_alpha": 8}),
+    ],
+)
+def test_peft_config(text, expected):
+    assert parse_peft_config(text, "lora") == expected
 
 
 @pytest.mark.parametrize(
@@ -347,10 +401,17 @@ def test_config_overrides(model_type, text, expected):
         ("=1", "name=value"),
         ("num_layers=1,num_layers=2", "num_layers is given twice"),
         ("d_model=1,hidden_size=2", "hidden_size is given twice"),
-        ("num_layers=[1", "num_layers takes int; got '[1'"),
+        ("num_layers=[1", "']' is missing in 'num_layers=[1'"),
         ("num_layers=064x", "num_layers takes int; got '064x'"),
-        ("feed_forward_proj=relu,gated", "takes name=value pairs with commas between them; got 'feed_forward_proj="),
-        ("id2label=[a", "id2label takes a list such as [1,2] or a JSON object; got '[a'"),
+        ("feed_forward_proj=relu,gated", "takes name=value pairs with commas between them; got 'gated'"),
+        ("id2label=[a", "']' is missing in 'id2label=[a'"),
+        ("id2label=[a]b", "id2label takes a list such as [1,2] or a JSON object; got '[a]b'"),
+        ("id2label={0:a,1:b}", "id2label takes a list such as [1,2] or a JSON object; got '{0:a,1:b}'"),
+        ("id2label={1,2}", "id2label takes a list such as [1,2] or a JSON object; got '{1,2}'"),
+        ("num_layers=(1,2)", "num_layers takes int; got '(1,2)'"),
+        ("id2label=(1,2)", "id2label takes a list such as [1,2] or a JSON object; got '(1,2)'"),
+        ("id2label=[a,(1,2)]", "id2label takes a list such as [1,2] or a JSON object; got '(1,2)'"),
+        (f"id2label={'[' * 21}{']' * 21}", "brackets must not be nested this deeply"),
         ("feed_forward_proj='relu", '"\'" is missing'),
         ("num_layers=1.5", "num_layers takes int; got '1.5'"),
         ('{"num_layers": 1', "JSON"),

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 def _check_streaming(tokenizer: PreTrainedTokenizerBase | None, training_args: ScriptTrainingArguments) -> None:
     if training_args.do_train and training_args.max_steps < 1:
-        raise ValueError("--streaming needs --max_steps, for a stream has no length; got none")
+        raise ValueError("--streaming needs --max_steps, because the length of a stream is not known; got none")
     if tokenizer is None:
         raise ValueError("--streaming needs a tokenizer: give --tokenizer_name or --tokenizer_type bytes")
 

@@ -79,7 +79,7 @@ def write_model_card(
         f"# {name.split('/')[-1]}",
         MARK,
         f"A `{type(model).__name__}` (`{model.config.model_type}`), {start}, on {_dataset(data_args)}.",
-        f"## Load it\n\n```python\n{lines}\n```\n\nIts tokenizer lies beside it, for `AutoTokenizer`.",
+        f"## Load it\n\n```python\n{lines}\n```\n\nLoad the tokenizer from the same place with `AutoTokenizer`.",
         _architecture(model),
         _data(data_args, metrics),
         _results(metrics),

@@ -19,7 +19,7 @@ from hf_hybrid.training.flags.data import SummarizationArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 from hf_hybrid.training.flags.removed import translate_removed_flags
-from hf_hybrid.training.flags.run import SummarizationTrainingArguments
+from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.model.config import load_config
 
 ROOT = Path(hf_hybrid.__file__).parent.parent
@@ -429,6 +429,23 @@ def test_the_command_prints_one_line_and_exits_with_2(base):
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
     assert result.returncode == 2
     assert result.stderr == "error: --config_overrides ssm_state_size=3: ssm_state_size must be even; got 3\n"
+
+
+@pytest.mark.parametrize("kind", [ScriptTrainingArguments, SummarizationTrainingArguments])
+def test_training_arguments_of_0_1_0_can_be_read(tmp_path, monkeypatch, kind):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(kind, "__module__", "hf_hybrid.training.arguments")  # as they are called in its files
+        arguments = kind(output_dir=str(tmp_path), do_train=True, use_cpu=True, learning_rate=0.5)
+        torch.save(arguments, tmp_path / "training_args.bin")
+    command = (
+        "import sys, torch; arguments = torch.load(sys.argv[1], weights_only=False); "
+        "print(type(arguments).__module__, arguments.learning_rate)"
+    )
+    path = str(tmp_path / "training_args.bin")
+    result = subprocess.run(
+        [sys.executable, "-c", command, path], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
+    )
+    assert result.stdout == "hf_hybrid.training.flags.run 0.5\n"
 
 
 def test_the_script_is_short():

@@ -93,13 +93,14 @@ def test_lower_precision_is_computed_in_float32(dtype, row):
         assert_close(laplace_attention(*tensors, causal=True), expected, row)
 
 
-def test_dropout_drops_weights_and_keeps_their_mean():
+@pytest.mark.parametrize("function", [laplace_attention, reference], ids=["op", "reference"])
+def test_dropout_drops_weights_and_keeps_their_mean(function):
     torch.manual_seed(0)
     query, key, _ = make(64, batch=1, heads=1)
     value = torch.ones(1, 64, 1, 1, dtype=torch.float64)
     exact = laplace_attention(query, key, value)
-    mean = torch.stack([laplace_attention(query, key, value, dropout=0.25) for _ in range(400)]).mean(0)
-    assert not torch.equal(laplace_attention(query, key, value, dropout=0.25), exact)
+    mean = torch.stack([function(query, key, value, dropout=0.25) for _ in range(400)]).mean(0)
+    assert not torch.equal(function(query, key, value, dropout=0.25), exact)
     assert ((mean - exact).abs().mean() / exact.mean()) < 0.02
 
 

@@ -3,31 +3,15 @@
 Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim · `C` chunk
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from ..checks import check_devices, check_dtypes, check_integer, check_positive
 from ..dispatch import choose_backend
 from . import torch_impl
+from .torch_impl import laplace
 
 __all__ = ["laplace", "laplace_attention"]
-
-MU = math.sqrt(0.5)
-SIGMA = math.sqrt(0.25 / math.pi)
-
-
-def laplace(x: Tensor) -> Tensor:
-    """Mega's substitute for a softmax: f(x) = (1 + erf((x - mu) / (sigma sqrt(2)))) / 2.
-
-    With mu = sqrt(1/2) and sigma = sqrt(1 / (4 pi)) it has value and slope of relu(x)^2 at mu, and stays between 0
-    and 1 (Ma et al. 2022, eq. 17).
-
-    Args:
-        x: Any shape, floating.
-    """
-    return 0.5 * (1 + torch.erf((x - MU) / (SIGMA * math.sqrt(2))))
 
 
 def laplace_attention(
@@ -93,4 +77,4 @@ def laplace_attention(
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
     if not torch.compiler.is_compiling():
         choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
-    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout, laplace)
+    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout)

@@ -3,7 +3,7 @@
 Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` value dim · `C` chunk
 """
 
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor
@@ -15,6 +15,21 @@ from ..precision import compute_dtype, full_precision
 _SCORES = 1 << 22
 """Largest number of scores per block of queries."""
 
+_MU = math.sqrt(0.5)
+_SIGMA = math.sqrt(0.25 / math.pi)
+
+
+def laplace(x: Tensor) -> Tensor:
+    """Mega's substitute for a softmax: f(x) = (1 + erf((x - mu) / (sigma sqrt(2)))) / 2.
+
+    With mu = sqrt(1/2) and sigma = sqrt(1 / (4 pi)) it has value and slope of relu(x)^2 at mu, and stays between 0
+    and 1 (Ma et al. 2022, eq. 17).
+
+    Args:
+        x: Any shape, floating.
+    """
+    return 0.5 * (1 + torch.erf((x - _MU) / (_SIGMA * math.sqrt(2))))
+
 
 def forward(
     query: Tensor,
@@ -25,30 +40,29 @@ def forward(
     chunk_size: int | None,
     first: Tensor | None,
     dropout: float,
-    weigh: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Compute the op, differentiably; `weigh` is the function of the scores."""
+    """Compute the op, differentiably."""
     batch, length, heads, _ = query.shape
     keys = key.shape[1]
     past = keys - length
-    place = torch.arange(keys, device=query.device)
+    position = torch.arange(keys, device=query.device)
     kept = None if attention_mask is None else attention_mask.to(torch.bool)
     chunks = None
     if chunk_size is not None:
         if first is None:
-            first = place.new_zeros(batch) if kept is None else kept.int().argmax(1)
-        chunks = torch.div(place - first[:, None], chunk_size, rounding_mode="floor")
+            first = position.new_zeros(batch) if kept is None else kept.int().argmax(1)
+        chunks = torch.div(position - first[:, None], chunk_size, rounding_mode="floor")
     reach = keys if chunk_size is None else chunk_size - 1
     rows = max(1, _SCORES // max(1, batch * heads * min(keys, 2 * reach + 1)))
     if chunk_size is not None:
         rows = min(rows, chunk_size)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, start: int, low: int) -> Tensor:
-        own = place[past + start : past + start + q.shape[1]]
+        own = position[past + start : past + start + q.shape[1]]
         others = slice(low, low + k.shape[1])
         seen = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         if causal:
-            seen = seen & (place[others] <= own[:, None])
+            seen = seen & (position[others] <= own[:, None])
         if kept is not None:
             seen = seen & kept[:, None, others]
         if chunks is not None:
@@ -57,7 +71,7 @@ def forward(
         with full_precision(q.device):
             count = seen.sum(-1, keepdim=True).clamp_min(1).to(wide)[:, None]
             scores = q.to(wide).transpose(1, 2) @ k.to(wide).permute(0, 2, 3, 1)
-            weights = F.dropout(weigh(scores / count) * seen[:, None], dropout)
+            weights = F.dropout(laplace(scores / count) * seen[:, None], dropout)
             return (weights @ v.to(wide).transpose(1, 2)).transpose(1, 2).to(q.dtype)
 
     parts = []

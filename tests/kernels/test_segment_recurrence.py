@@ -7,6 +7,7 @@ import torch
 
 from hf_hybrid.kernels import dispatch, segment_recurrence, segment_step, use_backend
 from hf_hybrid.kernels.segment_recurrence import op, reference, step
+from hf_hybrid.kernels.segment_recurrence.step.reference import segment_step as step_reference
 from tests.tolerances import assert_close
 
 ROW = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -346,7 +347,7 @@ STEPS = {
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_matches_the_reference(case):
     arguments = {**make_step(), **STEPS[case]}
-    expected = reference.segment_step(**arguments)
+    expected = step_reference(**arguments)
     assert_close(segment_step(**arguments), expected, "float64")
     opaque = step.op.segment_step(*arguments.values(), "torch")
     assert_close(opaque, segment_step(**arguments), "exact")
@@ -370,7 +371,7 @@ def test_a_step_reads_one_slot_and_its_visible_keys():
 
 def test_a_step_of_a_document_per_row():
     arguments = make_step(documents=4)
-    assert_close(segment_step(**{**arguments, "documents": None}), reference.segment_step(**arguments), "float64")
+    assert_close(segment_step(**{**arguments, "documents": None}), step_reference(**arguments), "float64")
 
 
 def test_a_step_is_differentiable_in_torch():

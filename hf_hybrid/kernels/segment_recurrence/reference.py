@@ -1,17 +1,16 @@
 """SRformer's recurrent attention as loops: the specification of `hf_hybrid.kernels.segment_recurrence`.
 
-`segment_recurrence` loops over visited segments, `segment_step`, the decoding step, over rows and heads.
-`cross_attention` is Algorithm 1 of the paper: complete cross-attention, token by token; its recurrent part is
-``q R / norm(K)`` with the op's R, which the tests compare.
+`segment_recurrence` loops over visited segments. `cross_attention` is Algorithm 1 of the paper: complete
+cross-attention, token by token; its recurrent part is ``q R / norm(K)`` with the op's R, which the tests compare.
 
 Shapes: `B` batch · `H` heads · `T` target length · `L` source length · `M` segments · `S` segment size · `K` key dim ·
 `V` value dim · `N` visited segments.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
+
+from ..precision import compute_dtype
 
 SURROGATE_SLOPE = 0.3
 
@@ -29,7 +28,7 @@ def segment_recurrence(
     surrogate: bool = False,
 ) -> Tensor:
     """Compute `hf_hybrid.kernels.segment_recurrence` segment by segment, without checks."""
-    wide = torch.promote_types(key.dtype, torch.float32)
+    wide = compute_dtype(key)
     k, v = key.to(wide), value.to(wide)
     batch, _, number = k.shape[:3]
     if visited is None:
@@ -58,42 +57,6 @@ def raf(
         slope = SURROGATE_SLOPE * (1 - y.abs()).clamp_min(0)
         fired = fired + slope.detach() * (y - y.detach())
     return y.relu(), memory - threshold * fired
-
-
-def segment_step(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    state: Tensor | None,
-    index: Tensor,
-    *,
-    visible: Tensor | None = None,
-    norm: Tensor | None = None,
-    documents: Tensor | None = None,
-    sigma: Tensor | None = None,
-    scale: float = 1.0,
-) -> Tensor:
-    """Compute `hf_hybrid.kernels.segment_step` row by row, without checks."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    share = None if sigma is None else sigma.to(wide)
-    outputs = []
-    for (row, head), place in zip(itertools.product(*map(range, index.shape)), index.flatten().tolist(), strict=True):
-        q = query[row, head].to(wide) * scale
-        output = torch.zeros((), dtype=wide, device=q.device)
-        if state is not None:
-            recurrent = q @ state.flatten(0, 2)[place].to(wide)
-            if norm is not None:
-                recurrent = recurrent / norm[row if documents is None else documents[row], head, 0].to(wide)
-            output = recurrent if share is None else (1 - share) * recurrent
-        if key is not None and value is not None:
-            k, v = key.flatten(0, 2)[place].to(wide), value.flatten(0, 2)[place].to(wide)
-            seen = torch.ones_like(k[:, 0], dtype=torch.bool)
-            if visible is not None:
-                seen = visible[row if visible.shape[0] > 1 else 0]
-            segmented = (k[seen] @ q).softmax(0) @ v[seen]
-            output = output + (segmented if share is None else share * segmented)
-        outputs.append(output)
-    return torch.stack(outputs).unflatten(0, index.shape).to(query.dtype)
 
 
 def cross_attention(

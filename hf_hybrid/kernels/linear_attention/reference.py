@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..packed import bounds
+from ..precision import compute_dtype
 
 
 def linear_attention(
@@ -33,7 +34,7 @@ def linear_attention(
             parts.append(linear_attention(query[:, at], key[:, at], value[:, at], causal=causal, state=own))
         last = torch.cat([after for _, after in parts if after is not None]) if causal else None
         return torch.cat([output for output, _ in parts], dim=1), last
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = compute_dtype(query)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     weights = torch.einsum("bthk,bshk->bhts", query, key)
     if not causal:
@@ -48,7 +49,7 @@ def linear_attention(
 
 def recurrent(query: Tensor, key: Tensor, value: Tensor, *, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute the causal form token by token: S <- S + k^T v, then o = q S."""
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = compute_dtype(query)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     batch, _, heads, width = query.shape
     S = query.new_zeros(batch, heads, width, value.shape[3]) if state is None else state.to(wide)

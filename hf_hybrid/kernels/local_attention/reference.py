@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..packed import bounds
+from ..precision import compute_dtype
 
 
 def local_attention(
@@ -36,7 +37,7 @@ def local_attention(
             )  # fmt: skip
         return torch.cat(outputs, dim=1)
     batch, length, _, width = query.shape
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(query)
     q, k, v = query.to(wide), key.to(wide), value.to(wide)
     position = torch.arange(length, device=query.device)
     offset = position[None, :] - position[:, None]  # key - query, (T, T)

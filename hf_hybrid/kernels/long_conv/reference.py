@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ..packed import bounds
+from ..precision import compute_dtype
 
 
 def long_conv(
@@ -44,7 +45,7 @@ def long_conv(
             for at in bounds(cu_seqlens, u.shape[1])
         ]
         return torch.cat(parts, dim=1)
-    wide = torch.promote_types(u.dtype, torch.float32)
+    wide = compute_dtype(u)
     x, length = u.to(wide), u.shape[1]
     if input_gate is not None:
         x = x * input_gate.to(wide)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ..packed import bounds
+from ..precision import compute_dtype
 
 
 def short_conv(
@@ -27,7 +28,7 @@ def short_conv(
             parts.append(short_conv(u[:, at], kernel, bias, causal=causal, activation=activation, state=own))
         last = torch.cat([after for _, after in parts if after is not None]) if causal else None
         return torch.cat([y for y, _ in parts], dim=1), last
-    wide = torch.promote_types(u.dtype, torch.float32)
+    wide = compute_dtype(u)
     length, taps = u.shape[1], kernel.shape[1]
     ahead = 0 if causal else (taps - 1) // 2
     past = u.new_zeros(u.shape[0], taps - 1 - ahead, u.shape[2]) if state is None else state

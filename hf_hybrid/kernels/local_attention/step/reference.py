@@ -6,6 +6,8 @@ B batch · S cached keys · H heads · K key dim · V value dim
 import torch
 from torch import Tensor
 
+from ...precision import compute_dtype
+
 
 def local_attention_step(
     query: Tensor,
@@ -22,7 +24,7 @@ def local_attention_step(
     scale: float | None = None,
 ) -> Tensor:
     """Compute `hf_hybrid.kernels.local_attention_step`, without checks."""
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = compute_dtype(query)
     t, first = int(query_start), int(key_start)
     reach = chunk_size - 1 if chunk_size is not None else radius or 0
     output = torch.zeros(*query.shape[:3], value.shape[3], dtype=wide, device=query.device)

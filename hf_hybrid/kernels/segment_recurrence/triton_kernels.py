@@ -233,7 +233,7 @@ def unwind_kernel(
             after = _reset(membrane, limit)
             tl.store(membranes + i * SIZE, membrane, mask=kept & (block + i < N))
         membranes += STEP * SIZE
-    tl.debug_barrier()  # what was written is read again, not by the same thread if a compiler lays it out anew
+    tl.debug_barrier()  # the next loop reads these numbers, perhaps with other threads than those that wrote them
     upstream = grad + start + tl.cdiv(N, STEP).to(tl.int64) * (STEP * SIZE)
     d_after, d_leak, d_threshold, d_total = zero, zero, zero, zero
     for block in range(0, N, STEP):

@@ -119,14 +119,14 @@ def _last_inputs(
         if state is None or missing == 0:
             return F.pad(last, (0, 0, missing, 0)).clone()
         return torch.cat([state[:, past - missing :], last], dim=1)
-    # position in the sequence; negative ones are in the state
     ends, lengths = cu_seqlens[1:, None], cu_seqlens.diff()[:, None]
-    place = lengths - past + torch.arange(past, device=u.device)
-    last = u[0, (ends - lengths + place).clamp(0, u.shape[1] - 1)]
+    position = lengths - past + torch.arange(past, device=u.device)  # negative ones are in the state
+    last = u[0, (ends - lengths + position).clamp(0, u.shape[1] - 1)]
     if state is None:
-        return last.masked_fill((place < 0)[..., None], 0)
-    before = state.gather(1, (place + past).clamp(0, past - 1).long()[..., None].expand_as(state)) if past else state
-    return torch.where((place < 0)[..., None], before, last)
+        return last.masked_fill((position < 0)[..., None], 0)
+    slot = (position + past).clamp(0, past - 1).long()
+    before = state.gather(1, slot[..., None].expand_as(state)) if past else state
+    return torch.where((position < 0)[..., None], before, last)
 
 
 def _check_kernel(kernel: torch.Tensor, width: int, causal: bool) -> None:

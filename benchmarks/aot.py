@@ -274,16 +274,15 @@ def _ssm_kernel(filters: int) -> None:
 
 
 def _local_attention_step(dtype: torch.dtype, width: int, chunk_size: int | None) -> None:
+    from hf_hybrid.kernels.local_attention.settings import StepSettings
     from hf_hybrid.kernels.local_attention.step import triton_kernels
 
     cache = _meta(8, 12, 4096, width, dtype=dtype).transpose(1, 2)
-    place, mask = _meta(1, dtype=torch.int64), _meta(8, 4096, dtype=torch.int64)
+    position, mask = _meta(1, dtype=torch.int64), _meta(8, 4096, dtype=torch.int64)
     bias = _meta(257 if chunk_size is None else chunk_size, 12).t()
-    radius = 256 if chunk_size is None else None
+    settings = StepSettings(0, 0, 256 if chunk_size is None else None, chunk_size, chunk_size is not None, 0.125)
     query = _meta(8, 1, 12, width, dtype=dtype)
-    triton_kernels.forward(
-        query, cache, cache, bias, mask, place, None, 0, 0, radius, chunk_size, chunk_size is not None, 0.125
-    )
+    triton_kernels.forward(query, cache, cache, bias, mask, position, None, settings)
 
 
 def _ssm_step(dtype: torch.dtype, modes: int, low_rank: bool) -> None:

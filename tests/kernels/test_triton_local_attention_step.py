@@ -9,6 +9,7 @@ import torch
 from hf_hybrid.kernels import local_attention_step
 from hf_hybrid.kernels.launching import record_launches
 from hf_hybrid.kernels.local_attention import step
+from hf_hybrid.kernels.local_attention.settings import StepSettings
 from hf_hybrid.kernels.local_attention.step.reference import local_attention_step as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -94,10 +95,10 @@ def test_a_grid_of_chunks_may_start_far_behind_the_first_position():
 @interpreted
 def test_opcheck():
     (query, key, value, bias), mask = make({"radius": 3}, 6, 5, torch.float32)
-    place = torch.tensor([5])
+    position = torch.tensor([5])
     for backend in ("triton", "torch"):
         for tensors, numbers in (
-            ((bias, mask, place, None), (0, 0, 3, None, True)),
+            ((bias, mask, position, None), (0, 0, 3, None, True)),
             ((None, None, None, None), (5, 0, None, 4, False)),
         ):
             torch.library.opcheck(step.op.local_attention_step, (query, key, value, *tensors, *numbers, 0.5, backend))
@@ -121,9 +122,10 @@ def test_a_cuda_graph_could_hold_it():
     from hf_hybrid.kernels.local_attention.step import triton_kernels
 
     (*tensors, bias), mask = make({"chunk_size": 6}, 12, 11, torch.bfloat16)
-    query, key, value, bias, mask, place = (x.to("meta") for x in (*tensors, bias, mask, torch.tensor(11)))
+    query, key, value, bias, mask, position = (x.to("meta") for x in (*tensors, bias, mask, torch.tensor(11)))
     with record_launches(90) as launches:
-        output = triton_kernels.forward(query, key, value, bias, mask, place, place, 0, 0, None, 6, True, 0.5)
+        settings = StepSettings(0, 0, None, 6, True, 0.5)
+        output = triton_kernels.forward(query, key, value, bias, mask, position, position, settings)
     (only,) = launches
     assert output.shape == (3, 1, 2, 3)
     assert only.arguments["k"] is key, "a cache is read in place"
@@ -136,9 +138,10 @@ def test_a_mask_that_grows_compiles_nothing_anew():
     query, cache = torch.empty(2, 1, 3, 8, device="meta"), torch.empty(2, 32, 3, 8, device="meta")
     kinds = []
     for kept in (1, 15, 16, 17):
-        mask, options = torch.empty(2, kept, dtype=torch.bool, device="meta"), (None, 6, True, 0.5)
+        mask = torch.empty(2, kept, dtype=torch.bool, device="meta")
         with record_launches(90) as launches:
-            triton_kernels.forward(query, cache, cache, None, mask, None, None, kept - 1, 0, *options)
+            settings = StepSettings(kept - 1, 0, None, 6, True, 0.5)
+            triton_kernels.forward(query, cache, cache, None, mask, None, None, settings)
         (only,) = launches
         kinds.append({name: aot._type(only.kernel, name, value) for name, value in only.arguments.items()})
     assert kinds[0]["K_B"] == ("i32", None, True)  # loads of keys are aligned

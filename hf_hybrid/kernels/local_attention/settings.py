@@ -1,4 +1,4 @@
-"""The settings of a call of local attention."""
+"""The settings of a call of local attention, and of its decoding step."""
 
 from typing import NamedTuple
 
@@ -13,6 +13,17 @@ class Settings(NamedTuple):
     causal: bool
     scale: float
     dropout: float
+
+
+class StepSettings(NamedTuple):
+    """The arguments of `local_attention_step` that are not tensors; a position given as a tensor has number 0."""
+
+    query_start: int
+    key_start: int
+    radius: int | None
+    chunk_size: int | None
+    include_self: bool
+    scale: float
 
 
 def check_neighbourhood(radius: int | None, chunk_size: int | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...checks import check_devices, check_dtypes
 from ...dispatch import may_run_triton, needs_gradient
-from ..settings import check_neighbourhood
+from ..settings import StepSettings, check_neighbourhood
 from . import op, torch_impl
 
 __all__ = ["local_attention_step"]
@@ -67,11 +67,11 @@ def local_attention_step(
     query_base, query_number = _base_and_number(query_start)
     key_base, key_number = _base_and_number(key_start)
     tensors = query, key, value, bias, attention_mask, query_base, key_base
-    settings = query_number, key_number, radius, chunk_size, include_self, scale
+    settings = StepSettings(query_number, key_number, radius, chunk_size, include_self, scale)
     differentiated = needs_gradient("local_attention_step", backend, query, key, value, bias)
     if not differentiated and may_run_triton(backend, query):
         return op.local_attention_step(*tensors, *settings, backend)
-    return torch_impl.forward(*tensors, *settings)  # on a CPU calling a custom op costs as much as a short window
+    return torch_impl.forward(*tensors, settings)  # on a CPU calling a custom op costs as much as a short window
 
 
 def _base_and_number(start: int | Tensor) -> tuple[Tensor | None, int]:

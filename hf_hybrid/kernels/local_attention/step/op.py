@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch import NAMESPACE, triton_if_chosen
+from ..settings import StepSettings
 from . import torch_impl
 
 
@@ -17,10 +18,10 @@ def local_attention_step(
 ) -> Tensor:  # fmt: skip
     """Compute the step; a position is the sum of its number and its tensor, if any."""
     tensors = query, key, value, bias, mask, query_base, key_base
-    settings = query_start, key_start, radius, chunk_size, include_self, scale
+    settings = StepSettings(query_start, key_start, radius, chunk_size, include_self, scale)
     asked = ("local_attention_step", __package__, backend, tensors)
     run = triton_if_chosen(*asked, lambda kernels: kernels.why_not(query, value)) or torch_impl
-    return run.forward(*tensors, *settings)
+    return run.forward(*tensors, settings)
 
 
 @local_attention_step.register_fake

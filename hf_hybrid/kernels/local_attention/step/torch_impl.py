@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..settings import StepSettings
+
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_base: Tensor | None,
-    key_base: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
-    include_self: bool, scale: float,
+    key_base: Tensor | None, settings: StepSettings,
 ) -> Tensor:  # fmt: skip
     """Compute `local_attention_step`, `(B, 1, H, V)`; a position is the sum of its number and its tensor, if any."""
+    query_start, key_start, radius, chunk_size, include_self, scale = settings
     at: int | Tensor = query_start if query_base is None else query_base.reshape(()) + query_start
     first: int | Tensor = key_start if key_base is None else key_base.reshape(()) + key_start
     position = torch.arange(key.shape[1], device=query.device) + first

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...launching import Configuration, launch
 from ...triton_kernels import LOG2E, NOTHING, why_not_heads
+from ..settings import StepSettings
 
 CONFIGURATIONS = {
     configuration.name: configuration
@@ -66,16 +67,16 @@ def step_kernel(
         key_start += tl.load(key_base).to(tl.int32)
     if kept is not None:
         kept += row * KEPT_B
-    # the run of keys that are seen, counted from the first key
-    place = query_start - key_start
-    low = tl.maximum(place - BACK, 0)
+    # the query's slot among the cached keys, and the run of slots that it sees
+    slot = query_start - key_start
+    low = tl.maximum(slot - BACK, 0)
     if CHUNK is not None:
         origin = 0
         if kept is not None:
             origin = _first_kept(kept, P, KEPT_P, 1024)
         chunk = origin + (tl.maximum(query_start, origin) - origin) // CHUNK * CHUNK
         low = tl.maximum(low, chunk - key_start)
-    high = tl.minimum(place + 1 if SELF else place, S)
+    high = tl.minimum(slot + 1 if SELF else slot, S)
     cols = tl.arange(0, D)
     query = tl.load(q + row * Q_B + head * Q_H + cols * Q_K, mask=cols < K, other=0.0).to(tl.float32)
     query = query * (SCALE * LOG2E)
@@ -96,7 +97,7 @@ def step_kernel(
             seen &= tl.load(kept + position * KEPT_P, mask=there, other=0) != 0
         scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
         if bias is not None:
-            column = (at - place + BACK).to(tl.int64)
+            column = (at - slot + BACK).to(tl.int64)
             scores += tl.load(bias + head * BIAS_H + column * BIAS_R, mask=there, other=0.0).to(tl.float32) * LOG2E
         scores = tl.where(seen, scores, -float("inf"))
         larger = tl.maximum(largest, scores)
@@ -115,10 +116,10 @@ def step_kernel(
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, query_base: Tensor | None,
-    key_base: Tensor | None, query_start: int, key_start: int, radius: int | None, chunk_size: int | None,
-    include_self: bool, scale: float,
+    key_base: Tensor | None, settings: StepSettings,
 ) -> Tensor:  # fmt: skip
     """Return the output `(B, 1, H, V)`; a position is the sum of its number and its tensor, if any."""
+    query_start, key_start, radius, chunk_size, include_self, scale = settings
     (batch, _, heads, width), value_width = query.shape, value.shape[3]
     output = torch.empty(batch, 1, heads, value_width, dtype=query.dtype, device=query.device)
     widest = max(width, value_width)

@@ -43,9 +43,9 @@ def _inputs(u, state, sequence, begin, end, at, cols, kept, D, PAST: tl.constexp
     inside = (at >= begin) & (at < end)
     x = tl.load(u + at.to(tl.int64) * D + cols, mask=inside & kept, other=0.0).to(tl.float32)
     if state is not None:
-        place = at - begin + PAST
-        before = (place >= 0) & (place < PAST)
-        row = sequence.to(tl.int64) * PAST + place
+        slot = at - begin + PAST
+        before = (slot >= 0) & (slot < PAST)
+        row = sequence.to(tl.int64) * PAST + slot
         x += tl.load(state + row * D + cols, mask=before & kept, other=0.0).to(tl.float32)
     return x
 

@@ -30,9 +30,8 @@ def _last_state(query: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tens
 
 
 @linear_attention.register_fake
-def _(
-    query: Tensor, _key: Tensor, value: Tensor, _state: Tensor | None, cu_seqlens: Tensor | None, _backend: str
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, _key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _state, cu_seqlens, _backend = rest
     output = torch.empty_like(value, dtype=compute_dtype(query), memory_format=torch.contiguous_format)
     return output, _last_state(query, value, cu_seqlens)
 

@@ -47,7 +47,7 @@ def _forward(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
 
 
 @_forward.register_fake
-def _(u: Tensor, kernel: Tensor, backend: str) -> Tensor:
+def _(u: Tensor, kernel: Tensor, *_others: Any) -> Tensor:
     return u.new_empty(kernel.shape[0], *u.shape)
 
 
@@ -81,7 +81,7 @@ def _adjoint(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Ten
 
 
 @_adjoint.register_fake
-def _(grad: Tensor, u: Tensor, kernel: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def _(_grad: Tensor, u: Tensor, kernel: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), kernel.new_empty(kernel.shape)
 
 

@@ -28,10 +28,9 @@ def s4_cauchy(
 
 
 @s4_cauchy.register_fake
-def _(
-    C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int, tile: int, dtype: torch.dtype, backend: str
-) -> Tensor:
-    return rate.new_empty(*C.shape[:2], length, dtype=dtype)
+def _(C: Tensor, *rest: Any) -> Tensor:
+    *_, length, _tile, dtype, _backend = rest
+    return C.new_empty(*C.shape[:2], length, dtype=dtype)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_cauchy_backward", mutates_args=())

@@ -142,9 +142,8 @@ def _block(
 
 
 @_block.register_fake
-def _(
-    decay: Tensor, _column: Tensor, _row: Tensor, _input: Tensor, block: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _(decay: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, block, dtype = rest
     channels, modes = decay.shape
     states = decay.new_empty(block, channels, 2, modes, dtype=dtype)
     return states, states.real.new_empty(channels, 2 * modes, 2 * modes)
@@ -208,7 +207,7 @@ def s4_block_scan(added: Tensor, power: Tensor, first: Tensor, group: int, offse
 
 
 @s4_block_scan.register_fake
-def _(added: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
+def _(added: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 

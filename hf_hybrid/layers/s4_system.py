@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.dispatch import NAMESPACE
-from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv
-from ..kernels.long_conv import op as conv_op
+from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv, spectral_conv
 from ..kernels.packed import longest
-from ..kernels.precision import complex_dtype, compute_dtype, full_precision
+from ..kernels.precision import complex_dtype, compute_dtype
 from ..kernels.ssm_kernel import (
     S4DStep,
     S4Step,
+    frozen_s4_kernel,
     s4_block_constants,
     s4_final_state,
     s4_kernel,
+    s4_output,
     s4_state_response,
     s4_step_constants,
     s4_window_states,
@@ -37,8 +38,6 @@ from ..kernels.ssm_kernel import (
     s4d_step_constants,
     ssm_step,
 )
-from ..kernels.ssm_kernel.discrete import to_real, to_real_row
-from ..kernels.ssm_kernel.taps import taps as make_taps
 from .state_space import fingerprint
 
 _MAX_SPECTRA = 4
@@ -101,8 +100,7 @@ class S4System:
             return s4d_kernel(C, self.B, self.w, self.dt, taps, discretization=self.discretization)
         system = C, self.B, self.P, self.w, self.dt, taps
         trained = any(x is not None and x.requires_grad for x in self.tensors)
-        # a kernel that is not trained serves many calls, so it may cost float64 on any device
-        return s4_kernel(*system) if trained else make_taps(*system, "two_level")
+        return s4_kernel(*system) if trained else frozen_s4_kernel(*system)
 
     def _make_step(self) -> S4Step | S4DStep:
         """Return the step in complex128."""
@@ -186,7 +184,7 @@ class S4System:
             reverse_kernel = kernel[1] if kernel.shape[0] == 2 else None
             return long_conv(u, kernel[0], reverse_kernel=reverse_kernel, skip=skip, cu_seqlens=cu_seqlens)
         spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
-        return conv_op.spectral_conv(u, spectrum, n_fft, skip, None, None, None, False, adjoint, "auto")
+        return spectral_conv(u, spectrum, n_fft, skip, adjoint=adjoint)
 
     def advance(
         self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, max_length: int | None
@@ -264,10 +262,7 @@ class S4System:
             `(..., C, H)` in the token's dtype.
         """
         dtype = self.dtype(last)
-        C = to_real_row(self.C).to(dtype)
-        x = to_real(_as_complex(state, dtype))
-        with full_precision(last.device):
-            y = torch.einsum("...hn,chn->...ch", x, C)
+        y = s4_output(_as_complex(state, dtype), self.C.to(complex_dtype(dtype)))
         y = y if skip is None else y + skip.to(dtype) * last.to(dtype)[..., None, :]
         return y.to(last.dtype)
 

@@ -17,6 +17,7 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4_block_constants,
     s4_final_state,
     s4_kernel,
+    s4_output,
     s4_state_response,
     s4_step,
     s4_step_constants,
@@ -295,6 +296,7 @@ def test_step_is_the_dense_step(system):
     y, after = s4_step(state, u, C, s4_step_constants(B, P, w, dt))
     assert_close(after, full[..., :modes], "float64")
     assert_close(y, 2 * torch.einsum("chm,bhm->bch", C, full[..., :modes]).real, "float64")
+    assert_close(s4_output(after, C), y, "float64")
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])

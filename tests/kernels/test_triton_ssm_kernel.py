@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hybrid.kernels import launching, use_backend
-from hf_hybrid.kernels.ssm_kernel import dplr_legs, op, s4_kernel
+from hf_hybrid.kernels.ssm_kernel import dplr_legs, frozen_s4_kernel, op, s4_kernel
 from hf_hybrid.kernels.ssm_kernel.reference import s4_kernel as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
@@ -112,6 +112,7 @@ def test_the_algorithm_follows_the_backend():
     assert_close(taps, s4_kernel(*tensors, 20, algorithm="cauchy", backend="triton"), "exact")
     on_torch = s4_kernel(*tensors, 20, backend="torch")
     assert_close(on_torch, s4_kernel(*tensors, 20, algorithm="two_level", backend="torch"), "exact")
+    assert_close(on_torch, frozen_s4_kernel(*tensors, 20), "exact")  # on any backend
     assert not torch.equal(on_torch, taps)
     with use_backend("torch"):
         assert_close(s4_kernel(*tensors, 20), on_torch, "exact")

@@ -83,7 +83,12 @@ def made(monkeypatch):
 
         return counted
 
-    for owner, name in ((system, "make_taps"), (system, "s4_kernel"), (system, "s4d_kernel"), (Hyena, "_generate")):
+    for owner, name in (
+        (system, "frozen_s4_kernel"),
+        (system, "s4_kernel"),
+        (system, "s4d_kernel"),
+        (Hyena, "_generate"),
+    ):
         monkeypatch.setattr(owner, name, count(getattr(owner, name)))
     return lengths
 

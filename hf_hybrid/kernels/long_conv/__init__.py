@@ -113,6 +113,7 @@ def spectral_conv(
     gate: torch.Tensor | None = None,
     activation: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    adjoint: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Convolve a sequence with a filter given by its spectrum.
@@ -130,6 +131,7 @@ def spectral_conv(
         gate: See `long_conv`.
         activation: See `long_conv`.
         cu_seqlens: See `long_conv`; each sequence costs transforms of n_fft, even a short one.
+        adjoint: Whether to apply the transposed convolution, which maps an output's gradient to the input's.
         backend: See `hf_hybrid.kernels.dispatch`.
 
     Returns:
@@ -152,7 +154,7 @@ def spectral_conv(
         raise ValueError(f"n_fft must be at least the length {u.shape[1]}; got {n_fft}")
     check_devices(u, spectrum=spectrum, skip=skip, input_gate=input_gate, gate=gate)
     return op.spectral_conv(
-        u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, activation == "silu", False, backend
+        u, spectrum, n_fft, skip, input_gate, gate, cu_seqlens, activation == "silu", adjoint, backend
     )
 
 

@@ -19,6 +19,7 @@ from .discrete import (
     check_system,
     s4_block_constants,
     s4_final_state,
+    s4_output,
     s4_state_response,
     s4_step,
     s4_step_constants,
@@ -47,10 +48,12 @@ __all__ = [
     "diagonalize_legs",
     "discretize",
     "dplr_legs",
+    "frozen_s4_kernel",
     "hippo_legs",
     "s4_block_constants",
     "s4_final_state",
     "s4_kernel",
+    "s4_output",
     "s4_state_response",
     "s4_step",
     "s4_step_constants",
@@ -109,3 +112,13 @@ def s4_kernel(
         check_choice("algorithm", algorithm, ALGORITHMS)
     algorithm = choose_algorithm(algorithm, backend, C.device, C.real.dtype)
     return taps(C, B, P, w, dt, length, algorithm, backend)
+
+
+def frozen_s4_kernel(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int) -> Tensor:
+    """Compute `s4_kernel` by ``"two_level"`` in torch, whatever the backend.
+
+    A kernel that is not trained serves many calls, so it may cost float64 on any device.
+    """
+    check_system(C, B, P, w, dt)
+    check_positive(length=length)
+    return taps(C, B, P, w, dt, length, "two_level", "torch")

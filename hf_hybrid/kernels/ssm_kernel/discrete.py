@@ -105,6 +105,20 @@ def s4_step(state: Tensor, u: Tensor, C: Tensor, step: S4Step) -> tuple[Tensor, 
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
+def s4_output(state: Tensor, C: Tensor) -> Tensor:
+    """Read states by all output filters, ``2 Re C_c x``, in one product over real coordinates.
+
+    Args:
+        state: `(..., H, M)`, complex.
+        C: `(C, H, M)`, in the state's dtype.
+
+    Returns:
+        `(..., C, H)`, real.
+    """
+    with full_precision(state.device):
+        return torch.einsum("...hn,chn->...ch", to_real(state), to_real_row(C))
+
+
 def to_real(x: Tensor) -> Tensor:
     """Return real coordinates of a state or input vector: `(..., M)` complex to `(..., N)`, real parts first."""
     return torch.cat([x.real, x.imag], dim=-1)

@@ -34,9 +34,7 @@ def choose_algorithm(wish: str | None, backend: str, device: torch.device, dtype
     return wish or ("cauchy" if on_triton else "two_level")
 
 
-def taps(
-    C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int, algorithm: str, backend: str = "torch"
-) -> Tensor:
+def taps(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int, algorithm: str, backend: str) -> Tensor:
     """Run an algorithm over tiles of channels; ``"two_level"`` always runs on torch."""
     # the number of matrix products depends on the length, so a symbolic one cannot be traced
     length = index(length)

@@ -11,13 +11,13 @@ def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any
     return field(default=default, metadata={"help": help} | ({} if choices is None else {"choices": choices}))
 
 
-def check_choice(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
+def check_choice_flag(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
     """Raise a ValueError unless the value is one of the choices (or None)."""
     if value is not None and value not in choices:
         raise ValueError(f"--{flag} must be one of {', '.join(choices)}; got {value!r}.{did_you_mean(value, choices)}")
 
 
-def check_positive(arguments: Any, *flags: str) -> None:
+def check_positive_flags(arguments: Any, *flags: str) -> None:
     """Raise a ValueError for the first of the flags whose value is below one; None passes."""
     for flag in flags:
         value = getattr(arguments, flag)
@@ -25,7 +25,7 @@ def check_positive(arguments: Any, *flags: str) -> None:
             raise ValueError(f"--{flag} must be a positive integer; got {value}")
 
 
-def check_not_negative(arguments: Any, *flags: str) -> None:
+def check_not_negative_flags(arguments: Any, *flags: str) -> None:
     """Raise a ValueError for the first of the flags whose value is negative or NaN; None passes."""
     for flag in flags:
         value = getattr(arguments, flag)

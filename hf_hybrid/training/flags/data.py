@@ -9,7 +9,7 @@ from hf_hybrid.data.classification import GLUE_TASKS
 from hf_hybrid.data.corpora import EMBEDDED
 from hf_hybrid.data.files import EXTENSIONS, TEXT_EXTENSIONS, check_file
 from hf_hybrid.data.loading import embedded_name
-from hf_hybrid.training.flags.checks import check_choice, check_positive, flag
+from hf_hybrid.training.flags.checks import check_choice_flag, check_positive_flags, flag
 
 SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
 """The split that each task of a script works on."""
@@ -58,7 +58,7 @@ class DataArguments:
                     setattr(self, flag, size)
         if self.dataset_name is not None:
             embedded_name(self.dataset_name, self.corpora)
-        check_positive(
+        check_positive_flags(
             self, "preprocessing_num_workers", "max_train_samples", "max_eval_samples", "max_predict_samples"
         )
 
@@ -113,7 +113,7 @@ class SummarizationArguments(DataArguments):
     def __post_init__(self) -> None:
         if self.val_max_target_length is None:
             self.val_max_target_length = self.max_target_length
-        check_positive(self, "max_source_length", "max_target_length", "val_max_target_length", "num_beams")
+        check_positive_flags(self, "max_source_length", "max_target_length", "val_max_target_length", "num_beams")
         super().__post_init__()
 
 
@@ -142,8 +142,8 @@ class GlueArguments(DataArguments):
     )
 
     def __post_init__(self) -> None:
-        check_choice("task_name", self.task_name, tuple(GLUE_TASKS))
-        check_positive(self, "max_seq_length")
+        check_choice_flag("task_name", self.task_name, tuple(GLUE_TASKS))
+        check_positive_flags(self, "max_seq_length")
         for split in ("validation", "test"):
             if getattr(self, f"{split}_mismatched_file") and not getattr(self, f"{split}_file"):
                 raise ValueError(f"--{split}_mismatched_file is a second {split} split; it needs --{split}_file")
@@ -196,7 +196,7 @@ class ClmArguments(DataArguments):
     )
 
     def __post_init__(self) -> None:
-        check_positive(self, "block_size", "eval_sequence_length", "eval_context_window")
+        check_positive_flags(self, "block_size", "eval_sequence_length", "eval_context_window")
         for name in ("block_size", "eval_sequence_length"):
             if getattr(self, name) == 1:
                 raise ValueError(f"--{name} must be at least 2: a token is predicted from the one before it; got 1")

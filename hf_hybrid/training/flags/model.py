@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
 from hf_hybrid.models.peft_targets import METHODS
-from hf_hybrid.training.flags.checks import check_choice, flag
+from hf_hybrid.training.flags.checks import check_choice_flag, flag
 from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 
 INIT_TARGETS = {"t5": ("spade", "srformer_t5"), "bart": ("srformer_bart",)}
@@ -100,8 +100,8 @@ class ModelArguments:
             raise ValueError(
                 f"--tokenizer_vocab_size must be at least {MIN_VOCAB_SIZE}; got {self.tokenizer_vocab_size}"
             )
-        check_choice("dtype", self.dtype, _DTYPES)
-        check_choice("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
+        check_choice_flag("dtype", self.dtype, _DTYPES)
+        check_choice_flag("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         if self.tokenizer_type is not None and not self.makes_tokenizer:
             raise ValueError(
                 f"--tokenizer_type {self.tokenizer_type} makes a tokenizer and cannot be combined with an existing "
@@ -109,7 +109,7 @@ class ModelArguments:
             )
 
     def _check_init_from(self) -> None:
-        check_choice("init_from", self.init_from, INIT_SOURCES)
+        check_choice_flag("init_from", self.init_from, INIT_SOURCES)
         if self.init_from is None:
             return
         if self.model_name_or_path is None:
@@ -124,7 +124,7 @@ class ModelArguments:
             raise ValueError(f"--init_from {self.init_from} cannot be combined with --config_name {self.config_name}")
 
     def _check_peft(self) -> None:
-        check_choice("peft", self.peft, METHODS)
+        check_choice_flag("peft", self.peft, METHODS)
         if self.peft is None:
             if self.peft_config is not None:
                 raise ValueError(f"--peft_config {self.peft_config} needs --peft, the kind of adapter")

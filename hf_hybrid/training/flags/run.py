@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_hybrid.training.flags.checks import check_not_negative, check_positive, flag
+from hf_hybrid.training.flags.checks import check_not_negative_flags, check_positive_flags, flag
 
 
 @dataclass
@@ -37,14 +37,14 @@ class ScriptTrainingArguments(TrainingArguments):
                 self.resume_from_checkpoint = None
             elif folded in ("auto", "true"):
                 self.resume_from_checkpoint = folded
-        check_positive(
+        check_positive_flags(
             self,
             "per_device_train_batch_size",
             "per_device_eval_batch_size",
             "gradient_accumulation_steps",
             "save_total_limit",
         )
-        check_not_negative(self, "learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm")
+        check_not_negative_flags(self, "learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm")
         if not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(f"--label_smoothing_factor must lie in [0, 1); got {self.label_smoothing_factor}")
         if self.max_steps != -1 and self.max_steps < 1:
@@ -65,5 +65,5 @@ class SummarizationTrainingArguments(ScriptTrainingArguments, Seq2SeqTrainingArg
     """Transformers' sequence-to-sequence training arguments and ours."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "generation_max_length", "generation_num_beams")
+        check_positive_flags(self, "generation_max_length", "generation_num_beams")
         super().__post_init__()

@@ -2,10 +2,11 @@
 
 x[t] = Abar x[t-1] + Bbar u[t],  y[t] = C x[t],  hence y = K * u with K[l] = C Abar^l Bbar      (SPADE, eqs. 3 and 4)
 
-`s4_kernel` computes K for training and prompts, `s4_step` one token of the recurrence in O(N), `ssm_step` one token of
-either model with all outputs (a single kernel on a GPU). `s4_final_state` and `s4_state_response` pass a state between
-parts of a sequence: ``f(a ++ b) == f(b | state after f(a))``. `s4_window_states` returns the state at the end of every
-window. S4D, with diagonal dynamics, has the same functions under its own name.
+`s4_kernel` computes K for training and prompts, `frozen_s4_kernel` once for many calls. `s4_step` is one token of the
+recurrence in O(N), `ssm_step` one token of either model with all outputs (a single kernel on a GPU). `s4_final_state`
+and `s4_state_response` pass a state between parts of a sequence: ``f(a ++ b) == f(b | state after f(a))``.
+`s4_window_states` returns the state at the end of every window, which `s4_output` reads. S4D, with diagonal dynamics,
+has functions under its own name.
 
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters · L taps
 """
@@ -115,10 +116,7 @@ def s4_kernel(
 
 
 def frozen_s4_kernel(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int) -> Tensor:
-    """Compute `s4_kernel` by ``"two_level"`` in torch, whatever the backend.
-
-    A kernel that is not trained serves many calls, so it may cost float64 on any device.
-    """
+    """Compute `s4_kernel` in torch, on any device: a kernel that is not trained serves many calls."""
     check_system(C, B, P, w, dt)
     check_positive(length=length)
     return taps(C, B, P, w, dt, length, "two_level", "torch")

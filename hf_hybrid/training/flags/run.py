@@ -1,5 +1,6 @@
 """Flags of the run: transformers' training arguments, and ours for the output folder, resuming and the report."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,19 @@ class ScriptTrainingArguments(TrainingArguments):
             raise ValueError(f"--num_train_epochs must be positive; got {self.num_train_epochs}")
         if str(self.eval_strategy) == "no" and not (self.do_train or self.do_eval or self.do_predict):
             raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
+        self._check_sequences_are_whole()
         super().__post_init__()
+
+    def _check_sequences_are_whole(self) -> None:
+        launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+        for name in ("cp_size", "sp_size"):
+            in_launch = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
+            size = getattr(self.parallelism_config, name, int(in_launch))
+            if size > 1:
+                raise ValueError(
+                    f"{name} must be 1, in --parallelism_config as in accelerate's configuration: the scripts do not "
+                    f"divide sequences among processes; got {size}"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the token out of training_args.bin, which is pushed with the model."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import ParallelismConfig
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
@@ -459,3 +460,14 @@ def test_help_lists_the_flags(capsys):
     text = capsys.readouterr().out
     for flag in ("--config_overrides", "--overwrite_output_dir", "--ssm_learning_rate", "--max_source_length"):
         assert flag in text
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_sequences_divided_among_processes_are_refused(name, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"{name} must be 1, .*; got 2"):
+        ScriptTrainingArguments(str(tmp_path), do_train=True, parallelism_config=ParallelismConfig(**{name: 2}))
+    # what `accelerate launch` tells its processes
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "4")
+    with pytest.raises(ValueError, match=f"{name} must be 1, .*; got 4"):
+        ScriptTrainingArguments(str(tmp_path), do_train=True)

@@ -1,7 +1,8 @@
-"""Read CSV, TSV, JSON and text files; errors name the file, the line or row, and the rule.
+"""Read CSV, TSV, JSON, Parquet and text files; errors name the file, the line or row, and the rule.
 
-The standard library reads them; PyArrow stores the rows and parses columns of numbers. Its own readers do not know
-lines, accept CSV in which a quotation mark is missing, and turn text such as ``2020-01-01`` in JSON into timestamps.
+PyArrow reads Parquet, stores the rows of all formats, and parses columns of numbers. The standard library reads the other
+formats: PyArrow's own readers do not know lines, accept CSV in which a quotation mark is missing, and turn text such as
+``2020-01-01`` in JSON into timestamps.
 """
 
 import bz2
@@ -23,16 +24,19 @@ from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 __all__ = ["EXTENSIONS", "TEXT_EXTENSIONS", "check_file", "iterate_rows", "read_table"]
 
-EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
+EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 TEXT_EXTENSIONS = (*EXTENSIONS, ".txt")
 """The formats that language models read: `EXTENSIONS` and running text."""
 _OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 _BATCH_ROWS = 1000
 _LONGEST_FIELD = 2**31 - 1  # characters; csv reads 128 KiB without this
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+_JSON_RULE = "must be one JSON object on each line, or the file one array of objects"
 
 Row = tuple[str, dict[str, Any]]
 """Where a row is, such as ``line 3``, and the row."""
@@ -73,8 +77,10 @@ def read_table(
     """Read a data file.
 
     - JSON: one object on each line, or one array of objects. A key that a row lacks is null.
-    - CSV: starts with a header line. A column of numbers becomes numeric, its empty fields null.
+    - CSV: starts with a header line. A column of numbers becomes numeric, its empty fields null. The index that pandas
+      writes, a first column without a name, is left out.
     - TSV: CSV with tabs for commas; a quotation mark is an ordinary character, as in GLUE's own files.
+    - Parquet: its columns as they are, the format of datasets on the Hub.
     - Text: each line is a row with the column ``text``.
 
     Args:
@@ -90,10 +96,14 @@ def read_table(
     place = f"{flag} {path!r}"
     extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     with _opened(place, path) as stream:
-        if extension in (".csv", ".tsv"):
+        if extension == ".parquet":
+            table = _parquet(place, stream).read()
+        elif extension in (".csv", ".tsv"):
             table = _numbers_parsed(_table(place, _table_rows(place, extension, stream, tsv_header)))
         else:
             table = _table(place, _rows(place, extension, stream, keep_linebreaks))
+            if extension == ".json" and table.num_rows == 1 and (advice := _around(table.to_pylist()[0])):
+                raise ValueError(f"{place}: {_JSON_RULE}{advice}")
     if not table.num_rows or not table.num_columns:
         raise ValueError(f"{place} must hold at least one row; got none")
     return table
@@ -109,6 +119,10 @@ def iterate_rows(
     place = f"{flag} {path!r}"
     extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     with _opened(place, path) as stream:
+        if extension == ".parquet":
+            for batch in _parquet(place, stream).iter_batches(_BATCH_ROWS):
+                yield from batch.to_pylist()
+            return
         if extension in (".csv", ".tsv"):
             rows = _table_rows(place, extension, stream, tsv_header)
         else:
@@ -128,6 +142,20 @@ def _opened(place: str, path: str) -> Iterator[IO[bytes]]:
         raise ValueError(f"{place} must be a complete {suffix} file; it cannot be read ({error})") from error
     except OSError as error:  # gzip and bz2 raise it for files in another format
         raise ValueError(f"{place} cannot be read: {error}") from error
+
+
+def _parquet(place: str, stream: IO[bytes]) -> "pq.ParquetFile":
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(stream)
+    except pa.ArrowException as error:
+        raise ValueError(f"{place} must be a Parquet file; it cannot be read ({_brief(error)})") from error
+    names = file.schema_arrow.names
+    if len(set(names)) != len(names):
+        raise ValueError(f"{place}: must name each column once; got {_brief(names)}")
+    return file
 
 
 def _text(place: str, number: int, line: bytes) -> str:
@@ -153,8 +181,25 @@ def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool |
             for count, row in enumerate(array, start=1):
                 yield f"row {count}", _checked_object(f"{place}, row {count}", row)
         elif line.strip():
-            rule = "must be one JSON object on each line, or the file one array of objects"
-            yield here, _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), rule))
+            try:
+                yield here, _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), _JSON_RULE))
+            except ValueError as error:
+                if number > 1 or not line.startswith("{"):
+                    raise
+                whole, advice = "".join([line, *(text for _, text in lines)]), ""
+                with suppress(ValueError, RecursionError):
+                    advice = _around(json.loads(whole))
+                raise ValueError(f"{error}{advice}") from error
+
+
+def _around(row: Any) -> str:
+    """Say how to get at the rows if an object only stands around them, as in ``{"version": 1, "data": [...]}``."""
+    lists = {name: x for name, x in row.items() if isinstance(x, list) and x} if isinstance(row, dict) else {}
+    fields = [name for name, items in lists.items() if all(isinstance(item, dict) for item in items)]
+    if len(fields) != 1:
+        return ""
+    (name,) = fields
+    return f". The file is one object whose field {name!r} holds {len(lists[name])} rows: save that list as a file"
 
 
 def _parsed(place: str, number: int, text: str, rule: str) -> Any:
@@ -184,7 +229,9 @@ def _table_rows(place: str, extension: str, stream: IO[bytes], default_header: S
     if names and set(header).isdisjoint(names):
         records, header = chain([(number, header)], records), list(names)
     header = [name.strip() for name in header]
-    if number and (not all(header) or len(set(header)) != len(header)):
+    indexed = extension == ".csv" and len(header) > 1 and not header[0]  # as pandas writes it
+    columns = header[1:] if indexed else header
+    if number and (not all(columns) or len(set(columns)) != len(columns)):
         raise ValueError(f"{place}, line {number}: the header must name each column once; got {_brief(header)}")
     for number, fields in records:
         if len(fields) != len(header):
@@ -192,7 +239,7 @@ def _table_rows(place: str, extension: str, stream: IO[bytes], default_header: S
                 f"{place}, line {number}: must have the header's {len(header)} columns ({_brief(', '.join(header))}); "
                 f"got {len(fields)} (in CSV, put double quotes around text that holds commas or line breaks)"
             )
-        yield f"line {number}", dict(zip(header, fields, strict=True))
+        yield f"line {number}", dict(zip(columns, fields[1:] if indexed else fields, strict=True))
 
 
 def _records(place: str, extension: str, stream: IO[bytes]) -> Iterator[tuple[int, list[str]]]:

@@ -41,8 +41,8 @@ def load_raw_datasets(
         dataset_name: ``embedded:NAME`` (see `hf_hybrid.data.corpora.EMBEDDED`), a local folder (of data files, or
             written by ``save_to_disk``), or a dataset of the Hugging Face Hub.
         dataset_config_name: Configuration of a Hub dataset or folder.
-        train_file: A ``.csv``, ``.tsv``, ``.json`` or ``.jsonl`` file, plain or compressed (``.gz``, ``.xz``,
-            ``.bz2``): CSV or TSV with a header, one JSON object per line, or one JSON array of objects.
+        train_file: A ``.csv``, ``.tsv``, ``.json``, ``.jsonl`` or ``.parquet`` file, plain or compressed (``.gz``,
+            ``.xz``, ``.bz2``): CSV or TSV with a header, one JSON object per line, or one JSON array of objects.
         validation_file: The same.
         test_file: The same.
         files: The same for other splits, by flag: ``{"validation_mismatched_file": path}``.

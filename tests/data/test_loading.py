@@ -4,9 +4,13 @@ import gzip
 import json
 import lzma
 
+import pandas
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from hf_hybrid.data.files import iterate_rows, read_table
 from hf_hybrid.data.loading import load_raw_datasets
 
 ROWS = [
@@ -92,7 +96,7 @@ def test_running_text_is_rows_of_lines_for_those_who_ask(load, write):
         rows = load(train_file=path, keep_linebreaks=keep)["train"]
         assert rows.column_names == ["text"]
         assert rows["text"][:] == expected
-    with pytest.raises(ValueError, match=r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, or"):
+    with pytest.raises(ValueError, match=r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, \.parquet, or"):
         load(train_file=path)
 
 
@@ -204,7 +208,7 @@ BAD_FILES = {
     "blank": ("a.jsonl", "\n\n", r"train_file '.*a\.jsonl' must hold at least one row; got none"),
     "header only": ("a.csv", "a,b\n", r"train_file '.*a\.csv' must hold at least one row; got none"),
     "empty array": ("a.json", "[]", r"must hold at least one row; got none"),
-    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, or .*; got '.*a\.txt'"),
+    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, \.parquet, or .*; got '.*a\.txt'"),
     "quoted line break in tsv": (
         "a.tsv",
         'a\tb\n"x\ny"\tz\n',
@@ -466,3 +470,42 @@ def test_a_configuration_that_a_folder_lacks_is_one_error(load, tmp_path):
 def test_a_path_that_does_not_exist_is_one_error(load, name):
     with pytest.raises(ValueError, match=rf"an existing folder.*got {name!r}"):
         load(dataset_name=name)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".parquet.gz"])
+def test_parquet(suffix, tmp_path):
+    rows = {"text": ["one", "two\nlines", None], "label": [0, 1, 1], "parts": [["a"], [], ["b", "c"]]}
+    plain = tmp_path / "plain.parquet"
+    pyarrow.parquet.write_table(pa.table(rows), plain)
+    file = tmp_path / f"data{suffix}"
+    file.write_bytes(gzip.compress(plain.read_bytes()) if suffix.endswith("gz") else plain.read_bytes())
+    assert read_table("train_file", str(file)).to_pydict() == rows
+    assert list(iterate_rows("train_file", str(file))) == pa.table(rows).to_pylist()
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(plain.read_bytes()[:-10])
+    for read in (read_table, lambda *place: list(iterate_rows(*place))):
+        with pytest.raises(ValueError, match=r"train_file '.*broken\.parquet' must be a Parquet file; it cannot be"):
+            read("train_file", str(broken))
+
+
+def test_the_index_that_pandas_writes_is_left_out(tmp_path):
+    file = tmp_path / "data.csv"
+    pandas.DataFrame({"text": ["a", "b"], "label": [1, 0]}).to_csv(file)
+    assert file.read_text(encoding="utf-8").startswith(",text,label\n0,a,1\n")
+    assert read_table("train_file", str(file)).to_pydict() == {"text": ["a", "b"], "label": [1, 0]}
+    assert list(iterate_rows("train_file", str(file)))[1] == {"text": "b", "label": "0"}
+    file.write_text("a,,b\n1,2,3\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: the header must name each column once"):
+        read_table("train_file", str(file))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_inside_an_object_are_pointed_at(indent, tmp_path):
+    file = tmp_path / "data.json"
+    rows = [{"text": "a"}, {"text": "b"}]
+    file.write_text(json.dumps({"version": "1.0", "data": rows}, indent=indent), encoding="utf-8")
+    message = "must be one JSON object on each line, or the file one array of objects.*"
+    with pytest.raises(ValueError, match=message + "The file is one object whose field 'data' holds 2 rows"):
+        read_table("train_file", str(file))
+    file.write_text(json.dumps({"text": "a", "parts": [{"of": 1}], "others": [{"of": 2}]}), encoding="utf-8")
+    assert read_table("train_file", str(file)).num_rows == 1

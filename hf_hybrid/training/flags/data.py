@@ -36,7 +36,7 @@ class DataArguments:
         "files, the script makes a small run on its own embedded corpus.",
     )
     dataset_config_name: str | None = flag(None, "Configuration of a Hub dataset.")
-    train_file: str | None = flag(None, "Training data: csv, tsv, json or jsonl.")
+    train_file: str | None = flag(None, "Training data: csv, tsv, json, jsonl or parquet.")
     validation_file: str | None = flag(None, "Validation data: the same formats.")
     test_file: str | None = flag(None, "Test data: the same formats.")
     drop_empty_rows: bool = flag(

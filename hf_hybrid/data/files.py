@@ -1,8 +1,8 @@
 """Read CSV, TSV, JSON, Parquet and text files; errors name the file, the line or row, and the rule.
 
-PyArrow reads Parquet, stores the rows of all formats, and parses columns of numbers. The standard library reads the other
-formats: PyArrow's own readers do not know lines, accept CSV in which a quotation mark is missing, and turn text such as
-``2020-01-01`` in JSON into timestamps.
+PyArrow reads Parquet, stores the rows of all formats, and parses columns of numbers. The standard library reads the
+other formats: PyArrow's own readers do not know lines, accept CSV in which a quotation mark is missing, and turn text
+such as ``2020-01-01`` in JSON into timestamps.
 """
 
 import bz2

@@ -208,7 +208,7 @@ BAD_FILES = {
     "blank": ("a.jsonl", "\n\n", r"train_file '.*a\.jsonl' must hold at least one row; got none"),
     "header only": ("a.csv", "a,b\n", r"train_file '.*a\.csv' must hold at least one row; got none"),
     "empty array": ("a.json", "[]", r"must hold at least one row; got none"),
-    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, \.parquet, or .*; got '.*a\.txt'"),
+    "extension": ("a.txt", "x", r"train_file must end in \.csv, \.tsv, .*, \.parquet, or .*; got '.*a\.txt'"),
     "quoted line break in tsv": (
         "a.tsv",
         'a\tb\n"x\ny"\tz\n',

@@ -1,12 +1,16 @@
 """Flags of the run: transformers' training arguments, and ours for the output folder, resuming and the report."""
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.integrations import integration_utils
 
 from hf_hybrid.training.flags.checks import check_not_negative_flags, check_positive_flags, flag
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,6 +60,23 @@ class ScriptTrainingArguments(TrainingArguments):
             raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
         self._check_sequences_are_whole()
         super().__post_init__()
+        self._check_reporting()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # there is no device to copy to
+            if self.fp16:
+                logger.warning(
+                    "--fp16 on a CPU: products are computed in float16 with a scaled loss, which is slower than "
+                    "float32 and less exact. --bf16 --use_cpu is the better choice on CPUs that know bfloat16."
+                )
+
+    def _check_reporting(self) -> None:
+        for name in self.report_to or []:
+            if name not in integration_utils.INTEGRATION_TO_CALLBACK:
+                known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+                raise ValueError(f"--report_to must be none, all or one of {known}; got {name!r}")
+            is_available = getattr(integration_utils, f"is_{name.removesuffix('_ml')}_available", None)
+            if is_available is not None and not is_available():
+                raise ValueError(f"--report_to {name}: {name} is not installed; install it, or give --report_to none")
 
     def _check_sequences_are_whole(self) -> None:
         launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"

@@ -471,3 +471,22 @@ def test_sequences_divided_among_processes_are_refused(name, tmp_path, monkeypat
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "4")
     with pytest.raises(ValueError, match=f"{name} must be 1, .*; got 4"):
         ScriptTrainingArguments(str(tmp_path), do_train=True)
+
+
+def test_reports_that_cannot_be_written_are_refused(tmp_path):
+    for name, message in (
+        ("clearml", "--report_to clearml: clearml is not installed; install it, or give --report_to none"),
+        ("tensorbord", "--report_to must be none, all or one of .*tensorboard.*; got 'tensorbord'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ScriptTrainingArguments(str(tmp_path), do_train=True, report_to=name)
+    assert ScriptTrainingArguments(str(tmp_path), do_train=True, report_to="none").report_to == []
+
+
+def test_what_a_cpu_makes_of_flags_for_gpus(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        plain = ScriptTrainingArguments(str(tmp_path), do_train=True, use_cpu=True)
+        assert not plain.dataloader_pin_memory
+        assert not caplog.records
+        assert ScriptTrainingArguments(str(tmp_path), do_train=True, use_cpu=True, fp16=True).fp16
+    assert "--fp16 on a CPU: products are computed in float16" in caplog.text

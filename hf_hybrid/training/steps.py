@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
+import datasets
 from transformers import PreTrainedConfig, set_seed
+from transformers.utils import logging as transformers_logging
 
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.flags.command_line import given_flags, read_arguments, show_command
@@ -81,7 +83,10 @@ def begin(
 
 
 def _show_log(training_args: ScriptTrainingArguments) -> None:
-    """Print this package's messages, unless the calling program has set up logging."""
+    """Print this package's messages, unless the calling program has set up logging; no progress bars into files."""
+    if training_args.disable_tqdm:
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
     package = logging.getLogger("hf_hybrid")
     package.setLevel(training_args.get_process_log_level() if training_args.log_level != "passive" else logging.INFO)
     if not training_args.should_log:

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations import integration_utils
+from transformers.utils.import_utils import is_in_notebook
 
 from hf_hybrid.training.flags.checks import check_not_negative_flags, check_positive_flags, flag
 
@@ -59,6 +61,8 @@ class ScriptTrainingArguments(TrainingArguments):
         if str(self.eval_strategy) == "no" and not (self.do_train or self.do_eval or self.do_predict):
             raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
         self._check_sequences_are_whole()
+        if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
+            self.disable_tqdm = True  # a bar in a file is thousands of characters on one line
         super().__post_init__()
         self._check_reporting()
         if self.device.type == "cpu":

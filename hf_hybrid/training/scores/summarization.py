@@ -22,7 +22,7 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
     metric = load_metric("rouge")
     scores: dict[str, list[float]] = {}
     chunks = range(0, len(predictions), _CHUNK)
-    for start in tqdm(chunks, desc="ROUGE", disable=len(chunks) < 3, leave=False):
+    for start in tqdm(chunks, desc="ROUGE", disable=len(chunks) < 3 or None, leave=False):
         chunk = slice(start, start + _CHUNK)
         values = metric.compute(
             predictions=["\n".join(split_sentences(text.strip())) for text in predictions[chunk]],

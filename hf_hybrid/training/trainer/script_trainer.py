@@ -183,6 +183,13 @@ class ScriptTrainer(Trainer):
 
     # ---- evaluation ----
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as Trainer does; its printing callback removes `total_flos` from the metrics, this puts it back."""
+        total_flos = logs.get("total_flos")
+        super().log(logs, start_time)
+        if total_flos is not None:
+            logs["total_flos"] = total_flos
+
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         """Visit evaluation examples in order, so that line N of a predictions file belongs to document N.
 

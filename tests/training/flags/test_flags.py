@@ -490,3 +490,11 @@ def test_what_a_cpu_makes_of_flags_for_gpus(tmp_path, caplog):
         assert not caplog.records
         assert ScriptTrainingArguments(str(tmp_path), do_train=True, use_cpu=True, fp16=True).fp16
     assert "--fp16 on a CPU: products are computed in float16" in caplog.text
+
+
+def test_bars_are_for_terminals(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert ScriptTrainingArguments(str(tmp_path), do_train=True).disable_tqdm
+    assert not ScriptTrainingArguments(str(tmp_path), do_train=True, disable_tqdm=False).disable_tqdm
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert not ScriptTrainingArguments(str(tmp_path), do_train=True).disable_tqdm

@@ -5,8 +5,8 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import aot, gpu, gpu_cases, gpu_kernels, gpu_models
-from benchmarks.gpu_cases import cases, checked_cases
+from benchmarks import aot, gpu, gpu_kernels, gpu_models
+from benchmarks.gpu_cases import attention, cases, checked_cases
 from benchmarks.gpu_kernels import check
 from benchmarks.record import read_csv
 from hf_hybrid.kernels.launching import record_launches
@@ -59,7 +59,7 @@ def test_every_shipped_configuration_is_checked():
 
 
 def test_dropout_is_checked_with_the_mask_that_was_drawn():
-    case = gpu_cases._local_attention_dropout(2, 40, 2, 16, 7, 0.25)
+    case = attention.local_dropout(2, 40, 2, 16, 7, 0.25)
     inputs = gpu_kernels._inputs(case, CPU, torch.float64, seed=1)
     torch.manual_seed(3)
     actual = local_attention(inputs["q"], inputs["k"], inputs["v"], bias=inputs["bias"], radius=7, dropout=0.25)

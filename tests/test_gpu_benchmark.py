@@ -5,7 +5,8 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import aot, gpu, gpu_kernels, gpu_models
+from benchmarks import gpu, gpu_kernels, gpu_models
+from benchmarks.aot_launches import MODULES, shipped
 from benchmarks.gpu_cases import attention, cases, checked_cases
 from benchmarks.gpu_kernels import check
 from benchmarks.record import read_csv
@@ -43,8 +44,8 @@ def test_peers_compute_what_the_op_does(name):
 
 def test_every_shipped_configuration_is_checked():
     """On sm_80 and sm_90 together, by a forward and a backward of the cases that a GPU is given."""
-    module_of = {"s4_kernel": "ssm_kernel", "segment_step": "segment_recurrence"} | {op: op for op in aot.MODULES}
-    shipped = {(op, name) for op in aot.MODULES for name in aot.shipped(op)}
+    module_of = {"s4_kernel": "ssm_kernel", "segment_step": "segment_recurrence"} | {op: op for op in MODULES}
+    expected = {(op, name) for op in MODULES for name in shipped(op)}
     taken = set()
     for case in checked_cases(small=False):
         for dtype in gpu_kernels.DTYPES.values():
@@ -55,7 +56,7 @@ def test_every_shipped_configuration_is_checked():
                     if not case.decodes:
                         sum(x.sum() for x in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
                 taken |= {(module_of[case.op], launch.configuration.name) for launch in launches}
-    assert taken == shipped
+    assert taken == expected
 
 
 def test_dropout_is_checked_with_the_mask_that_was_drawn():

@@ -132,7 +132,7 @@ def test_a_cuda_graph_could_hold_it():
 
 
 def test_a_mask_that_grows_compiles_nothing_anew():
-    from benchmarks import aot
+    from benchmarks.aot_launches import argument_type
     from hf_hybrid.kernels.local_attention.step import triton_kernels
 
     query, cache = torch.empty(2, 1, 3, 8, device="meta"), torch.empty(2, 32, 3, 8, device="meta")
@@ -143,7 +143,7 @@ def test_a_mask_that_grows_compiles_nothing_anew():
             settings = StepSettings(kept - 1, 0, None, 6, True, 0.5)
             triton_kernels.forward(query, cache, cache, None, mask, None, None, settings)
         (only,) = launches
-        kinds.append({name: aot._type(only.kernel, name, value) for name, value in only.arguments.items()})
+        kinds.append({name: argument_type(only.kernel, name, value) for name, value in only.arguments.items()})
     assert kinds[0]["K_B"] == ("i32", None, True)  # loads of keys are aligned
     assert all(kind == kinds[0] for kind in kinds)
 

@@ -51,6 +51,18 @@ def laplace_attention(
     Raises:
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
+    _check(query, key, value, attention_mask, first)
+    check_integer("chunk_size", chunk_size)
+    check_positive(chunk_size=chunk_size)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
+    if not torch.compiler.is_compiling():
+        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
+    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, first: Tensor | None) -> None:
+    """Raise ValueError unless shapes, dtypes and devices fit."""
     if query.dim() != 4 or query.shape[1] == 0 or not query.is_floating_point():
         raise ValueError(
             f"query must be a floating-point (B, T, H, K) with T > 0; got {tuple(query.shape)} of {query.dtype}"
@@ -71,10 +83,3 @@ def laplace_attention(
     if first is not None and first.shape != key.shape[:1]:
         raise ValueError(f"first must be (B,) = {tuple(key.shape[:1])}; got {tuple(first.shape)}")
     check_devices(query, key=key, value=value, attention_mask=attention_mask, first=first)
-    check_integer("chunk_size", chunk_size)
-    check_positive(chunk_size=chunk_size)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
-    if not torch.compiler.is_compiling():
-        choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
-    return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout)

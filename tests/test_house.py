@@ -1,4 +1,4 @@
-"""The house rules that no linter knows: which package may import which, and what importing costs."""
+"""The house rules that no linter knows: which package may import which, what importing costs, and how long code is."""
 
 import ast
 import json
@@ -36,6 +36,20 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "metrics": {"transformers"},
 }
 GATHERING_MODULES = ("__init__", "auto")  # of models/: the only ones that may import an architecture
+
+LONGEST_FILE, LONGEST_FUNCTION = 500, 60  # lines
+# Triton kernels, and files of them, that are longer: take out what no longer is, and add nothing
+LONG = {
+    "hf_hybrid/kernels/diagonal_scan/triton_kernels.py: walk_kernel",
+    "hf_hybrid/kernels/linear_attention/triton_kernels.py: walk_kernel",
+    "hf_hybrid/kernels/local_attention/triton_kernels.py",
+    "hf_hybrid/kernels/local_attention/triton_kernels.py: d_key_value_kernel",
+    "hf_hybrid/kernels/local_attention/triton_kernels.py: d_query_kernel",
+    "hf_hybrid/kernels/segment_recurrence/triton_kernels.py",
+    "hf_hybrid/kernels/segment_recurrence/triton_kernels.py: unwind_kernel",
+    "hf_hybrid/kernels/short_conv/triton_kernels.py: backward_kernel",
+    "hf_hybrid/kernels/ssm_kernel/triton_kernels.py: backward_kernel",
+}
 
 
 class Import(NamedTuple):
@@ -96,6 +110,12 @@ def architecture_of(path: str, architectures: set[str]) -> str | None:
     return names[2] if names[:2] == [PACKAGE, "models"] and len(names) > 2 and names[2] in architectures else None
 
 
+def module_of(file: Path, root: Path) -> tuple[str, bool]:
+    """Return a file's dotted path, and whether it is that of a package."""
+    is_package = file.stem == "__init__"
+    return ".".join((file.parent if is_package else file.with_suffix("")).relative_to(root).parts), is_package
+
+
 def broken_rules(root: Path) -> list[str]:
     """Walk `hf_hybrid` and the run scripts below a root; return one line per import or file that breaks a rule."""
     house = root / PACKAGE
@@ -104,8 +124,7 @@ def broken_rules(root: Path) -> list[str]:
     problems = [f"{PACKAGE}/{name}: no rule knows this package" for name in sorted(packages - ALLOWED.keys())]
     for file in sorted([*house.rglob("*.py"), *root.glob("run_*.py")]):
         where = file.relative_to(root).as_posix()
-        is_package = file.stem == "__init__"
-        module = ".".join((file.parent if is_package else file.with_suffix("")).relative_to(root).parts)
+        module, is_package = module_of(file, root)
         part = part_of(module, packages)
         if file.parent == house and file.stem not in ("__init__", COMMAND, *LEAVES):
             problems.append(f"{where}: a file at the top belongs in one of the packages")
@@ -140,8 +159,49 @@ def broken_rules(root: Path) -> list[str]:
     return problems
 
 
+def circles(root: Path) -> dict[str, set[str]]:
+    """Return the modules of `hf_hybrid` on circles of imports, or between two, with those of them that each imports.
+
+    Imports inside functions count. The packages above a module do not, though Python runs their files first.
+    """
+    files = {module_of(file, root): file for file in (root / PACKAGE).rglob("*.py")}
+    left: dict[str, set[str]] = {module: set() for module, _ in files}
+    for (module, is_package), file in files.items():
+        for path, *_ in imports_of(ast.parse(file.read_text(encoding="utf-8")), module, is_package):
+            while path and path not in left:
+                path = path.rpartition(".")[0]
+            left[module] |= {path} - {"", module}
+    while free := {x for x in left if not left[x] or not any(x in others for others in left.values())}:
+        left = {module: others - free for module, others in left.items() if module not in free}
+    return left
+
+
+def too_long(root: Path) -> set[str]:
+    """Return the files and functions that are too long: ``path``, ``path: function``."""
+    found = set()
+    for file in [*(root / PACKAGE).rglob("*.py"), *(root / "benchmarks").rglob("*.py"), *root.glob("*.py")]:
+        where, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+        found |= {where} if len(text.splitlines()) > LONGEST_FILE else set()
+        found |= {
+            f"{where}: {node.name}"
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.end_lineno - node.lineno >= LONGEST_FUNCTION
+        }
+    return found
+
+
 def test_imports_go_one_direction():
     assert broken_rules(ROOT) == []
+
+
+def test_no_circle_of_imports():
+    assert circles(ROOT) == {}
+
+
+def test_no_long_files_and_functions():
+    assert too_long(ROOT) == LONG
+    assert all(name.split(":")[0].endswith("/triton_kernels.py") for name in LONG)
 
 
 HOUSE = {
@@ -213,6 +273,33 @@ def test_walker_sees_a_broken_rule(tmp_path, file, source, complaint):
     assert len(problems) == 1
     assert problems[0].startswith(file.removesuffix("/__init__.py"))
     assert complaint in problems[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels/conv/op.py": "from .reference import conv\n", "kernels/conv/reference.py": "from . import op\n"},
+        {"kernels/conv/op.py": "def run():\n    from hf_hybrid.kernels import conv\n", "kernels/conv/__init__.py":
+            "from .op import run\n"},
+        {"models/a.py": "from .b import B\n", "models/b.py": "from . import c\n", "models/c.py": "from .a import A\n"},
+    ],
+    ids=["of two", "inside a function", "of three"],
+)  # fmt: skip
+def test_a_circle_of_imports_is_seen(tmp_path, changes):
+    names = {f"{PACKAGE}/{name}".removesuffix(".py").removesuffix("/__init__") for name in changes}
+    bystander = {"layers/conv.py": "from ..kernels.conv import op\n"}
+    files = {f"{PACKAGE}/{name}": source for name, source in (changes | bystander).items()}
+    assert circles(build_house(tmp_path, {})) == {}
+    assert circles(build_house(tmp_path, files)).keys() == {name.replace("/", ".") for name in names}
+
+
+def test_long_files_and_functions_are_seen(tmp_path):
+    def source(lines):
+        return "def outer():\n" + "    x = 1\n" * (lines - 1)
+
+    build_house(tmp_path, {"hf_hybrid/data/short.py": source(60), "benchmarks/long.py": source(61)})
+    build_house(tmp_path, {"hf_hybrid/data/edge.py": "x = 1\n" * 500, "hf_hybrid/data/over.py": "x = 1\n" * 501})
+    assert too_long(tmp_path) == {"benchmarks/long.py: outer", "hf_hybrid/data/over.py"}
 
 
 def modules_after(statement: str) -> set[str]:

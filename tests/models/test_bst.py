@@ -444,16 +444,19 @@ def test_nothing_is_asked_of_a_device_without_numbers(options):
     hidden.sum().backward()
 
 
-@pytest.mark.parametrize("options", some(VARIANTS, *VARIANTS[::2]))
+COMPILED = ("multi head, unstructured", "multi filter, s4", "single head, shifted, unstructured")
+
+
+@pytest.mark.parametrize("options", some(VARIANTS, *(variant for variant in VARIANTS if variant.id in COMPILED)))
 def test_compiles_without_graph_breaks(options):
-    """With padding; a training step without is compiled for every class in test_all_models."""
+    """With padding, and backward; test_all_models compiles a training step without padding, of the default variant."""
     torch.compiler.reset()  # what other models compiled counts as recompilation
     model = base_model(**options, window=WINDOW)
     ids = tiny_inputs(model, length=LENGTH)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = model(**inputs).last_hidden_state
     actual = compiled(**inputs).last_hidden_state
     assert_close(actual[mask.bool()], expected[mask.bool()], "float64")

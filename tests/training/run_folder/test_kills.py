@@ -61,10 +61,15 @@ def _assert_same_run(folder, expected):
         assert_close(tensor, wanted[name], "float32 model")
 
 
-@pytest.mark.parametrize("script", some(["clm", "summarization"], "summarization"))
-def test_a_run_that_is_killed_again_and_again_ends_where_it_would_have(commands, tmp_path, script):
+KILLED = [("summarization", 16, 7, 3), ("summarization", 24, 11, 5), ("clm", 24, 11, 5)]
+
+
+@pytest.mark.parametrize(("script", "steps", "kills", "least_inside"), some(KILLED, KILLED[0]))
+def test_a_run_that_is_killed_again_and_again_ends_where_it_would_have(
+    commands, tmp_path, script, steps, kills, least_inside
+):
     """With dropout. The only checkpoint is replaced after every step, and most kills hit while it is."""
-    steps, kills, inside = 16, 7, 0
+    inside = 0
     argv = [*commands(script, "straight"), "--max_steps", str(steps)]
     assert Child(script, argv, tmp_path / "log").wait()[0] == 0
     argv = [*commands(script, "killed"), "--max_steps", str(steps), "--resume_from_checkpoint", "auto"]
@@ -86,7 +91,7 @@ def test_a_run_that_is_killed_again_and_again_ends_where_it_would_have(commands,
         possible = {max([newest, *marked]), max([0, *(step for name, step in seen if name == "marker")])}
         newest = max([0, *_steps_on_disk(out)])
         assert newest in possible, (kill, seen)
-    assert inside >= 3
+    assert inside >= least_inside
     assert newest < steps
     code, log = Child(script, argv, tmp_path / "log").wait()
     assert code == 0, log

@@ -4,6 +4,7 @@ import importlib
 import json
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -157,17 +158,34 @@ def test_an_error_that_one_process_sees_ends_both(outcomes):
     assert outcomes[0]["bad rows"]["error"] == outcomes[1]["bad rows"]["error"]
 
 
-def test_a_script_that_cannot_run_ends_at_once_with_one_message(folder, tmp_path):
+@pytest.fixture
+def refused(folder, tmp_path):
+    """The flags of a run whose output folder already holds one."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "all_results.json").write_text("{}")
     flags = [*_files(folder, "txt", "train"), "--model_type", "chela", "--tokenizer_type", "bytes", "--do_train"]
-    where = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--ddp_backend", "gloo"]
-    (code, said), (other_code, silent) = (child.wait() for child in pair("clm", [*flags, *where], tmp_path))
+    return [*flags, "--output_dir", str(tmp_path / "out"), "--use_cpu", "--ddp_backend", "gloo"]
+
+
+def test_a_script_that_cannot_run_ends_with_one_message(refused, tmp_path):
+    (code, said), (other_code, silent) = (child.wait() for child in pair("clm", refused, tmp_path))
     assert code == other_code == 2
     assert len(re.findall("^error: --output_dir .* already holds a run", said, re.MULTILINE)) == 1
     assert "Traceback" not in said
     assert not silent
     assert "already holds a run" in (tmp_path / "error1").read_text()  # which torchrun's summary shows
+
+
+@pytest.mark.full
+def test_torchrun_ends_at_once_if_a_script_cannot_run(refused, tmp_path):
+    begin = time.monotonic()
+    done = torchrun("run_clm.py", *refused, log_dir=tmp_path / "log")
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 120
+    said = printed(tmp_path / "log", 0, "stderr") + printed(tmp_path / "log", 1, "stderr")
+    assert len(re.findall("^error: --output_dir .* already holds a run", said, re.MULTILINE)) <= 1
+    assert "already holds a run" in done.stderr  # from the first process, or in torchrun's summary
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

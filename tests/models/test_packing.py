@@ -12,6 +12,7 @@ from tests.models.tiny import (
     MODEL_CLASSES,
     is_causal_lm,
     main_output,
+    tiny_config,
     tiny_inputs,
     tiny_model,
 )
@@ -27,8 +28,9 @@ FORMS = {
 PACKING = [
     (model_type, name)
     for model_type, name in MODEL_CLASSES
-    if name in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTokenClassification")
-    or (name, model_type) in {("AutoModel", "bst"), ("AutoModel", "chela"), ("AutoModelForTextEncoding", "spade")}
+    if name
+    in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForTokenClassification")
+    or (name == "AutoModel" and not tiny_config(model_type).is_encoder_decoder)
 ]
 LABELLED = [key for key in PACKING if key[1] not in ("AutoModel", "AutoModelForTextEncoding")]
 REFUSING = [key for key in MODEL_CLASSES if key not in PACKING]

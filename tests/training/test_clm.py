@@ -490,7 +490,7 @@ REFUSED = {
     "no such file": (["--validation_file", "/no/such.txt"], ["validation_file must be an existing file"]),
     "unknown format": (
         ["--validation_file", "x.pdf"],
-        ["validation_file must end in .csv, .tsv, .json, .jsonl, .txt"],
+        ["validation_file must end in .csv, .tsv, .json, .jsonl, .parquet, .txt"],
     ),
     "model without a class": (["--model_type", "t5"], ["--model_type t5", "AutoModelForCausalLM"]),
 }

@@ -108,7 +108,8 @@ def _run_jobs(folder, ran):
 
 
 def _scores(metrics):
-    return {name: value for name, value in metrics.items() if not TIMED.search(name)}
+    # padding counts as work, and each process pads batches of its own
+    return {name: value for name, value in metrics.items() if not TIMED.search(name) and name != "total_flos"}
 
 
 @pytest.mark.parametrize("name", ["spade", "t5", "mnli", "clm"])

@@ -157,14 +157,18 @@ def srformer() -> list[str]:
     ]
 
 
+PANELS = (spade, chela, bst, srformer)
+
+
 def picture() -> str:
     """The whole file."""
     panels = []
-    for number, panel in enumerate((spade, chela, bst, srformer)):
+    for number, panel in enumerate(PANELS):
         x, y = (number % 2) * (WIDTH + GAP), (number // 2) * (HEIGHT + GAP)
         ground = f'<rect class="panel" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>'
         panels.append(f'<g transform="translate({x} {y})">{ground}\n  ' + "\n  ".join(panel()) + "\n</g>")
-    width, height = 2 * WIDTH + GAP, 2 * HEIGHT + GAP
+    rows = -(-len(PANELS) // 2)
+    width, height = 2 * WIDTH + GAP, rows * (HEIGHT + GAP) - GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img"><title>What one token reads in SPADE, CHELA, BST and SRformer</title><style>{STYLE}</style>\n'

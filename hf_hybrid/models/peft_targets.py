@@ -88,7 +88,7 @@ def _add_defaults(constants: Mapping[str, object]) -> None:
         if name.endswith("_IA3_TARGET_MODULES_MAPPING"):
             ours = IA3_TARGETS
         elif name.endswith("_IA3_FEEDFORWARD_MODULES_MAPPING"):
-            ours = dict.fromkeys(IA3_TARGETS, IA3_FEED_FORWARD)
+            ours = {kind: [x for x in targets if x in IA3_FEED_FORWARD] for kind, targets in IA3_TARGETS.items()}
         elif table.get("llama") == lora["llama"]:  # a method with the target modules of LoRA
             ours = LORA_TARGETS
         inherited = {model_type: table[parent] for model_type, parent in PARENTS.items() if parent in table}

@@ -86,7 +86,7 @@ def test_lm_eval(model_type, with_code, tmp_path):
         *([sys.executable, "-m"] if with_code else RUN),
         *("lm_eval", "run", "--model", "hf", "--model_args", arguments, "--device", "cpu", "--batch_size", "2"),
         *("--tasks", "toy", "--include_path", tmp_path / "tasks", "--log_samples", "--output_path", tmp_path / "out"),
-        # a package that is not installed: a checkpoint with its code needs no import of ours
+        # a checkpoint with its code needs no import of ours
         PYTHONPATH="" if with_code else os.environ.get("PYTHONPATH", ""),
         HF_MODULES_CACHE=str(tmp_path / "modules"),
     )

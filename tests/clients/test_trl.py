@@ -69,9 +69,7 @@ def test_preferences(folder, tmp_path):
     data = Dataset.from_dict({"prompt": ["q", "w"], "chosen": [" yes", " no"], "rejected": [" nope", " maybe so"]})
     arguments = DPOConfig(str(tmp_path / "run"), **{**ARGUMENTS, "per_device_train_batch_size": 2})
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    trainer = DPOTrainer(
-        str(folder), args=arguments, train_dataset=Dataset.from_dict(data), processing_class=tokenizer
-    )
+    trainer = DPOTrainer(str(folder), args=arguments, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
 

@@ -36,10 +36,17 @@ def main(argv: Sequence[str] | None = None) -> object:
     sys.argv = arguments
     if commands:
         return commands[0].load()()
-    if "/" in name or name.startswith("-") or find_spec(name) is None:
+    if not _is_module(name):
         sys.exit(f"{USAGE}\nPROGRAM must be an installed command or module; got {name!r}")
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return None
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return all(part.isidentifier() for part in name.split(".")) and find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_a_command_is_its_entry_point(capsys):
     [
         ([], "usage: python -m hf_hybrid.run PROGRAM"),
         (["no_such_program"], "PROGRAM must be an installed command or module; got 'no_such_program'"),
+        (["no.such.program"], "PROGRAM must be an installed command or module; got 'no.such.program'"),
         (["./script.py"], "PROGRAM must be an installed command or module; got './script.py'"),
         (["--model", "x"], "PROGRAM must be an installed command or module; got '--model'"),
     ],

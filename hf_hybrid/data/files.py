@@ -182,7 +182,7 @@ def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool |
                 yield f"row {count}", _checked_object(f"{place}, row {count}", row)
         elif line.strip():
             try:
-                yield here, _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), _JSON_RULE))
+                row = _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), _JSON_RULE))
             except ValueError as error:
                 if number > 1 or not line.startswith("{"):
                     raise
@@ -190,6 +190,7 @@ def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool |
                 with suppress(ValueError, RecursionError):
                     advice = _around(json.loads(whole))
                 raise ValueError(f"{error}{advice}") from error
+            yield here, row
 
 
 def _around(row: Any) -> str:

@@ -148,14 +148,8 @@ class Hyena(ImplicitFilter):
         *gates, v = convolved.chunk(self.order + 1, dim=-1)
         taps = self._taps(rows.shape[1])
         for index, gate in enumerate(reversed(gates[1:])):
-            reverse_kernel = taps[1, index].mT if self.bidirectional else None
-            v = long_conv(
-                self.dropout(v * gate),
-                taps[0, index].mT,
-                reverse_kernel=reverse_kernel,
-                skip=self.D[index],
-                cu_seqlens=cu_seqlens,
-            ).to(v.dtype)
+            filters = (taps[:, index], self.D[index], v.shape[1])
+            v = self._convolve(self.dropout(v * gate), *filters, cu_seqlens=cu_seqlens).to(v.dtype)
         return self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
 
     def _split_state(self, state: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
@@ -173,12 +167,15 @@ class Hyena(ImplicitFilter):
         skip: torch.Tensor,
         length: int,
         gate: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return a long convolution's outputs at the last `length` of its inputs `(B, ·, H)`; taps are `(Z, ·, H)`."""
         if length == 1:  # as many inputs as taps
             return (inputs * taps[0].flip(0)).sum(1, keepdim=True) + skip * inputs[:, -1:]
         reverse_kernel = taps[1].mT if self.bidirectional else None
-        y = long_conv(inputs, taps[0].mT, reverse_kernel=reverse_kernel, skip=skip, input_gate=gate)
+        y = long_conv(
+            inputs, taps[0].mT, reverse_kernel=reverse_kernel, skip=skip, input_gate=gate, cu_seqlens=cu_seqlens
+        )
         return y[:, -length:]
 
 

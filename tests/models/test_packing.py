@@ -50,15 +50,12 @@ VARIANTS = {
         "lstm": {"ssm_type": "lstm"},
     },
 }
-CASES = [
-    (*key, case)
+OPTIONS = {
+    (*key, case): options
     for key in PACKING
-    for case in {"default": {}, **{k: v for k, v in DECODERS.get(key, {}).items() if v}, **VARIANTS.get(key, {})}
-]
-
-
-def options(model_type, auto_class, case):
-    return {**DECODERS.get((model_type, auto_class), {}), **VARIANTS.get((model_type, auto_class), {})}.get(case, {})
+    for case, options in {"default": {}, **DECODERS.get(key, {}), **VARIANTS.get(key, {})}.items()
+    if options or case == "default"
+}
 
 
 def sequences(model):
@@ -85,14 +82,14 @@ def gradients(model, output):
     ("model_type", "auto_class", "case", "attention"),
     [
         (*case, attention)
-        for case in CASES
+        for case in OPTIONS
         for attention in ("sdpa", "eager")
         if attention == "sdpa" or case[0] not in ATTENTION_FREE
     ],
 )
 def test_packed_sequences_are_what_each_is_alone(model_type, auto_class, case, attention):
-    given = options(model_type, auto_class, case)
-    model = tiny_model(model_type, auto_class, attn_implementation=attention, **given).double()
+    options = OPTIONS[model_type, auto_class, case]
+    model = tiny_model(model_type, auto_class, attn_implementation=attention, **options).double()
     examples = sequences(model)
     wanted = alone(model, examples)
     batch = BOTH(examples)

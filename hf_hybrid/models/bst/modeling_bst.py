@@ -188,8 +188,8 @@ class BstModel(BstPreTrainedModel):
                 f"got {tuple(attention_mask.shape)}"
             )
         limit = self.config.filter_length
-        limited = self.config.bst_layers and self.config.context_filter == "unstructured" and past + length > limit
-        if limited and past + longest(inputs, cu_seqlens) > limit:
+        unstructured = self.config.bst_layers and self.config.context_filter == "unstructured"
+        if unstructured and past + longest(inputs, cu_seqlens) > limit:
             logger.warning_once(
                 f"A sequence is longer than filter_length {limit}, beyond which unstructured filters see nothing. "
                 f"Train with a larger filter_length, or use context_filter='s4'."

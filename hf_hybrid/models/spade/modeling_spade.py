@@ -80,7 +80,7 @@ class SpadeModel(SpadePreTrainedModel):
         """Return the class that `AutoModel` means by a config, if it is another one."""
         if cls is not SpadeModel or getattr(config, "is_encoder_decoder", True):
             return None
-        return SpadeStack if config.is_decoder else SpadeEncoderModel
+        return body_class(config)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens
@@ -304,9 +304,9 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
         self.post_init()
 
 
-def make_body(config: SpadeConfig) -> SpadePreTrainedModel:
-    """Build what is below a classifier: an encoder, or from a language model's config its causal stack."""
-    return SpadeStack(config) if config.is_decoder and not config.is_encoder_decoder else SpadeEncoderModel(config)
+def body_class(config: SpadeConfig) -> type[SpadePreTrainedModel]:
+    """Return the class below a head of one stack: a language model's causal stack, or an encoder."""
+    return SpadeStack if config.is_decoder else SpadeEncoderModel
 
 
 class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrainedModel):
@@ -320,7 +320,7 @@ class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrai
     def __init__(self, config: SpadeConfig):
         config = as_encoder(config)
         super().__init__(config)
-        self.model = make_body(config)
+        self.model = body_class(config)(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -338,7 +338,7 @@ class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedMod
     def __init__(self, config: SpadeConfig):
         config = as_encoder(config)
         super().__init__(config)
-        self.model = make_body(config)
+        self.model = body_class(config)(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -352,6 +352,6 @@ class SpadeForQuestionAnswering(QuestionAnsweringForward, SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         config = as_encoder(config)
         super().__init__(config)
-        self.model = make_body(config)
+        self.model = body_class(config)(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()

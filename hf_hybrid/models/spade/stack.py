@@ -193,7 +193,7 @@ class SpadeStack(SpadePreTrainedModel):
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return absolute position embeddings `(B or 1, T, D)`, counted from each sequence's first kept token."""
-        length = hidden_states.shape[1] if cu_seqlens is None else longest(hidden_states, cu_seqlens)
+        length = longest(hidden_states, cu_seqlens)
         if past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
                 f"decoder inputs must hold at most max_decoder_position_embeddings "

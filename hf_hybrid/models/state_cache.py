@@ -1,11 +1,10 @@
-"""Cache layers that keep a state of any form, and generation with them."""
+"""Cache layers that keep a state of any form."""
 
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
-from transformers.generation import GenerationMixin
 
 
 def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
@@ -18,8 +17,9 @@ class StateCacheLayer(CacheLayerMixin):
     """Cache of one layer that hands a state from one span of tokens to the next.
 
     A state is a tensor, or a nested tuple of tensors and plain numbers; the first dimension of each tensor is the
-    batch. It is stored without a copy and serves dynamic and static caches, since its size does not grow with the
-    tokens. A config asks for it with `LAYER_TYPE` in its ``layer_types``.
+    batch. It is stored without a copy, and the next step may reuse its memory: copy the cache to read it twice. It
+    serves dynamic and static caches, since its size does not grow with the tokens. A config asks for it with
+    `LAYER_TYPE` in its ``layer_types``.
     """
 
     _layer_type = "state"
@@ -77,13 +77,10 @@ class StateCacheLayer(CacheLayerMixin):
         self._map(lambda x: x[indices])
 
     def offload(self):
-        """Move the state to the CPU."""
-        self._map(lambda x: x.to("cpu", non_blocking=True))
+        """Do nothing: as in transformers' caches, states stay on their device, since they do not grow."""
 
     def prefetch(self):
-        """Move the state back to its device."""
-        if self.is_initialized:
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+        """Do nothing."""
 
     def _map(self, function):
         self.state = tree_map_only(torch.Tensor, function, self.state)
@@ -117,6 +114,14 @@ class SlidingStateCacheLayer(StateCacheLayer):
         """Return number and first position of the keys that the next queries see."""
         held = 0 if self.keys is None else self.keys.shape[2]
         return held + query_length, self.length - held
+
+    def offload(self):
+        """Move keys and values to the CPU; the state stays on its device."""
+        CacheLayerMixin.offload(self)
+
+    def prefetch(self):
+        """Move keys and values back to their device."""
+        CacheLayerMixin.prefetch(self)
 
     def reset(self):
         """Forget everything."""
@@ -152,30 +157,3 @@ def cached_length(past_key_values: Cache | None, layer_idx: int = 0) -> int | to
     """Return the number of cached tokens. A static cache counts in a tensor, in place: copy it."""
     past = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
     return past.clone() if isinstance(past, torch.Tensor) else past
-
-
-class HybridGenerationMixin(GenerationMixin):
-    """Generation by layers that make their own masks and may keep states; goes before `PreTrainedModel`.
-
-    It refuses decoding which would have to roll back a state.
-    """
-
-    @property
-    def _is_stateful(self) -> bool:
-        """Whether the cache keeps a state; transformers then refuses assisted decoding of the model."""
-        layer_types = self.config.get_text_config(decoder=True).layer_types
-        return not {"full_attention", "sliding_attention"}.issuperset(layer_types)
-
-    @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """Return the attention mask as it is: the layers derive theirs from it."""
-        return attention_mask
-
-    def generate(self, *args, **kwargs):
-        """Generate as every model of transformers, except as an assistant."""
-        if self._is_stateful and getattr(kwargs.get("generation_config"), "is_assistant", False):
-            raise ValueError(
-                f"assistant_model must not be stateful: its rejected tokens are rolled back; got a "
-                f"{type(self).__name__}, which keeps a state"
-            )
-        return super().generate(*args, **kwargs)

@@ -10,7 +10,6 @@ import transformers
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_hybrid
@@ -219,24 +218,11 @@ def test_generate_with_padding_and_static_cache(model_type, auto_class, case):
     assert torch.equal(static, expected)
 
 
-@every_decoder
-def test_assisted_decoding_is_right_or_refused(model_type, auto_class, case):
-    model = tiny_model(model_type, auto_class, **DECODERS[model_type, auto_class][case])
-    inputs = tiny_inputs(model, batch=1)
-    inputs.pop("decoder_input_ids", None)
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    expected = model.generate(**inputs, **settings)
-    if model._is_stateful:
-        with pytest.raises(ValueError, match="stateful"):
-            model.generate(**inputs, prompt_lookup_num_tokens=2, **settings)
-        if auto_class == "AutoModelForCausalLM":
-            sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-            main = LlamaForCausalLM(LlamaConfig(vocab_size=model.config.vocab_size, **sizes)).eval()
-            with pytest.raises(ValueError, match=f"assistant_model must not be stateful.*{type(model).__name__}"):
-                main.generate(**inputs, assistant_model=model, **settings)
-        return
-    assistant = tiny_model(model_type, auto_class, seed=9, **DECODERS[model_type, auto_class][case])
-    assert torch.equal(model.generate(**inputs, assistant_model=assistant, **settings), expected)
+@every_generative
+def test_continuous_batching_is_refused(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    with pytest.raises(ValueError, match=f"continuous batching.*{type(model).__name__} does not have"):
+        model.generate_batch([[3, 4], [5]])
 
 
 @every_class

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_hybrid.models.state_cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
 
-from .tiny import tiny_config
+from .tiny import tiny_config, tiny_inputs, tiny_model
 
 
 class Inner(NamedTuple):
@@ -128,3 +128,58 @@ def test_another_cache_is_refused():
     cache.layers[0] = filled()
     with pytest.raises(ValueError, match="layer 0 is StateCacheLayer"):
         state_layer(cache, 0, SlidingStateCacheLayer)
+
+
+def test_offloading_moves_keys_and_values_but_no_state(monkeypatch):
+    layer, moved = SlidingStateCacheLayer(), []
+    layer.sliding_window = 4
+    state = torch.ones(1)
+    layer.update(*torch.ones(2, 1, 1, 3, 2))
+    layer.store(state, tokens=0)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *where, **how: moved.append(x) or x)
+    layer.offload()
+    assert moved == [layer.keys, layer.values]
+    assert layer.state is state
+
+
+class NoStream:
+    """Takes the place of a CUDA stream."""
+
+    def wait_stream(self, stream):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [(model_type, "AutoModelForCausalLM") for model_type in ("bst", "chela", "spade")]
+    + [(model_type, "AutoModelForSeq2SeqLM") for model_type in ("spade", "srformer_bart", "srformer_t5")],
+)
+def test_generation_with_offloaded_caches(model_type, auto_class, monkeypatch):
+    """The order of the moves; where a CPU is the device, they move nothing."""
+    monkeypatch.setattr(torch, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: NoStream())
+    model = tiny_model(model_type, auto_class)
+    inputs = tiny_inputs(model)
+    inputs.pop("decoder_input_ids", None)
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "disable_compile": True}
+    expected = model.generate(**inputs, **settings)
+    assert torch.equal(model.generate(**inputs, cache_implementation="offloaded", **settings), expected)
+
+
+@pytest.mark.parametrize("model_type", ["bst", "chela", "spade"])
+def test_a_copied_cache_serves_a_prefix_many_times(model_type):
+    model = tiny_model(model_type, "AutoModelForCausalLM").double()
+    prefix, questions = tiny_inputs(model, batch=1)["input_ids"], tiny_inputs(model, batch=3, length=5)["input_ids"]
+    with torch.no_grad():
+        cache = model(prefix, use_cache=True).past_key_values
+    for question in questions:
+        ids = torch.cat([prefix, question[None]], dim=1)
+        settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+        answer = model.generate(ids, past_key_values=copy.deepcopy(cache), **settings)
+        assert torch.equal(answer, model.generate(ids, **settings))

@@ -19,6 +19,7 @@ from ...kernels.packed import longest
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ..description import ModelCardMixin
+from ..generation import HybridGenerationMixin
 from ..heads import (
     CausalLMForward,
     SequenceClassificationForward,
@@ -29,7 +30,7 @@ from ..heads import (
 )
 from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
 from ..packing import take_bounds
-from ..state_cache import HybridGenerationMixin, SlidingStateCacheLayer, state_layer
+from ..state_cache import SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
 from .windows import Span

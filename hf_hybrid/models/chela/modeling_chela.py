@@ -25,6 +25,7 @@ from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.state_space import StateSpaceLayer
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
+from ..generation import HybridGenerationMixin
 from ..heads import (
     CausalLMForward,
     MaskedLMForward,
@@ -37,7 +38,7 @@ from ..heads import (
     pool,
 )
 from ..packing import refuse_packed, take_bounds
-from ..state_cache import HybridGenerationMixin, state_layer
+from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
 from .unit import ChelaUnit
 

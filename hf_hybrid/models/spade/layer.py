@@ -216,6 +216,8 @@ class SpadeTokenMixer(nn.Module):
                 "past_key_values must be able to keep a state, as DynamicCache(config=model.config) is; got one whose "
                 f"layer {self.layer_idx} is {type(layer).__name__}"
             )
+        if past_key_values.offloading:  # layers wait for their prefetched states only when they update their keys
+            torch.cuda.default_stream(hidden_states.device).wait_stream(past_key_values.prefetch_stream)
         state = layer.recurrent_states[0] if layer.has_previous_state[0] else None
         output, state = self.ssm(hidden_states, attention_mask, state=state, return_state=True)
         layer.update_recurrent_state(state)

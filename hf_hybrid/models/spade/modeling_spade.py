@@ -15,6 +15,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
 
+from ..generation import HybridGenerationMixin
 from ..heads import (
     CausalLMForward,
     MaskedLMForward,
@@ -25,7 +26,6 @@ from ..heads import (
     scale_outputs,
 )
 from ..packing import PAIRS, refuse_packed
-from ..state_cache import HybridGenerationMixin
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
 

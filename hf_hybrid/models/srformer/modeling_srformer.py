@@ -22,6 +22,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from ..checks import check_not_empty
 from ..description import ModelCardMixin
+from ..generation import NoContinuousBatching
 from ..packing import PAIRS, refuse_packed
 from ..state_cache import cached_length
 from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
@@ -227,7 +228,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
         )
 
 
-class SegmentedGeneration(SegmentedModel):
+class SegmentedGeneration(NoContinuousBatching, SegmentedModel):
     """Mixin for a model with a head: its loss, and the horizon of generation."""
 
     @can_return_tuple

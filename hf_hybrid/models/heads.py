@@ -104,6 +104,7 @@ class CausalLMForward:
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def add_lm_head(self):
         """Build the head: a linear map to the vocabulary, or an adaptive softmax."""

@@ -1,4 +1,4 @@
-"""Trains models for a step in shards: ``torchrun -m tests.models.sharding FOLDER CASES``, with a key of `CASES`.
+"""Trains models for a step, sharded or split: ``torchrun -m tests.models.sharding FOLDER CASES``, a key of `CASES`.
 
 The first process leaves a table in the folder: model → what came out, or what went wrong.
 """
@@ -22,7 +22,10 @@ from .tiny import GENERATIVE, MODEL_CLASSES, TRAINED, main_output, tiny_inputs, 
 
 FINE = "fine"
 CASES = {
-    "float32": [(model_type, auto_class, "float32") for model_type, auto_class in GENERATIVE],
+    "generative": [
+        *((model_type, auto_class, "float32") for model_type, auto_class in GENERATIVE),
+        *((*case, "split") for case in GENERATIVE if not case[0].startswith("srformer")),  # T5 and BART have no plan
+    ],
     "others": [
         *((model_type, auto_class, "bfloat16") for model_type, auto_class in GENERATIVE),
         *((*case, "float32") for case in MODEL_CLASSES if case[1].endswith("SequenceClassification")),
@@ -74,6 +77,28 @@ def check(model_type: str, auto_class: str, dtype: str, folder: Path) -> None:
         assert_close(tensor, actual[name], "exact")
 
 
+def check_split(model_type: str, auto_class: str, folder: Path) -> None:
+    """Load a model whole and by its tensor-parallel plan, generate, and train both for a step on the same rows."""
+    load = getattr(transformers, auto_class).from_pretrained
+    if dist.get_rank() == 0:
+        tiny_model(model_type, auto_class, **TRAINED.get(model_type, {})).save_pretrained(folder)
+    dist.barrier()
+    whole = load(folder).eval()
+    split = load(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")).eval()
+    named = split.named_parameters(remove_duplicate=False)
+    placed = {name for name, tensor in named if isinstance(tensor, DTensor)}
+    for part in ("feed_forward", "attention" if model_type != "chela" else "output_gate_proj", "lm_head"):
+        assert any(part in name and name.endswith("weight") for name in placed), f"nothing of {part} is split"
+    inputs = tiny_inputs(whole)
+    assert_close(main_output(split(**inputs)), main_output(whole(**inputs)), "float32 model")
+    settings = {"input_ids": inputs["input_ids"], "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(split.generate(**settings), whole.generate(**settings))
+    expected, actual = _step(whole, inputs), _step(split, inputs)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(actual[name], tensor, "float32 model")
+
+
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
@@ -88,7 +113,11 @@ if __name__ == "__main__":
     for case in CASES[sys.argv[2]]:
         messages.clear()
         try:
-            check(*case, Path(sys.argv[1], "-".join(case)))
+            folder = Path(sys.argv[1], "-".join(case))
+            if case[-1] == "split":
+                check_split(*case[:-1], folder)
+            else:
+                check(*case, folder)
             unmatched = [message for message in messages if "match nothing" in message]
             found["-".join(case)] = unmatched[0] if unmatched else FINE
         except Exception:

@@ -1,5 +1,6 @@
 """What every registered model class must do, run over the table in `hf_hybrid.models.auto`."""
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -216,6 +217,24 @@ def test_generate_with_padding_and_static_cache(model_type, auto_class, case):
     assert torch.equal(model.generate(**padded, **settings)[:, start:], expected)
     static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **settings)
     assert torch.equal(static, expected)
+
+
+SDPA = [(*case, "sdpa") for case in MODEL_CLASSES]
+FLEX = [(*case, "flex_attention") for case in MODEL_CLASSES if case[0] != "srformer_t5"]  # a CPU cannot run T5's
+
+
+@pytest.mark.parametrize(("model_type", "auto_class", "attention"), some([*SDPA, *FLEX], *SDPA))
+@torch.no_grad()
+def test_flags_say_which_attention_there_is(model_type, auto_class, attention):
+    model = tiny_model(model_type, auto_class)
+    if model._supports_sdpa if attention == "sdpa" else model._supports_flex_attn:
+        other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention).eval()
+        other.load_state_dict(model.state_dict())
+        inputs = tiny_inputs(model)
+        assert_close(main_output(other(**inputs)), main_output(model(**inputs)), "float32 model")
+    else:
+        with pytest.raises(ValueError, match=f"{type(model).__name__} does not support"):
+            type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
 
 
 @every_generative

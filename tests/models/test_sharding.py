@@ -17,7 +17,7 @@ from .tiny import MODEL_CLASSES, TRAINED, new_model, tiny_model
 every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSES)
 
 
-@pytest.mark.parametrize("cases", some(CASES, "float32"))
+@pytest.mark.parametrize("cases", some(CASES, "generative"))
 def test_a_step_in_shards_is_a_step_of_the_whole(cases, tmp_path):
     done = torchrun("-m", "tests.models.sharding", str(tmp_path), cases, log_dir=tmp_path / "log")
     assert done.returncode == 0, done.stdout + done.stderr

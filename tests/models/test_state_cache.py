@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_hybrid.models.state_cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
 
-from .tiny import tiny_config, tiny_inputs, tiny_model
+from ..matrix import some
+from .tiny import GENERATIVE, tiny_config, tiny_inputs, tiny_model
 
 
 class Inner(NamedTuple):
@@ -183,3 +184,20 @@ def test_a_copied_cache_serves_a_prefix_many_times(model_type):
         settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
         answer = model.generate(ids, past_key_values=copy.deepcopy(cache), **settings)
         assert torch.equal(answer, model.generate(ids, **settings))
+
+
+@pytest.mark.parametrize(("model_type", "auto_class"), some(GENERATIVE, ("spade", "AutoModelForCausalLM")))
+def test_decoding_compiles_into_one_graph_if_the_class_says_so(model_type, auto_class):
+    model = tiny_model(model_type, auto_class)
+    inputs = tiny_inputs(model)
+    inputs.pop("decoder_input_ids", None)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static"}
+    expected = model.generate(**inputs, disable_compile=True, **settings)
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(model.generate(**inputs, compile_config=compiled, **settings), expected)
+    # one graph, and one more where the length becomes a variable; none where transformers knows that it cannot
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs in (1, 2) if model._can_compile_fullgraph else graphs == 0

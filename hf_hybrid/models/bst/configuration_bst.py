@@ -164,6 +164,15 @@ class BstConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # embedding and head, which may share tables, stay in the model's own group
     base_model_fsdp_plan = {"layers.*": "free_full_weight"}
+    # every GPU computes all heads, since the tables of biases and the context's filters are not split
+    base_model_tp_plan = {
+        "layers.*.attention.q_proj": "colwise_gather_output",
+        "layers.*.attention.k_proj": "colwise_gather_output",
+        "layers.*.attention.v_proj": "colwise_gather_output",
+        "layers.*.attention.o_proj": "rowwise_split_input",
+        "layers.*.feed_forward.up_proj": "colwise",
+        "layers.*.feed_forward.down_proj": "rowwise",
+    }
 
     vocab_size: int = 32128
     hidden_size: int = 1024

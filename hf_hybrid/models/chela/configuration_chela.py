@@ -207,6 +207,12 @@ class ChelaConfig(PreTrainedConfig):
     attribute_map = {"kernel_lam": "kernel_squash"}  # its name up to 0.1
     # embedding and head, which may share tables, stay in the model's own group
     base_model_fsdp_plan = {"layers.*": "free_full_weight"}
+    # every GPU computes all heads; v_proj stays whole, since its weight may be the gate's too
+    base_model_tp_plan = {
+        "layers.*.unit.output_gate_proj": "colwise_gather_output",
+        "layers.*.feed_forward.up_proj": "colwise",
+        "layers.*.feed_forward.down_proj": "rowwise",
+    }
 
     vocab_size: int = 32128
     hidden_size: int = 512

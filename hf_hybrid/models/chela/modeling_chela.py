@@ -264,6 +264,7 @@ class ChelaForMaskedLM(MaskedLMForward, ChelaPreTrainedModel):
     """Bidirectional CHELA with a language modelling head, for masked language modelling."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: ChelaConfig):
         super().__init__(config)

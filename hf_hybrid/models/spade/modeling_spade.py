@@ -51,6 +51,13 @@ class SpadeModel(SpadePreTrainedModel):
         config: The config; each stack gets its part from `get_text_config`.
     """
 
+    _tp_plan = {
+        "decoder.layers.*.cross_attention.q_proj": "colwise_gather_output",
+        "decoder.layers.*.cross_attention.k_proj": "colwise_gather_output",
+        "decoder.layers.*.cross_attention.v_proj": "colwise_gather_output",
+        "decoder.layers.*.cross_attention.o_proj": "rowwise_split_input",
+    }
+
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
@@ -145,6 +152,7 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
     """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks."""
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
@@ -294,6 +302,7 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\."]
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: SpadeConfig):
         config = as_encoder(config)

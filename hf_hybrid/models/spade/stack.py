@@ -38,6 +38,7 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
     _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a shared table stays on its device
     _keep_in_fp32_modules_strict = ["ssm"]
     _supports_sdpa = True
+    _can_compile_fullgraph = True  # also a decoding step, with a static cache
     _can_record_outputs = {
         "hidden_states": SpadeLayer,
         "attentions": OutputRecorder(LocalSelfAttention, index=1),
@@ -87,6 +88,15 @@ class SpadeStack(SpadePreTrainedModel):
 
     # embedding and head may share tables, so they stay in the model's own group
     _fsdp_plan = {"layers.*": "free_full_weight"}
+    # every GPU computes all heads, since tables of biases are not split, and all state space models
+    _tp_plan = {
+        "layers.*.mixer.attention.q_proj": "colwise_gather_output",
+        "layers.*.mixer.attention.k_proj": "colwise_gather_output",
+        "layers.*.mixer.attention.v_proj": "colwise_gather_output",
+        "layers.*.mixer.attention.o_proj": "rowwise_split_input",
+        "layers.*.feed_forward.up_proj": "colwise",
+        "layers.*.feed_forward.down_proj": "rowwise",
+    }
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_hybrid.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset
 
 __all__ = ["IDENTIFIER", "check_texts", "is_text", "summarization_columns", "text_column"]
 
@@ -51,12 +51,13 @@ IDENTIFIER = re.compile(r"(.*[_-])?(id|idx|index|guid|uuid|url|link|date|label)"
 
 
 def summarization_columns(
-    dataset: "DatasetDict",
+    dataset: "Mapping[str, Dataset]",
     *,
     dataset_name: str | None,
     text_column: str | None = None,
     summary_column: str | None = None,
-) -> tuple[str, str]:
+    unscored: str | None = None,
+) -> tuple[str, str | None]:
     """Return the names of the text column and the summary column.
 
     The user's choice comes first, then the columns of a known dataset, then usual names (``document`` and
@@ -68,11 +69,22 @@ def summarization_columns(
         dataset_name: Name of the dataset; selects the columns of known ones.
         text_column: The user's choice.
         summary_column: The user's choice.
+        unscored: A split that may lack summaries. If it is the only split, only a usual name makes a summary column.
+
+    Returns:
+        The text column, and the summary column or None.
 
     Raises:
         ValueError: A split lacks a chosen column, both names are equal, or there are fewer than two columns to choose
             from.
     """
+    if unscored is not None and unscored in dataset and len(dataset) > 1:
+        scored = {split: rows for split, rows in dataset.items() if split != unscored}
+        chosen = summarization_columns(
+            scored, dataset_name=dataset_name, text_column=text_column, summary_column=summary_column
+        )
+        _check_column("text_column", chosen[0], unscored, dataset[unscored])
+        return chosen
     columns = list(next(iter(dataset.values())).column_names)
     anywhere = list(dict.fromkeys(column for rows in dataset.values() for column in rows.column_names))
     everywhere = [column for column in anywhere if all(column in rows.column_names for rows in dataset.values())]
@@ -89,6 +101,8 @@ def summarization_columns(
     text = text_column or _first_of(text_names, columns, taken=summary_column)
     summary = summary_column or _first_of(summary_names, columns, taken=text)
     text = text or _first_of(others, everywhere, taken=summary)
+    if text is not None and summary is None and unscored in dataset:
+        return text, None
     summary = summary or _first_of(others, everywhere, taken=text)
     if text is None or summary is None:
         raise ValueError(
@@ -99,13 +113,15 @@ def summarization_columns(
         raise ValueError(f"text_column and summary_column must differ; got {text!r} for both")
     for split, rows in dataset.items():
         for flag, name in (("text_column", text), ("summary_column", summary)):
-            if name not in rows.column_names:
-                raise ValueError(
-                    f"{flag} {name!r} must be in every split; {split!r} has only: {', '.join(rows.column_names)}"
-                )
+            _check_column(flag, name, split, rows)
     if left_out := [column for column in anywhere if column not in everywhere]:
         logger.info("ignoring columns that some splits lack: %s", ", ".join(left_out))
     return text, summary
+
+
+def _check_column(flag: str, name: str, split: str, rows: "Dataset") -> None:
+    if name not in rows.column_names:
+        raise ValueError(f"{flag} {name!r} must be in every split; {split!r} has only: {', '.join(rows.column_names)}")
 
 
 def _first_of(names: Sequence[str], columns: Sequence[str], *, taken: str | None) -> str | None:

@@ -49,7 +49,7 @@ def tokenize_summarization(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     text_column: str,
-    summary_column: str,
+    summary_column: str | None,
     max_source_length: int,
     max_target_length: int,
     source_prefix: str | None = "",
@@ -64,7 +64,7 @@ def tokenize_summarization(
         batch: Columns of strings.
         tokenizer: Any tokenizer; it truncates to the maximum lengths.
         text_column: Column of the documents.
-        summary_column: Column of the summaries.
+        summary_column: Column of the summaries; there are no labels when None.
         max_source_length: Longest document, in tokens.
         max_target_length: Longest summary, in tokens.
         source_prefix: Text before every document, such as ``"summarize: "``.
@@ -85,6 +85,8 @@ def tokenize_summarization(
     padding = "max_length" if pad_to_max_length else False
     documents = [(source_prefix or "") + document for document in batch[text_column]]
     inputs = dict(tokenizer(documents, max_length=max_source_length, padding=padding, truncation=True))
+    if summary_column is None:
+        return inputs
     targets = tokenizer(
         text_target=list(batch[summary_column]), max_length=max_target_length, padding=padding, truncation=True
     )

@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, PreTrain
 from hf_hybrid.data.columns import check_texts, summarization_columns
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, tokenize_summarization
 from hf_hybrid.training.flags.command_line import parse_arguments
-from hf_hybrid.training.flags.data import SummarizationArguments
+from hf_hybrid.training.flags.data import SPLITS, SummarizationArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.run import SummarizationTrainingArguments
 from hf_hybrid.training.model.adapters import attach_adapter
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     splits, *columns = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
-        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
+        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [name for name in columns if name])
     _check_room(tokenizer, data_args)
     model = load_model(model_args, training_args, AutoModelForSeq2SeqLM, config, tokenizer, resume_from, positions)
     _prepare_generation(model, tokenizer, data_args, training_args)
@@ -126,34 +126,44 @@ def _check_room(tokenizer: PreTrainedTokenizerBase, data_args: SummarizationArgu
 
 def load_splits(
     data_args: SummarizationArguments, training_args: SummarizationTrainingArguments, model_args: ModelArguments
-) -> tuple[DatasetDict, str, str]:
+) -> tuple[DatasetDict, str, str | None]:
     """Load the splits that a run needs, with a text and a summary in every row, and the names of the two columns.
 
-    To train a tokenizer, load the training split if there is one, even if the run only evaluates.
+    To train a tokenizer, load the training split if there is one, even if the run only evaluates. The test split may
+    have no summaries; it then has no such column, which is None if no split has it.
 
     Raises:
         ValueError: A split or a column that the run needs is missing, or a row has no text or no summary.
     """
     raw = load_datasets(data_args, training_args, model_args)
     used = used_splits(raw, training_args, model_args)
+    test = SPLITS["do_predict"]
     text_column, summary_column = summarization_columns(
         raw,
         dataset_name=data_args.dataset_name,
         text_column=data_args.text_column,
         summary_column=data_args.summary_column,
+        unscored=test,
     )
-    checked = {
-        split: check_texts(raw[split], (text_column, summary_column), name=split, drop_empty=data_args.drop_empty_rows)
-        for split in used
-    }
-    return DatasetDict(checked), text_column, summary_column
+    checked = DatasetDict()
+    for split in used:
+        rows, columns = raw[split], [text_column]
+        if summary_column is not None and summary_column in rows.column_names:
+            if split == test and not any(text and text.strip() for text in rows[summary_column]):
+                rows = rows.remove_columns(summary_column)
+            else:
+                columns.append(summary_column)
+        checked[split] = check_texts(rows, columns, name=split, drop_empty=data_args.drop_empty_rows)
+    if test in used and summary_column not in checked[test].column_names and not training_args.predict_with_generate:
+        raise ValueError("--do_predict needs --predict_with_generate: the test split has no summaries to give a loss")
+    return checked, text_column, summary_column
 
 
 def _tokenize(
     split: Dataset,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
-    columns: Sequence[str],
+    columns: Sequence[str | None],
     data_args: SummarizationArguments,
     training_args: SummarizationTrainingArguments,
 ) -> Dataset:
@@ -163,7 +173,7 @@ def _tokenize(
         {
             "tokenizer": tokenizer,
             "text_column": columns[0],
-            "summary_column": columns[1],
+            "summary_column": columns[1] if columns[1] in split.column_names else None,
             "max_source_length": data_args.max_source_length,
             "max_target_length": data_args.max_target_length if name == "train" else data_args.val_max_target_length,
             "source_prefix": data_args.source_prefix or "",
@@ -188,16 +198,18 @@ def _collator(
         label_pad_token_id=IGNORED_LABEL if data_args.ignore_pad_token_for_loss else tokenizer.pad_token_id,
         pad_to_multiple_of=8 if training_args.fp16 else None,
     )
-    if "global_attention_mask" in inspect.signature(model.forward).parameters:
-        return partial(_attend_globally_to_first_token, collate)
-    return collate
+    has_global_attention = "global_attention_mask" in inspect.signature(model.forward).parameters
+    return partial(_collate, collate, has_global_attention)
 
 
-def _attend_globally_to_first_token(collate: DataCollatorForSeq2Seq, examples: list[dict[str, Any]]) -> Any:
-    """Let LED's first token see everything, by its authors' convention: without such a token it does not learn."""
+def _collate(collate: DataCollatorForSeq2Seq, has_global_attention: bool, examples: list[dict[str, Any]]) -> Any:
+    """Make a batch; let LED's first token see everything, by its authors' convention: it does not learn otherwise."""
     batch = collate(examples)
-    batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
-    batch["global_attention_mask"][:, 0] = 1
+    if batch["labels"] is None:  # documents without summaries
+        del batch["labels"]
+    if has_global_attention:
+        batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
+        batch["global_attention_mask"][:, 0] = 1
     return batch
 
 

@@ -90,6 +90,26 @@ def test_a_column_that_is_not_in_every_split_is_named_with_the_split_that_lacks_
         summarization_columns(splits_of(**columns), dataset_name=None, **named)
 
 
+@pytest.mark.parametrize(
+    ("columns", "chosen"),
+    [
+        ({"train": "document summary", "test": "id document"}, ("document", "summary")),
+        ({"train": "long short", "test": "long"}, ("long", "short")),
+        ({"test": "id document"}, ("document", None)),
+        ({"test": "long short"}, ("long", None)),  # a second column of any name holds no summaries
+        ({"test": "document abstract"}, ("document", "abstract")),
+    ],
+)
+def test_an_unscored_split_may_lack_summaries(columns, chosen):
+    assert summarization_columns(splits_of(**columns), dataset_name=None, unscored="test") == chosen
+
+
+def test_an_unscored_split_has_the_texts_of_the_others():
+    splits = splits_of(train="document summary", test="article")
+    with pytest.raises(ValueError, match="text_column 'document' must be in every split; 'test' has only: article"):
+        summarization_columns(splits, dataset_name=None, unscored="test")
+
+
 def test_splits_may_differ_in_columns_that_are_not_needed(caplog):
     splits = splits_of(train="id text summary", validation="text summary best")
     with caplog.at_level(logging.INFO):

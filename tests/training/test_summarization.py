@@ -156,6 +156,30 @@ def test_only_predicting_uses_the_checkpoint_as_it_is(runs, arguments, tmp_path)
     assert (tmp_path / "out" / "generated_predictions.txt").read_text(encoding="utf-8") == expected
 
 
+@pytest.mark.parametrize("summaries", [None, ""])
+def test_documents_without_summaries_are_summarized(runs, data, arguments, tmp_path, summaries):
+    folder, _ = runs("spade")
+    rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        del row["summary"]
+        if summaries is not None:
+            row["summary"] = summaries
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    argv = arguments("spade", tmp_path / "out", "--do_predict", "--max_predict_samples", "3", "--report", "true")[4:]
+    argv += ["--model_name_or_path", str(folder), "--test_file", str(alone)]
+    with pytest.raises(ValueError, match="--do_predict needs --predict_with_generate"):
+        summarization.main(argv)
+    metrics = summarization.main([*argv, "--predict_with_generate"])
+    assert metrics["predict_samples"] == 3
+    assert not any("rouge" in name or "loss" in name for name in metrics)
+    page = read_page(tmp_path / "out" / "report.html")
+    assert page.problems == []
+    assert "The test split has no summaries, so the generated ones have no scores." in page.text
+    expected = (folder / "generated_predictions.txt").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "generated_predictions.txt").read_text(encoding="utf-8") == expected
+
+
 @pytest.mark.parametrize("model_type", some(MODELS, "spade", "t5"))
 def test_gradient_accumulation_equals_one_large_batch(arguments, tmp_path, model_type):
     """Summaries differ in length: a mean over batches is not one over tokens. T5's own loss does not count them."""

@@ -65,14 +65,16 @@ def _translate(name: str, values: list[str]) -> tuple[list[str], str]:
     """Return the arguments that replace a flag and its values, and the text of the warning."""
     if name in _SWITCHES:
         is_on = not values or values[0].lower() in ("true", "t", "yes", "y", "1")
-        return _SWITCHES[name].split() if is_on else [], f"use {_SWITCHES[name]}"
+        return _SWITCHES[name].split() if is_on else [], (
+            f"it is taken as {_SWITCHES[name]}" if is_on else "it is left out"
+        )
     if name in _IGNORED:
-        return [], f"it is ignored{_IGNORED[name]}"
+        return [], f"it is left out{_IGNORED[name]}"
     if name == "warmup_ratio":
         _check_ratio(values)
         kept = [f"--{_RENAMED[name]}", *values] if float(values[0]) else []
-        return kept, "--warmup_steps takes a ratio below one"
-    return [f"--{_RENAMED[name]}", *values], f"use --{_RENAMED[name]}"
+        return kept, f"it is taken as {' '.join(kept)}" if kept else "it is left out"
+    return [f"--{_RENAMED[name]}", *values], f"it is taken as --{_RENAMED[name]}"
 
 
 def _check_ratio(values: list[str]) -> None:

@@ -61,6 +61,7 @@ class ScriptTrainingArguments(TrainingArguments):
         if str(self.eval_strategy) == "no" and not (self.do_train or self.do_eval or self.do_predict):
             raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
         self._check_sequences_are_whole()
+        _check_launch()
         if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
             self.disable_tqdm = True  # a bar in a file is thousands of characters on one line
         super().__post_init__()
@@ -96,6 +97,18 @@ class ScriptTrainingArguments(TrainingArguments):
     def __getstate__(self) -> dict[str, Any]:
         """Keep the token out of training_args.bin, which is pushed with the model."""
         return self.__dict__ | {"hub_token": None}
+
+
+def _check_launch() -> None:
+    """Refuse the single process that accelerate starts without a word where several on a CPU were asked for."""
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    # accelerate names the meeting place of several processes, and then starts one, unless mpirun starts more
+    sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    if on_cpu and "MASTER_ADDR" in os.environ and not any(name in os.environ for name in sizes):
+        raise ValueError(
+            "accelerate launch --cpu --num_processes starts one process unless it runs under mpirun: "
+            "use torchrun --nproc_per_node, with --use_cpu"
+        )
 
 
 @dataclass

@@ -26,12 +26,15 @@ def report(
     trainer: SummarizationTrainer,
     data_args: SummarizationArguments,
     splits: DatasetDict,
-    columns: Sequence[str],
+    columns: Sequence[str | None],
     datasets: Mapping[str, Dataset],
     evaluated: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Contents:
-    """Make the sections: scores, compared with summaries that need no model, and samples."""
+    """Make the sections: scores, compared with summaries that need no model, and samples.
+
+    A split without summaries has no scores.
+    """
     tokenizer: Any = trainer.processing_class
 
     @cache
@@ -40,7 +43,7 @@ def report(
         return {
             name: {
                 "document": list(first_examples(splits[name], data_args.limits[name])[columns[0]]),
-                "reference": decode(tokenizer, outputs.label_ids),
+                **({} if outputs.label_ids is None else {"reference": decode(tokenizer, outputs.label_ids)}),
                 "generated": decode(tokenizer, outputs.predictions),
             }
             for name, outputs in evaluated.items()
@@ -61,12 +64,16 @@ def report(
 
 
 def _score_tables(
-    texts: dict[str, dict[str, list[str]]], train: Dataset | None, summary_column: str, metrics: Mapping[str, float]
+    texts: dict[str, dict[str, list[str]]],
+    train: Dataset | None,
+    summary_column: str | None,
+    metrics: Mapping[str, float],
 ) -> Section:
     """Compare the model's scores with those of summaries that need no model, on the same references."""
     tables = []
+    scored = {split: of for split, of in texts.items() if "reference" in of}
     pool = [] if train is None else list(train[summary_column])
-    for split, of in texts.items():
+    for split, of in scored.items():
         first = [(split_sentences(document) or [""])[0] for document in of["document"]]
         plain = {"first sentence of the document": first}
         plain |= plain_baselines(of["document"], pool) if pool else {}
@@ -78,6 +85,8 @@ def _score_tables(
         tables.append(Table(caption, ("", *_ROUGE.values()), rows, strong=0))
     if not texts:
         note = "No summaries were generated (--predict_with_generate), so there are no scores of them."
+    elif not scored:
+        note = "The test split has no summaries, so the generated ones have no scores."
     else:
         note = "References are cut off where those of the model are. "
         note += (

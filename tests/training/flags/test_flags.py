@@ -245,6 +245,9 @@ def test_removed_flags_are_translated_with_one_warning(old, new, caplog):
     assert translate_removed_flags(old.split()) == new.split()
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
+    successor = new.split(" ")[0]
+    done = "it is left out" if successor in ("", "--do_train") else f"it is taken as {successor}"
+    assert done in caplog.text
     assert old.lstrip("-").split("=")[0].split()[0].replace("-", "_") in caplog.text
 
 
@@ -470,6 +473,16 @@ def test_sequences_divided_among_processes_are_refused(name, tmp_path, monkeypat
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "4")
     with pytest.raises(ValueError, match=f"{name} must be 1, .*; got 4"):
+        ScriptTrainingArguments(str(tmp_path), do_train=True)
+
+
+def test_one_process_in_place_of_several_is_refused(tmp_path, monkeypatch):
+    for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # what `accelerate launch --cpu --num_processes 2` sets
+    ScriptTrainingArguments(str(tmp_path), do_train=True)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="starts one process .*: use torchrun --nproc_per_node, with --use_cpu"):
         ScriptTrainingArguments(str(tmp_path), do_train=True)
 
 

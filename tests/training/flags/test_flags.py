@@ -482,7 +482,7 @@ def test_one_process_in_place_of_several_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # what `accelerate launch --cpu --num_processes 2` sets
     ScriptTrainingArguments(str(tmp_path), do_train=True)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ValueError, match="starts one process .*: use torchrun --nproc_per_node, with --use_cpu"):
+    with pytest.raises(ValueError, match=r"starts one process .*: use torchrun --nproc_per_node, with --use_cpu"):
         ScriptTrainingArguments(str(tmp_path), do_train=True)
 
 

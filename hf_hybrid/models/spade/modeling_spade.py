@@ -71,11 +71,17 @@ class SpadeModel(SpadePreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike, *args, config: SpadeConfig | None = None, **options):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args,
+        config: SpadeConfig | None = None,
+        **options,
+    ):
         """Load a model, as every model of transformers."""
         other = cls._without_head(config)
         load = super().from_pretrained if other is None else other.from_pretrained
-        return load(name_or_path, *args, config=config, **options)
+        return load(pretrained_model_name_or_path, *args, config=config, **options)
 
     @classmethod
     def _from_config(cls, config: SpadeConfig, **options):

@@ -6,9 +6,9 @@ B batch · T length · H heads · K key dim · V value dim · N packed sequences
 from torch import Tensor
 
 from ..checks import check_devices, check_dtypes
-from ..dispatch import forces_triton
+from ..dispatch import exports_to_onnx, forces_triton
 from ..packed import check_cu_seqlens
-from . import op, torch_impl
+from . import op, reference, torch_impl
 
 __all__ = ["linear_attention"]
 
@@ -62,6 +62,8 @@ def linear_attention(
     _check(query, key, value, causal, state, cu_seqlens)
     _check_epilogue(query, value, norm_eps, gate)
     check_devices(query, key=key, value=value, gate=gate, state=state)
+    if exports_to_onnx():
+        return reference.linear_attention(query, key, value, causal=causal, norm_eps=norm_eps, gate=gate, state=state)
     last = None
     if not causal:
         output = op.bidirectional(query, key, value, cu_seqlens, backend)

@@ -11,10 +11,12 @@ B batch · T length · T_k taps · D width · C filters · N packed sequences ·
 import torch
 
 from ..checks import check_choice, check_devices, check_positive
+from ..dispatch import exports_to_onnx
 from ..packed import check_cu_seqlens
 from ..precision import compute_dtype
-from . import filter_bank, op
+from . import exported, filter_bank, op
 from .blocks import fast_size
+from .exported import window_ends_conv
 from .step import ConvState, online_conv, start_online_conv
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "online_conv",
     "spectral_conv",
     "start_online_conv",
+    "window_ends_conv",
 ]
 
 ACTIVATIONS = (None, "silu")
@@ -213,6 +216,8 @@ def long_conv(
             )
         reverse_kernel = reverse_kernel[:, : length - 1]
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
+    if exports_to_onnx():
+        return exported.long_conv(u, kernel, reverse_kernel, skip, input_gate, gate, activation == "silu")
     # float64 input means float64 throughout, whatever the taps' dtype
     dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)
@@ -245,4 +250,6 @@ def filter_bank_conv(
     if skip is not None and skip.shape != kernel.shape[:2]:
         raise ValueError(f"skip must be {tuple(kernel.shape[:2])} like kernel; got {tuple(skip.shape)}")
     check_devices(u, kernel=kernel, skip=skip)
+    if exports_to_onnx():
+        return window_ends_conv(u, kernel, skip, 1)
     return filter_bank.filter_bank_conv(u, kernel, skip, backend)

@@ -137,6 +137,8 @@ class LongConv(StateSpaceLayer):
 
     def _taps(self, length: int) -> torch.Tensor:
         """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
+        if exports_to_onnx():  # a dynamic length needs all
+            return self._regularised(self.kernel_size)
         plain = not self.squash and self.smoothing == 1
         if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._regularised(length)

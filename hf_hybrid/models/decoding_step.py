@@ -38,8 +38,8 @@ def step_cache(model: PreTrainedModel, max_cache_len: int) -> Cache:
 class DecodingStep(nn.Module):
     """A step of a model that generates, with all that its cache holds as a flat tuple of tensors.
 
-    An exported program keeps Python numbers as constants. So the step takes a cache that counts in tensors, and refuses
-    one of which it would change another number or a shape.
+    An exported program keeps Python numbers as constants. So the step takes a cache that counts in tensors, and
+    refuses one of which it would change another number or a shape.
 
     Args:
         model: A causal language model or an encoder-decoder, in evaluation mode.

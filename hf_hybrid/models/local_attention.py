@@ -372,7 +372,8 @@ class LocalAttention(nn.Module):
             query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
         length, window = query.shape[1], self.attention_type == "window"
         reach = self.config.local_radius if window else self.config.chunk_size - 1
-        reach = min(reach, max(length - 1, 0))
+        if not isinstance(length, torch.SymInt):  # a traced length would tie the program to one side of the minimum
+            reach = min(reach, max(length - 1, 0))
         offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
         bias = None if bias_table is None else self._scaled(bias_table(offsets), query.device)
         if not self.include_self:

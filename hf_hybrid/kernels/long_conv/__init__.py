@@ -207,17 +207,17 @@ def long_conv(
     _check_around(u, input_gate, gate, activation, cu_seqlens)
     length, width = u.shape[1:]
     _check_taps("kernel", kernel, width)
-    kernel = kernel[:, :length]
     if reverse_kernel is not None:
         _check_taps("reverse_kernel", reverse_kernel, width)
         if reverse_kernel.shape[0] != kernel.shape[0]:
             raise ValueError(
                 f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
             )
-        reverse_kernel = reverse_kernel[:, : length - 1]
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
     if exports_to_onnx():
         return exported.long_conv(u, kernel, reverse_kernel, skip, input_gate, gate, activation == "silu")
+    kernel = kernel[:, :length]
+    reverse_kernel = None if reverse_kernel is None else reverse_kernel[:, : length - 1]
     # float64 input means float64 throughout, whatever the taps' dtype
     dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)

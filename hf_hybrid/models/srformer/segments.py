@@ -93,7 +93,7 @@ def cut(
         # kept tokens first, so that segments start at the document's first token
         position = torch.arange(length, device=states.device)
         order = torch.where(visible, position, position + length).argsort(dim=1)  # ONNX has no stable sort
-        states = states.take_along_dim(order[..., None], dim=1)
+        states = states.gather(1, order[..., None].expand(states.shape))  # take_along_dim has no symbolic sizes
         visible = position < lengths[:, None]
     if number > horizon:
         _warn_of_skipped_segments(number, counts, horizon)

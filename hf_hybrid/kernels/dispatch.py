@@ -112,6 +112,11 @@ def exports_to_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()  # the first is quick
 
 
+def exports_any(length: int) -> bool:
+    """Return whether torch.export traces a call for any length, so that no branch may depend on it."""
+    return torch.compiler.is_exporting() and isinstance(length, torch.SymInt)
+
+
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
     if not HAS_KERNELS:
         return "this copy of the code has no Triton kernels"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.checks import check_choice, check_positive
-from ..kernels.dispatch import exports_to_onnx
+from ..kernels.dispatch import exports_any, exports_to_onnx
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
 from ..kernels.packed import longest
 from ..kernels.precision import compute_dtype
@@ -137,7 +137,7 @@ class LongConv(StateSpaceLayer):
 
     def _taps(self, length: int) -> torch.Tensor:
         """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
-        if exports_to_onnx():  # a dynamic length needs all
+        if exports_any(length):
             return self._regularised(self.kernel_size)
         plain = not self.squash and self.smoothing == 1
         if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():

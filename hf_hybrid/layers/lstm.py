@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ..kernels.dispatch import exports_to_onnx
 from ..kernels.precision import full_precision
 from .state_space import StateSpaceLayer, keep_precision
 
@@ -73,10 +72,8 @@ class LSTM(StateSpaceLayer):
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if kept is not None and exports_to_onnx():
-            raise ValueError(
-                "attention_mask must be None in an export to ONNX of an LSTM (ssm_type='lstm'): it packs its tokens"
-            )
+        if kept is not None and torch.compiler.is_exporting():
+            raise ValueError("attention_mask must be None in an export of an LSTM (ssm_type='lstm'): it packs tokens")
         x = u.to(self.lstm.weight_ih_l0.dtype)
         # h and c, each (1, B, H)
         before = None if state is None else tuple(state.to(x.dtype).movedim(1, 0)[:, None].contiguous())

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_hybrid.suggestions import did_you_mean
 
-from ..kernels.dispatch import exports_to_onnx
+from ..kernels.dispatch import exports_any, exports_to_onnx
 
 logger = logging.get_logger(__name__)
 
@@ -266,5 +266,5 @@ def check_fixed_length(name: str, *inputs: torch.Tensor | None):
     Where code branches on a length, torch.export guards the program; a file for ONNX has no guards.
     """
     for x in inputs:
-        if x is not None and exports_to_onnx() and isinstance(x.shape[1], torch.SymInt):
+        if x is not None and exports_to_onnx() and exports_any(x.shape[1]):
             raise ValueError(f"{name} must have a fixed length in an export to ONNX; got the dynamic {x.shape[1]}")

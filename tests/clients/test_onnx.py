@@ -8,7 +8,10 @@ import torch
 from tests.matrix import some
 from tests.models.test_export import DYNAMIC, kept, padded_inputs, without_cache
 from tests.models.tiny import DECODERS, MODEL_CLASSES, main_output, tiny_inputs
+from tests.test_readme import TEXTS, blocks
 from tests.tolerances import assert_close
+
+from .folders import save
 
 # one class of each family with every kind of layer; the others differ in their heads
 ALWAYS = [
@@ -53,8 +56,19 @@ def check(loaded, model, inputs):
     assert_close(kept(actual, inputs), kept(wanted, inputs), "float32 model")
 
 
+def test_the_page_runs(tmp_path, monkeypatch):
+    save(tmp_path / "my-language-model", "spade", "AutoModelForCausalLM")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    (source,) = (code for code in blocks(TEXTS["docs/inference.md"], "python") if "onnxruntime" in code)
+    exec(compile(source, "docs/inference.md", "exec"), names)
+    with torch.no_grad():
+        wanted = names["model"].double()(**names["inputs"]).logits.float()
+    assert_close(torch.from_numpy(names["logits"]), wanted, "float32 model")
+
+
 @pytest.mark.parametrize(("model_type", "auto_class"), some(MODEL_CLASSES, *ALWAYS))
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", some([False, True], True))
 def test_every_class(model_type, auto_class, padded, tmp_path):
     """Of 11 tokens, a multiple of no window and no chunk."""
     model = without_cache(model_type, auto_class)

@@ -157,7 +157,7 @@ def test_for_onnx_every_variant_computes_the_same_of_what_onnx_has(model_type, a
     model = without_cache(model_type, auto_class, **DECODERS[model_type, auto_class][case])
     inputs = padded_inputs(model, model_type)
     if (model_type, auto_class, case) == LSTM:
-        with as_for_onnx(), pytest.raises(ValueError, match="attention_mask must be None in an export to ONNX"):
+        with as_for_onnx(), pytest.raises(ValueError, match="attention_mask must be None in an export of an LSTM"):
             model(**inputs)
         del inputs["attention_mask"]
     check_for_onnx(model, inputs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_devices, check_dtypes, check_integer, check_positive
-from ..dispatch import choose_backend, exports_to_onnx
+from ..dispatch import choose_backend, exports_any, exports_to_onnx
 from . import reference, torch_impl
 from .torch_impl import laplace
 
@@ -56,8 +56,8 @@ def laplace_attention(
     check_positive(chunk_size=chunk_size)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
-    # the number of blocks depends on the length, so a symbolic one cannot be traced
-    if exports_to_onnx() or isinstance(key.shape[1], torch.SymInt):
+    # the number of blocks depends on the length
+    if exports_to_onnx() or exports_any(key.shape[1]):
         return reference.laplace_attention(
             query,
             key,

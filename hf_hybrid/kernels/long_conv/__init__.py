@@ -11,7 +11,7 @@ B batch · T length · T_k taps · D width · C filters · N packed sequences ·
 import torch
 
 from ..checks import check_choice, check_devices, check_positive
-from ..dispatch import exports_to_onnx
+from ..dispatch import exports_any, exports_to_onnx
 from ..packed import check_cu_seqlens
 from ..precision import compute_dtype
 from . import exported, filter_bank, op
@@ -216,8 +216,9 @@ def long_conv(
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
     if exports_to_onnx():
         return exported.long_conv(u, kernel, reverse_kernel, skip, input_gate, gate, activation == "silu")
-    kernel = kernel[:, :length]
-    reverse_kernel = None if reverse_kernel is None else reverse_kernel[:, : length - 1]
+    if not exports_any(length):
+        kernel = kernel[:, :length]
+        reverse_kernel = None if reverse_kernel is None else reverse_kernel[:, : length - 1]
     # float64 input means float64 throughout, whatever the taps' dtype
     dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)

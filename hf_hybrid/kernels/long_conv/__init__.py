@@ -57,6 +57,14 @@ def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:
         raise ValueError(f"{name} must be real; got {taps.dtype}")
 
 
+def _check_reverse(reverse_kernel: torch.Tensor, kernel: torch.Tensor, width: int) -> None:
+    _check_taps("reverse_kernel", reverse_kernel, width)
+    if reverse_kernel.shape[0] != kernel.shape[0]:
+        raise ValueError(
+            f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
+        )
+
+
 def _check_input(u: torch.Tensor, skip: torch.Tensor | None) -> None:
     if u.dim() != 3 or u.shape[1] == 0 or not u.is_floating_point():
         raise ValueError(f"u must be a floating-point (B, T, D) with T > 0; got {tuple(u.shape)} of {u.dtype}")
@@ -208,11 +216,7 @@ def long_conv(
     length, width = u.shape[1:]
     _check_taps("kernel", kernel, width)
     if reverse_kernel is not None:
-        _check_taps("reverse_kernel", reverse_kernel, width)
-        if reverse_kernel.shape[0] != kernel.shape[0]:
-            raise ValueError(
-                f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
-            )
+        _check_reverse(reverse_kernel, kernel, width)
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
     if exports_to_onnx():
         return exported.long_conv(u, kernel, reverse_kernel, skip, input_gate, gate, activation == "silu")

@@ -63,8 +63,9 @@ def segment_recurrence(
     """
     _check(key, value, weight, leak, threshold, visited, source, clamp)
     if exports_to_onnx():
-        neuron = {"weight": weight, "leak": leak, "threshold": threshold}
-        return reference.segment_recurrence(key, value, **neuron, visited=visited, source=source, clamp=clamp)
+        return reference.segment_recurrence(
+            key, value, weight=weight, leak=leak, threshold=threshold, visited=visited, source=source, clamp=clamp
+        )
     if visited is not None:
         visited = visited.to(torch.int64).expand(key.shape[0], -1)
     limit = None if clamp is None else float(clamp)

@@ -107,6 +107,16 @@ def needs_gradient(op: str, backend: str, *tensors: torch.Tensor | None) -> bool
     return True
 
 
+def exports_to_onnx() -> bool:
+    """Return whether torch exports the call to ONNX, which has neither custom ops nor complex numbers."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()  # the first is quick
+
+
+def exports_any(length: int) -> bool:
+    """Return whether torch.export traces a call for any length, so that no branch may depend on it."""
+    return torch.compiler.is_exporting() and isinstance(length, torch.SymInt)
+
+
 def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
     if not HAS_KERNELS:
         return "this copy of the code has no Triton kernels"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatch import exports_to_onnx
 from .launching import blocks
 
 
@@ -22,10 +23,12 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, x: Tensor, name: str) -> int:
     `bounds` checks the values, where the host reads them anyway.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape or dtype does not fit, or torch exports the call to ONNX.
     """
     if cu_seqlens is None:
         return x.shape[0]
+    if exports_to_onnx():
+        raise ValueError(f"cu_seqlens must be None in an export to ONNX; got {cu_seqlens.shape[0] - 1} sequences")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens must be (N + 1,) of int32 or int64 with N > 0; got {tuple(cu_seqlens.shape)} "

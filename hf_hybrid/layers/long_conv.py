@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.checks import check_choice, check_positive
+from ..kernels.dispatch import exports_any, exports_to_onnx
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
 from ..kernels.packed import longest
 from ..kernels.precision import compute_dtype
@@ -136,6 +137,8 @@ class LongConv(StateSpaceLayer):
 
     def _taps(self, length: int) -> torch.Tensor:
         """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
+        if exports_any(length):
+            return self._regularised(self.kernel_size)
         plain = not self.squash and self.smoothing == 1
         if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._regularised(length)
@@ -461,6 +464,9 @@ class DampedEMA(StateSpaceLayer):
 
     def _taps(self, log_q: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, length: int) -> torch.Tensor:
         """Return one direction's impulse response `(H, length)` from S4D's kernel; B undoes its discretisation."""
+        if exports_to_onnx():
+            lag = torch.arange(length, dtype=log_q.dtype, device=log_q.device)
+            return ((weight * gain)[:, None] @ (log_q[..., None] * lag).exp())[:, 0].to(self.eta.dtype)
         w = log_q.to(torch.complex128)
         B = (gain * log_q / torch.expm1(log_q)).to(w.dtype)
         dt = log_q.new_ones(self.hidden_size)

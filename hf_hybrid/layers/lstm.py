@@ -72,6 +72,8 @@ class LSTM(StateSpaceLayer):
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if kept is not None and torch.compiler.is_exporting():
+            raise ValueError("attention_mask must be None in an export of an LSTM (ssm_type='lstm'): it packs tokens")
         x = u.to(self.lstm.weight_ih_l0.dtype)
         # h and c, each (1, B, H)
         before = None if state is None else tuple(state.to(x.dtype).movedim(1, 0)[:, None].contiguous())

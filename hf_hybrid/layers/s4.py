@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from ..kernels.checks import check_positive
-from ..kernels.ssm_kernel import dplr_legs
+from ..kernels.dispatch import exports_to_onnx
+from ..kernels.long_conv import filter_bank_conv, long_conv, window_ends_conv
+from ..kernels.precision import compute_dtype
+from ..kernels.ssm_kernel import dplr_legs, ssm_taps
 from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
 from .state_space import StateSpaceLayer
 
@@ -124,11 +127,15 @@ class S4Base(StateSpaceLayer):
     def _run(
         self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if exports_to_onnx():
+            return self._run_exported(u), None
         if self.num_filters > 1:
             return self._system().advance_all(u, state, self.D, return_state)
         tensors = self._tensors()
         arguments = *tensors, self.D, self.discretization, self.max_length
         trained, convolution = self._is_trained(), state is None and not return_state
+        # the ops of frozen systems hide from torch.export how a kernel is made, which has no symbolic length
+        trained = trained and (torch.is_grad_enabled() or not torch.compiler.is_exporting())
         if convolution and not trained:
             return frozen_s4_conv(u, *arguments, False, self._cache.handle), None
         differentiable = torch.is_grad_enabled() and (u.requires_grad or (state is not None and state.requires_grad))
@@ -138,6 +145,21 @@ class S4Base(StateSpaceLayer):
         if convolution:
             return system.convolve(u, self.D, self.max_length), None
         return system.advance(u, state, self.D, self.max_length)
+
+    def _run_exported(self, u: torch.Tensor) -> torch.Tensor:
+        """Convolve with plain operations on real numbers, for ONNX."""
+        kernel = self._exported_kernel(u)
+        if self.num_filters > 1:
+            return filter_bank_conv(u, kernel, skip=self.D)
+        return long_conv(u, kernel[0], reverse_kernel=kernel[1] if self.bidirectional else None, skip=self.D)
+
+    def _exported_kernel(self, u: torch.Tensor) -> torch.Tensor:
+        C, B, P, log_A_real, A_imag, log_dt = self._tensors()
+        w = torch.stack([-log_A_real.double().exp(), A_imag.double()], dim=-1)
+        length = u.shape[1] if self.max_length is None else min(u.shape[1], self.max_length)
+        low_rank = None if P is None else P[0]
+        taps = ssm_taps(C, B[0], low_rank, w, log_dt.double().exp(), length, self.discretization)
+        return taps.to(torch.promote_types(compute_dtype(u), C.dtype))
 
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         if self.num_filters > 1:
@@ -205,6 +227,8 @@ class S4(S4Base):
 
     def sample(self, u: torch.Tensor, window: int) -> torch.Tensor:
         """Return all filters' outputs at the end of each full window, `(B, T // window, C, H)`, in u's dtype."""
+        if exports_to_onnx():
+            return window_ends_conv(u, self._exported_kernel(u), self.D, window).permute(1, 2, 0, 3)
         return self._system().sample(u, self.D, window)
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:

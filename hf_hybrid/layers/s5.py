@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.checks import check_choice, check_positive
-from ..kernels.diagonal_scan import diagonal_scan
+from ..kernels.diagonal_scan import complex_product, diagonal_scan, scan_pairs
+from ..kernels.dispatch import exports_to_onnx
 from ..kernels.precision import complex_dtype, compute_dtype, full_precision
-from ..kernels.ssm_kernel import DISCRETIZATIONS, diagonalize_legs, discretize
+from ..kernels.ssm_kernel import DISCRETIZATIONS, diagonalize_legs, discretize, discretize_pairs
 from .state_space import StateSpaceLayer
 
 _LARGEST_REAL_PART = -1e-4
@@ -135,6 +136,8 @@ class S5(StateSpaceLayer):
         return_state: bool,
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if exports_to_onnx():
+            return self._run_exported(u), None
         dtype = torch.promote_types(compute_dtype(u), self.A.dtype)
         decay, gain = self._discretized()
         decay, gain = decay.to(complex_dtype(dtype)), gain.to(complex_dtype(dtype))
@@ -146,23 +149,39 @@ class S5(StateSpaceLayer):
             driven = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1))
             drive = torch.view_as_complex(driven.unflatten(-1, (-1, 2)))
             states, last = diagonal_scan(decay, drive, initial_state=initial, cu_seqlens=cu_seqlens)
-            y = self._read(states, 0)
+            y = self._read(torch.view_as_real(states), 0)
             if self.bidirectional:
-                y = y + self._read(diagonal_scan(decay, drive, reverse=True, cu_seqlens=cu_seqlens)[0], 1)
+                states, _ = diagonal_scan(decay, drive, reverse=True, cu_seqlens=cu_seqlens)
+                y = y + self._read(torch.view_as_real(states), 1)
             if self.D is not None:
                 y = y + self.D.to(dtype) * x
         return y.to(u.dtype), torch.view_as_real(last) if return_state else None
 
+    def _run_exported(self, u: torch.Tensor) -> torch.Tensor:
+        """Compute the outputs with plain operations on real numbers, for ONNX."""
+        x = u.to(torch.promote_types(compute_dtype(u), self.A.dtype))
+        dt = self.log_dt.double().exp()[:, None]
+        decay, gain = (z.to(x.dtype) for z in discretize_pairs(self._eigenvalues(), dt, self.discretization))
+        Bbar = complex_product(gain[:, None], self.B.to(x.dtype))
+        drive = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1)).unflatten(-1, (-1, 2))
+        y = self._read(scan_pairs(decay, drive), 0)
+        if self.bidirectional:
+            y = y + self._read(scan_pairs(decay, drive, reverse=True), 1)
+        return (y if self.D is None else y + self.D.to(x.dtype) * x).to(u.dtype)
+
+    def _eigenvalues(self) -> torch.Tensor:
+        """A, `(P, 2)`, float64."""
+        A = self.A.double()
+        if self.clip_eigenvalues:
+            A = torch.stack([A[:, 0].clamp(max=_LARGEST_REAL_PART), A[:, 1]], dim=-1)
+        return A
+
     def _discretized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Abar and Bbar / B, `(P,)`, complex128."""
-        real, imaginary = self.A.double().unbind(-1)
-        if self.clip_eigenvalues:
-            real = real.clamp(max=_LARGEST_REAL_PART)
-        return discretize(torch.complex(real, imaginary), self.log_dt.double().exp(), self.discretization)
+        return discretize(torch.view_as_complex(self._eigenvalues()), self.log_dt.double().exp(), self.discretization)
 
-    def _read(self, states: torch.Tensor, direction: int) -> torch.Tensor:
-        """2 Re C x of every token, `(B, T, H)`."""
-        pairs = torch.view_as_real(states)
+    def _read(self, pairs: torch.Tensor, direction: int) -> torch.Tensor:
+        """2 Re C x of every token, `(B, T, H)`, from states `(B, T, P, 2)`."""
         C = self.C[direction].to(pairs.dtype)
         rows = torch.stack([2 * C[..., 0], -2 * C[..., 1]], dim=-1)
         return F.linear(pairs.flatten(-2), rows.flatten(-2))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..kernels.checks import check_choice, check_positive
+from ..kernels.dispatch import exports_to_onnx
 from ..kernels.packed import check_cu_seqlens, to_rows
 
 POSTACTS = (None, "gelu_glu")
@@ -213,6 +214,8 @@ class StateSpaceLayer(nn.Module):
         if self.bidirectional and (state is not None or return_state):
             kind = type(self).__name__
             raise ValueError(f"a bidirectional {kind} has no state: state must be None and return_state False")
+        if exports_to_onnx() and (state is not None or return_state):
+            raise ValueError("use_cache must be False in an export to ONNX: a state space layer exports no state")
         if state is not None:
             self._check_state(state, u.shape[0])
         if mask is None:

@@ -15,6 +15,8 @@ from transformers.utils import logging
 
 from hf_hybrid.suggestions import did_you_mean
 
+from ..kernels.dispatch import exports_any, exports_to_onnx
+
 logger = logging.get_logger(__name__)
 
 RELATIVE_ATTENTION_INITS = ("normal", "recency")
@@ -256,3 +258,13 @@ def check_not_empty(name: str, *inputs: torch.Tensor | None):
     for x in inputs:
         if x is not None and x.shape[1] == 0:
             raise ValueError(f"{name} must hold at least one token; got {tuple(x.shape[:2])}")
+
+
+def check_fixed_length(name: str, *inputs: torch.Tensor | None):
+    """Raise ValueError if an input `(B, T, ...)` has a dynamic length in an export to ONNX; None means not passed.
+
+    Where code branches on a length, torch.export guards the program; a file for ONNX has no guards.
+    """
+    for x in inputs:
+        if x is not None and exports_to_onnx() and exports_any(x.shape[1]):
+            raise ValueError(f"{name} must have a fixed length in an export to ONNX; got the dynamic {x.shape[1]}")

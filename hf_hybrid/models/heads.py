@@ -29,7 +29,7 @@ from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 from ..layers.state_space import ssm_parameters
-from .checks import check_not_empty
+from .checks import check_fixed_length, check_not_empty
 from .packing import refuse_packed
 
 
@@ -71,6 +71,7 @@ def embed_inputs(
     if inputs_embeds is None:
         inputs_embeds = embed_tokens(input_ids)
     check_not_empty("input_ids", inputs_embeds)
+    check_fixed_length("input_ids", inputs_embeds)
     return inputs_embeds
 
 

@@ -21,6 +21,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
 from ..kernels import local_attention, local_attention_step
+from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
@@ -372,7 +373,8 @@ class LocalAttention(nn.Module):
             query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
         length, window = query.shape[1], self.attention_type == "window"
         reach = self.config.local_radius if window else self.config.chunk_size - 1
-        reach = min(reach, max(length - 1, 0))
+        if not exports_any(length):
+            reach = min(reach, max(length - 1, 0))
         offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
         bias = None if bias_table is None else self._scaled(bias_table(offsets), query.device)
         if not self.include_self:

@@ -100,11 +100,10 @@ class SlidingStateCacheLayer(StateCacheLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values `(B, H, T, K)`; return all, keep the window less one."""
+        self.length = self.length + key_states.shape[2]  # not in place: a `DecodingStep` makes it a tensor
         if self.keys is not None:
             key_states = torch.cat([self.keys, key_states], dim=2)
             value_states = torch.cat([self.values, value_states], dim=2)
-            self.length -= self.keys.shape[2]
-        self.length += key_states.shape[2]
         dropped = max(0, key_states.shape[2] - self.sliding_window + 1)
         self.keys, self.values = without_first(key_states, dropped, 2), without_first(value_states, dropped, 2)
         self.is_initialized, self.device = True, key_states.device

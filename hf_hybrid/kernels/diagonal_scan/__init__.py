@@ -9,8 +9,9 @@ from torch import Tensor
 from ..checks import check_devices
 from ..packed import check_cu_seqlens
 from . import op
+from .exported import complex_product, scan_pairs
 
-__all__ = ["diagonal_scan"]
+__all__ = ["complex_product", "diagonal_scan", "scan_pairs"]
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 

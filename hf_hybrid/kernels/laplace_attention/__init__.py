@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_devices, check_dtypes, check_integer, check_positive
-from ..dispatch import choose_backend
-from . import torch_impl
+from ..dispatch import choose_backend, exports_any, exports_to_onnx
+from . import reference, torch_impl
 from .torch_impl import laplace
 
 __all__ = ["laplace", "laplace_attention"]
@@ -56,6 +56,18 @@ def laplace_attention(
     check_positive(chunk_size=chunk_size)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
+    # the number of blocks depends on the length
+    if exports_to_onnx() or exports_any(key.shape[1]):
+        return reference.laplace_attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            attention_mask=attention_mask,
+            chunk_size=chunk_size,
+            first=first,
+            dropout=dropout,
+        )
     if not torch.compiler.is_compiling():
         choose_backend("laplace_attention", backend, [query, key, value], lambda: "it has no Triton kernel yet")
     return torch_impl.forward(query, key, value, causal, attention_mask, chunk_size, first, dropout)

@@ -6,9 +6,9 @@ B batch · T length · H heads · K key dim · V value dim · N packed sequences
 from torch import Tensor
 
 from ..checks import check_devices, check_dtypes
-from ..dispatch import forces_triton
+from ..dispatch import exports_to_onnx, forces_triton
 from ..packed import check_cu_seqlens
-from . import op, torch_impl
+from . import op, reference, torch_impl
 
 __all__ = ["linear_attention"]
 
@@ -62,16 +62,16 @@ def linear_attention(
     _check(query, key, value, causal, state, cu_seqlens)
     _check_epilogue(query, value, norm_eps, gate)
     check_devices(query, key=key, value=value, gate=gate, state=state)
-    last = None
+    if exports_to_onnx():
+        return reference.linear_attention(query, key, value, causal=causal, norm_eps=norm_eps, gate=gate, state=state)
     if not causal:
-        output = op.bidirectional(query, key, value, cu_seqlens, backend)
+        output, last = op.bidirectional(query, key, value, cu_seqlens, backend), None
     elif query.shape[1] == 1 and cu_seqlens is None and not forces_triton(backend):
         output, last = torch_impl.step(query, key, value, state)
     elif norm_eps is not None:
         return op.causal_normed(query, key, value, gate, state, cu_seqlens, norm_eps, backend)
     else:
-        output, last = op.linear_attention(query, key, value, state, cu_seqlens, backend)
-        return output, last
+        return op.linear_attention(query, key, value, state, cu_seqlens, backend)
     return output if norm_eps is None else torch_impl.normed(output, norm_eps, gate, query.dtype), last
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..checks import check_devices, check_dtypes
+from ..dispatch import exports_to_onnx
 from ..packed import check_cu_seqlens
-from . import op
+from . import op, reference
 from .settings import check_neighbourhood
 from .step import local_attention_step
 
@@ -72,10 +73,37 @@ def local_attention(
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(query, key, value, bias, radius, chunk_size, causal, attention_mask, cu_seqlens, scale, dropout)
-    # the only draw from the global generator, so that checkpointing, which restores it, restores the mask
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     settings = (radius, chunk_size, causal, query.shape[-1] ** -0.5 if scale is None else float(scale), float(dropout))
     mask = None if attention_mask is None else attention_mask != 0
+    return _run(query, key, value, bias, mask, cu_seqlens, settings, backend)
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    settings: tuple[int | None, int | None, bool, float, float],
+    backend: str,
+) -> Tensor:
+    radius, chunk_size, causal, scale, dropout = settings
+    if exports_to_onnx():
+        return reference.local_attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            radius=radius,
+            chunk_size=chunk_size,
+            causal=causal,
+            attention_mask=mask,
+            scale=scale,
+            dropout=dropout,
+        )
+    # the only draw from the global generator, so that checkpointing, which restores it, restores the mask
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     return op.local_attention(query, key, value, bias, mask, seed, cu_seqlens, *settings, backend)[0]
 
 

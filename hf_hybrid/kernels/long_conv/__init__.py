@@ -11,10 +11,12 @@ B batch · T length · T_k taps · D width · C filters · N packed sequences ·
 import torch
 
 from ..checks import check_choice, check_devices, check_positive
+from ..dispatch import exports_any, exports_to_onnx
 from ..packed import check_cu_seqlens
 from ..precision import compute_dtype
-from . import filter_bank, op
+from . import exported, filter_bank, op
 from .blocks import fast_size
+from .exported import window_ends_conv
 from .step import ConvState, online_conv, start_online_conv
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "online_conv",
     "spectral_conv",
     "start_online_conv",
+    "window_ends_conv",
 ]
 
 ACTIVATIONS = (None, "silu")
@@ -52,6 +55,14 @@ def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:
         raise ValueError(f"{name} must be (D, taps) with D{rule} rows; got {tuple(taps.shape)}")
     if taps.is_complex():
         raise ValueError(f"{name} must be real; got {taps.dtype}")
+
+
+def _check_reverse(reverse_kernel: torch.Tensor, kernel: torch.Tensor, width: int) -> None:
+    _check_taps("reverse_kernel", reverse_kernel, width)
+    if reverse_kernel.shape[0] != kernel.shape[0]:
+        raise ValueError(
+            f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
+        )
 
 
 def _check_input(u: torch.Tensor, skip: torch.Tensor | None) -> None:
@@ -204,15 +215,14 @@ def long_conv(
     _check_around(u, input_gate, gate, activation, cu_seqlens)
     length, width = u.shape[1:]
     _check_taps("kernel", kernel, width)
-    kernel = kernel[:, :length]
     if reverse_kernel is not None:
-        _check_taps("reverse_kernel", reverse_kernel, width)
-        if reverse_kernel.shape[0] != kernel.shape[0]:
-            raise ValueError(
-                f"reverse_kernel must have as many rows as kernel, {kernel.shape[0]}; got {reverse_kernel.shape[0]}"
-            )
-        reverse_kernel = reverse_kernel[:, : length - 1]
+        _check_reverse(reverse_kernel, kernel, width)
     check_devices(u, kernel=kernel, reverse_kernel=reverse_kernel, skip=skip, input_gate=input_gate, gate=gate)
+    if exports_to_onnx():
+        return exported.long_conv(u, kernel, reverse_kernel, skip, input_gate, gate, activation == "silu")
+    if not exports_any(length):
+        kernel = kernel[:, :length]
+        reverse_kernel = None if reverse_kernel is None else reverse_kernel[:, : length - 1]
     # float64 input means float64 throughout, whatever the taps' dtype
     dtype = torch.promote_types(kernel.dtype, compute_dtype(u))
     kernel = kernel.to(dtype)
@@ -245,4 +255,6 @@ def filter_bank_conv(
     if skip is not None and skip.shape != kernel.shape[:2]:
         raise ValueError(f"skip must be {tuple(kernel.shape[:2])} like kernel; got {tuple(skip.shape)}")
     check_devices(u, kernel=kernel, skip=skip)
+    if exports_to_onnx():
+        return window_ends_conv(u, kernel, skip, 1)
     return filter_bank.filter_bank_conv(u, kernel, skip, backend)

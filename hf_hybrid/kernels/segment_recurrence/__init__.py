@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_choice, check_devices
-from . import op
+from ..dispatch import exports_to_onnx
+from . import op, reference
 from .step import segment_step
 
 __all__ = ["SOURCES", "segment_recurrence", "segment_step"]
@@ -61,6 +62,10 @@ def segment_recurrence(
         ValueError: A shape, dtype or number does not fit; the message names the argument, its value and the rule.
     """
     _check(key, value, weight, leak, threshold, visited, source, clamp)
+    if exports_to_onnx():
+        return reference.segment_recurrence(
+            key, value, weight=weight, leak=leak, threshold=threshold, visited=visited, source=source, clamp=clamp
+        )
     if visited is not None:
         visited = visited.to(torch.int64).expand(key.shape[0], -1)
     limit = None if clamp is None else float(clamp)

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from ..checks import check_choice, check_devices
-from ..dispatch import forces_triton
+from ..dispatch import exports_to_onnx, forces_triton
 from ..packed import check_cu_seqlens
-from . import op, torch_impl
+from . import op, reference, torch_impl
 
 __all__ = ["merge_kernels", "short_conv"]
 
@@ -100,6 +100,8 @@ def short_conv(
         raise ValueError(f"state must be ({rows}, J - 1, D) = {shape}; got {tuple(state.shape)}")
     check_devices(u, kernel=kernel, bias=bias, state=state)
     state = None if state is None else state.to(u.dtype)
+    if exports_to_onnx():
+        return reference.short_conv(u, kernel, bias, causal=causal, activation=activation, state=state)
     if u.shape[1] == 1 and state is not None and cu_seqlens is None and not forces_triton(backend):
         y = torch_impl.one_token(torch.cat([state, u], dim=1), kernel, bias, activation == "silu")
     else:

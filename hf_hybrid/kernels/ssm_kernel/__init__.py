@@ -25,6 +25,7 @@ from .discrete import (
     s4_step,
     s4_step_constants,
 )
+from .exported import discretize_pairs, ssm_taps
 from .hippo import diagonalize_legs, dplr_legs, hippo_legs
 from .s4d import (
     DISCRETIZATIONS,
@@ -48,6 +49,7 @@ __all__ = [
     "S4Step",
     "diagonalize_legs",
     "discretize",
+    "discretize_pairs",
     "dplr_legs",
     "frozen_s4_kernel",
     "hippo_legs",
@@ -66,6 +68,7 @@ __all__ = [
     "s4d_step",
     "s4d_step_constants",
     "ssm_step",
+    "ssm_taps",
 ]
 
 

@@ -190,7 +190,8 @@ class BstModel(BstPreTrainedModel):
             )
         limit = self.config.filter_length
         unstructured = self.config.bst_layers and self.config.context_filter == "unstructured"
-        if unstructured and past + longest(inputs, cu_seqlens) > limit:
+        counted = not isinstance(past, torch.Tensor)  # as it is in a `DecodingStep`
+        if unstructured and counted and past + longest(inputs, cu_seqlens) > limit:
             logger.warning_once(
                 f"A sequence is longer than filter_length {limit}, beyond which unstructured filters see nothing. "
                 f"Train with a larger filter_length, or use context_filter='s4'."
@@ -199,6 +200,11 @@ class BstModel(BstPreTrainedModel):
         if self.config.bst_layers and self.config.context_shift == "window":
             if attention_mask is not None:
                 first = first_kept(attention_mask)
+            if not counted:
+                raise ValueError(
+                    f"context_shift must be 'none' in a DecodingStep, which takes the same branch at each position; "
+                    f"got {self.config.context_shift!r}"
+                )
             if past:
                 starts = [past] * batch if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():

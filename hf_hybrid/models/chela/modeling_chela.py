@@ -23,7 +23,7 @@ from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.state_space import StateSpaceLayer
-from ..checks import check_not_empty
+from ..checks import check_fixed_length, check_not_empty
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
 from ..heads import (
@@ -202,6 +202,8 @@ class ChelaModel(ChelaPreTrainedModel):
         elif input_ids is not None or input_values is not None:
             raise ValueError("exactly one of input_ids, input_values and inputs_embeds must be given")
         check_not_empty("input_ids", inputs_embeds)
+        if self.config.mixer == "s4d":  # the others make their taps alike for each length
+            check_fixed_length("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
         cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)

@@ -204,7 +204,8 @@ class SpadeStack(SpadePreTrainedModel):
     ) -> torch.Tensor:
         """Return absolute position embeddings `(B or 1, T, D)`, counted from each sequence's first kept token."""
         length = longest(hidden_states, cu_seqlens)
-        if past + length > self.config.max_decoder_position_embeddings:
+        traced = torch.compiler.is_exporting() and isinstance(past, torch.Tensor)  # then nobody knows its value
+        if not traced and past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
                 f"decoder inputs must hold at most max_decoder_position_embeddings "
                 f"{self.config.max_decoder_position_embeddings} tokens, cached ones included; got {past + length}: "

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from ..checks import check_not_empty
+from ..checks import check_fixed_length, check_not_empty
 from ..description import ModelCardMixin
 from ..generation import NoContinuousBatching
 from ..packing import PAIRS, refuse_packed
@@ -84,6 +84,7 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         check_not_empty("decoder_input_ids", input_ids, inputs_embeds)
+        check_fixed_length("decoder_input_ids", input_ids, inputs_embeds)
         if encoder_hidden_states is not None:
             if encoder_hidden_states.shape[1] == 0:
                 raise ValueError(
@@ -201,6 +202,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
             use_cache = False
         if encoder_outputs is None:
             check_not_empty("input_ids", input_ids, inputs_embeds)
+            check_fixed_length("input_ids", input_ids, inputs_embeds)
             encoder_outputs = self.get_encoder()(
                 input_ids=input_ids,
                 attention_mask=attention_mask,

@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import logging
 
+from ...kernels.dispatch import exports_to_onnx
+
 logger = logging.get_logger(__name__)
 
 
@@ -89,9 +91,10 @@ def cut(
         lengths = visible.sum(1)
         counts = (lengths + size - 1).div(size, rounding_mode="floor").clamp_min(1)
         # kept tokens first, so that segments start at the document's first token
-        order = visible.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        states = states.take_along_dim(order[..., None], dim=1)
-        visible = torch.arange(length, device=states.device) < lengths[:, None]
+        position = torch.arange(length, device=states.device)
+        order = torch.where(visible, position, position + length).argsort(dim=1)  # ONNX has no stable sort
+        states = states.gather(1, order[..., None].expand(states.shape))  # take_along_dim has no symbolic sizes
+        visible = position < lengths[:, None]
     if number > horizon:
         _warn_of_skipped_segments(number, counts, horizon)
     kept = visible
@@ -226,9 +229,13 @@ class Reading:
         """Arrange tokens in tiles; return token at each tile position, position of each token, slot of each tile."""
         count, length = slots.shape
         tokens = torch.arange(length, device=slots.device).expand(count, -1)
-        starts = torch.ones_like(slots, dtype=torch.bool)
-        starts[:, 1:] = slots[:, 1:] != slots[:, :-1]
-        row = (tokens - torch.where(starts, tokens, 0).cummax(1).values) % self.rows
+        if exports_to_onnx():  # it has no cumulative maximum
+            first = (slots[:, None] < slots[..., None]).sum(-1)
+        else:
+            starts = torch.ones_like(slots, dtype=torch.bool)
+            starts[:, 1:] = slots[:, 1:] != slots[:, :-1]
+            first = torch.where(starts, tokens, 0).cummax(1).values
+        row = (tokens - first) % self.rows
         tile = (row == 0).cumsum(1) - 1
         position = tile * self.rows + row
         index = slots.new_zeros(count, self.tiles * self.rows).scatter_(1, position, tokens)

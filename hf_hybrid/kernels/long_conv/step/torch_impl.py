@@ -50,6 +50,8 @@ def advance(
         pending, inputs = pending.clone(), inputs.clone()
     ring = ring_size(kernel.shape[1])
     x, base = u.to(pending.dtype), min(_DIRECT, ring)
+    if torch.compiler.is_exporting() and position == 0 and u.shape[1] == 1:
+        return *_shifted(x, kernel, pending), inputs, 0
     outputs = []
     start = 0
     while start < u.shape[1]:
@@ -74,6 +76,13 @@ def advance(
             pending[:, position : position + size] += square
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return y, pending, inputs, position
+
+
+def _shifted(x: torch.Tensor, kernel: torch.Tensor, pending: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advance by a token and keep the position 0, which an exported program holds as a constant: O(P) per channel."""
+    ring = pending.shape[1]
+    y = pending[:, :1] + _taps(kernel, 0, 1, x).mT * x
+    return y, F.pad(pending[:, 1:], (0, 0, 0, 1)) + _taps(kernel, 1, ring + 1, x).mT * x
 
 
 def _lowest_bit(position: int, ring: int) -> int:

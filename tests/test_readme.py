@@ -439,7 +439,7 @@ def test_the_readmes_table_of_architectures_is_true():
         assert bool(has["`generate` from a cache of constant size"]) == constant
         starts = hasattr(classes[0], "from_t5") or "srformer" in model_types[0]
         assert bool(has["starts from a checkpoint of"]) == starts
-        sharded = {name for name, *_ in SHARDED["float32"]}
+        sharded = {name for name, *_ in SHARDED["generative"]}
         assert ("FSDP" in has["several GPUs"]) == ({*model_types} <= sharded)
         adapted = all({*model_types} <= table.keys() for table in ADAPTER_TABLES)
         inherited = all(table[name] == table[PARENTS[name]] for table in ADAPTER_TABLES for name in model_types

@@ -80,9 +80,8 @@ def summarization_columns(
     """
     if unscored is not None and unscored in dataset and len(dataset) > 1:
         scored = {split: rows for split, rows in dataset.items() if split != unscored}
-        chosen = summarization_columns(
-            scored, dataset_name=dataset_name, text_column=text_column, summary_column=summary_column
-        )
+        named = {"text_column": text_column, "summary_column": summary_column}
+        chosen = summarization_columns(scored, dataset_name=dataset_name, **named)
         _check_column("text_column", chosen[0], unscored, dataset[unscored])
         return chosen
     columns = list(next(iter(dataset.values())).column_names)
@@ -94,16 +93,10 @@ def summarization_columns(
                 f"{flag} must be one of the dataset's columns: {', '.join(everywhere)}; got {name!r}."
                 f"{did_you_mean(name, everywhere)}"
             )
-    known = _KNOWN_DATASETS.get((dataset_name or "").rsplit("/", 1)[-1].casefold(), ())
-    text_names = (*known[:1], *_TEXT_NAMES) if known and known[0] in columns else _TEXT_NAMES
-    summary_names = (*known[1:], *_SUMMARY_NAMES) if known and known[1] in columns else _SUMMARY_NAMES
-    others = [column for column in everywhere if not IDENTIFIER.fullmatch(column)]
-    text = text_column or _first_of(text_names, columns, taken=summary_column)
-    summary = summary_column or _first_of(summary_names, columns, taken=text)
-    text = text or _first_of(others, everywhere, taken=summary)
+    choices = (text_column, summary_column)
+    text, summary = _choose(columns, everywhere, dataset_name, *choices, needs_summary=unscored not in dataset)
     if text is not None and summary is None and unscored in dataset:
         return text, None
-    summary = summary or _first_of(others, everywhere, taken=text)
     if text is None or summary is None:
         raise ValueError(
             "the dataset must have a column of texts and one of summaries in every split; "
@@ -116,6 +109,25 @@ def summarization_columns(
             _check_column(flag, name, split, rows)
     if left_out := [column for column in anywhere if column not in everywhere]:
         logger.info("ignoring columns that some splits lack: %s", ", ".join(left_out))
+    return text, summary
+
+
+def _choose(
+    columns: Sequence[str],
+    everywhere: Sequence[str],
+    dataset_name: str | None,
+    text: str | None,
+    summary: str | None,
+    *,
+    needs_summary: bool,
+) -> tuple[str | None, str | None]:
+    known = _KNOWN_DATASETS.get((dataset_name or "").rsplit("/", 1)[-1].casefold(), ())
+    others = [column for column in everywhere if not IDENTIFIER.fullmatch(column)]
+    text = text or _first_of((*known[:1], *_TEXT_NAMES), columns, taken=summary)
+    summary = summary or _first_of((*known[1:], *_SUMMARY_NAMES), columns, taken=text)
+    text = text or _first_of(others, everywhere, taken=summary)
+    if needs_summary:
+        summary = summary or _first_of(others, everywhere, taken=text)
     return text, summary
 
 

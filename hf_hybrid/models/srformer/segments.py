@@ -85,6 +85,7 @@ def cut(
     batch, length, _ = states.shape
     size, number = config.segment_size, -(-length // config.segment_size)
     pad = number * size - length
+    is_partial = isinstance(pad, torch.SymInt) or pad > 0  # a symbolic length may have a last segment of any size
     visible = None if attention_mask is None else _kept_tokens(attention_mask, batch, length)
     counts = None
     if visible is not None and config.per_example_segments:
@@ -103,10 +104,10 @@ def cut(
         kept = None
         if visible is not None:
             visible = None if config.parent_model_type == "bart" else nn.functional.pad(visible, (0, pad), value=True)
-    elif pad:
+    elif is_partial:
         visible = states.new_ones(1, length, dtype=torch.bool) if visible is None else visible
         visible = nn.functional.pad(visible, (0, pad))
-    if pad:
+    if is_partial:
         kept = states.new_ones(1, length, dtype=torch.bool) if kept is None else kept
         kept = nn.functional.pad(kept, (0, pad))
         states = nn.functional.pad(states, (0, 0, 0, pad))

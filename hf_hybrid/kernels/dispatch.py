@@ -112,6 +112,11 @@ def exports_to_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()  # the first is quick
 
 
+# dynamo, with which torch.onnx tries again what fails, would take the answer for False. What
+# `torch.compiler.assume_constant_result` does, without its import of dynamo
+vars(exports_to_onnx)["_dynamo_marked_constant"] = True
+
+
 def exports_any(length: int) -> bool:
     """Return whether torch.export traces a call for any length, so that no branch may depend on it."""
     return torch.compiler.is_exporting() and isinstance(length, torch.SymInt)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
+from operator import index
 from typing import Any
 
 import torch
@@ -266,5 +267,8 @@ def check_fixed_length(name: str, *inputs: torch.Tensor | None):
     Where code branches on a length, torch.export guards the program; a file for ONNX has no guards.
     """
     for x in inputs:
-        if x is not None and exports_to_onnx() and exports_any(x.shape[1]):
+        if x is None or not exports_to_onnx():
+            continue
+        if exports_any(x.shape[1]):
             raise ValueError(f"{name} must have a fixed length in an export to ONNX; got the dynamic {x.shape[1]}")
+        index(x.shape[1])  # torch.onnx tries again with dynamo, which hides the SymInt; this makes it a constant

@@ -10,7 +10,7 @@ from hf_hybrid.suggestions import did_you_mean
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["IDENTIFIER", "check_texts", "is_text", "summarization_columns", "text_column"]
+__all__ = ["IDENTIFIER", "check_texts", "is_blank", "is_text", "summarization_columns", "text_column"]
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +168,11 @@ def is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
+def is_blank(value: Any) -> bool:
+    """Return whether a value is missing or text of spaces only."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
 def check_texts(
     split: "Dataset", columns: Sequence[str], *, name: str, drop_empty: bool = False, may_be_blank: bool = False
 ) -> "Dataset":
@@ -203,7 +208,7 @@ def check_texts(
                     f"column {column!r} of split {name!r} must hold text; row {number} (the first row is 1) holds "
                     f"{type(value).__name__}: {str(value)[:80]}"
                 )
-            if value is None or (not may_be_blank and not value.strip()):
+            if value is None or (not may_be_blank and is_blank(value)):
                 empty.setdefault(number, column)
     named = ", ".join(f"{column!r} of row {row}" for row, column in list(empty.items())[:_NAMED_ROWS])
     named += f"{', ...' if len(empty) > _NAMED_ROWS else ''} (the first row is 1)"

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
+from .state_cache import decoder_cache
+
 States = tuple[torch.Tensor, ...]
 FULL = {"sliding_attention": "full_attention", "hybrid_sliding": "hybrid"}
 
@@ -52,8 +54,7 @@ class DecodingStep(nn.Module):
         super().__init__()
         self.model = model
         past_key_values = copy.deepcopy(past_key_values)
-        pair = isinstance(past_key_values, EncoderDecoderCache)
-        for layer in (past_key_values.self_attention_cache if pair else past_key_values).layers:
+        for layer in decoder_cache(past_key_values).layers:
             if isinstance(getattr(layer, "length", None), int):  # layers of states count in numbers
                 layer.length = torch.tensor(layer.length, device=layer.device)
         self._structure, self._first_states = _flattened({"past_key_values": past_key_values, **inputs})

@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
 
+from .state_cache import decoder_cache
+
 REREAD = 32
 """Accepted tokens after a checkpoint up to which a model reads them again together with the next candidates."""
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -54,13 +56,9 @@ def _copied(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decoder_cache(cache: Cache | None) -> Cache | None:
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
 def _with_rollback(cache: Cache) -> Cache:
     """Return a view of a cache that can be rolled back."""
-    if isinstance(_decoder_cache(cache), RollbackCache):
+    if isinstance(decoder_cache(cache), RollbackCache):
         return cache
     if not isinstance(cache, EncoderDecoderCache):
         return RollbackCache(cache)
@@ -109,7 +107,7 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         **kwargs,
     ) -> dict[str, Any]:
         """Prepare the inputs as every model; after a rollback they begin with the first token not in the cache."""
-        cache = _decoder_cache(past_key_values)
+        cache = decoder_cache(past_key_values)
         if isinstance(cache, RollbackCache):
             accepted = 0 if next_sequence_length is None else input_ids.shape[1] - next_sequence_length
             apart = any(kwargs.get(name) for name in MORE_OUTPUTS)  # of the candidates alone
@@ -122,7 +120,7 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
 
     def _read(self, input_ids: torch.Tensor, past_key_values: Cache, model_kwargs: dict[str, Any]):
         """Read those of the tokens `(1, T)` that the cache does not have, and make this its checkpoint."""
-        cache = _decoder_cache(past_key_values)
+        cache = decoder_cache(past_key_values)
         length = input_ids.shape[1]
         missing = length - cache.get_seq_length()
         if missing > 0:
@@ -145,7 +143,7 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
     def _prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict, **kwargs):
         """Read the prompt as every model; an assistant's is the accepted text."""
         past_key_values = model_kwargs.get("past_key_values")
-        if isinstance(_decoder_cache(past_key_values), RollbackCache):
+        if isinstance(decoder_cache(past_key_values), RollbackCache):
             self._read(input_ids[:, :-1], past_key_values, model_kwargs)
         return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
 
@@ -166,8 +164,10 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         if not any(kwargs.get(name) for name in MORE_OUTPUTS):
             self._read(input_ids[:, :-1], cache, model_kwargs)
         result = super()._assisted_decoding(input_ids, **kwargs)
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        self._read(sequences[:, :-1], cache, model_kwargs)  # as after every other way of decoding
-        if not isinstance(result, torch.Tensor):
+        is_returned = not isinstance(result, torch.Tensor)
+        if is_returned or getattr(original, "_is_user_defined", False):  # it ends as after every other way of decoding
+            sequences = result.sequences if is_returned else result
+            self._read(sequences[:, :-1], cache, model_kwargs)
+        if is_returned:
             result.past_key_values = original
         return result

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, EncoderDecoderCache
 
 
 def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
@@ -150,6 +150,13 @@ def state_layer(past_key_values: Cache, layer_idx: int, kind: type[StateCacheLay
             f"{type(past_key_values).__name__} whose layer {layer_idx} is {type(layer).__name__}"
         )
     return layer
+
+
+def decoder_cache(past_key_values: Cache | None) -> Cache | None:
+    """Return the cache of self-attention and states, which an encoder-decoder has beside that of cross-attention."""
+    if isinstance(past_key_values, EncoderDecoderCache):
+        return past_key_values.self_attention_cache
+    return past_key_values
 
 
 def cached_length(past_key_values: Cache | None, layer_idx: int = 0) -> int | torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_hybrid.data.columns import check_texts, summarization_columns
+from hf_hybrid.data.columns import check_texts, is_blank, summarization_columns
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, tokenize_summarization
 from hf_hybrid.training.flags.command_line import parse_arguments
 from hf_hybrid.training.flags.data import SPLITS, SummarizationArguments
@@ -149,7 +149,7 @@ def load_splits(
     for split in used:
         rows, columns = raw[split], [text_column]
         if summary_column is not None and summary_column in rows.column_names:
-            if split == test and not any(text and text.strip() for text in rows[summary_column]):
+            if split == test and all(is_blank(value) for value in rows[summary_column]):
                 rows = rows.remove_columns(summary_column)
             else:
                 columns.append(summary_column)

@@ -156,6 +156,14 @@ def test_only_predicting_uses_the_checkpoint_as_it_is(runs, arguments, tmp_path)
     assert (tmp_path / "out" / "generated_predictions.txt").read_text(encoding="utf-8") == expected
 
 
+def test_summaries_that_are_no_text_are_refused(data, arguments, tmp_path):
+    numbers = tmp_path / "numbers.jsonl"
+    numbers.write_text('{"document": "a text", "summary": 3}\n' * 2, encoding="utf-8")
+    argv = arguments("spade", tmp_path / "out", "--do_predict", "--predict_with_generate")
+    with pytest.raises(ValueError, match=r"column 'summary' of split 'test' must hold text; row 1 .* holds int: 3"):
+        summarization.main([*argv, "--test_file", str(numbers)])
+
+
 @pytest.mark.parametrize("summaries", [None, ""])
 def test_documents_without_summaries_are_summarized(runs, data, arguments, tmp_path, summaries):
     folder, _ = runs("spade")

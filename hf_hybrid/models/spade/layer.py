@@ -20,6 +20,7 @@ from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer
 from ..local_attention import LocalSelfAttention, eager_attention_forward, make_feed_forward
+from ..state_cache import decoder_cache
 from .configuration_spade import SpadeConfig
 
 
@@ -266,13 +267,10 @@ class SpadeLayer(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
-        self_cache = past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            self_cache = past_key_values.self_attention_cache
         mixed = self.mixer(
             self.mixer_norm(hidden_states) if self.pre_norm else hidden_states,
             attention_mask,
-            self_cache,
+            decoder_cache(past_key_values),
             bias_table=bias_table,
             cu_seqlens=cu_seqlens,
             **kwargs,

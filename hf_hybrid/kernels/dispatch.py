@@ -143,6 +143,11 @@ def _why_not_device(tensors: list[torch.Tensor]) -> str | None:
     return None
 
 
+def why_not_on(device: torch.device) -> str | None:
+    """Return why no Triton kernel can run on a device, whatever it computes; None if one can."""
+    return _why_not_device([torch.empty(0, device=device)])
+
+
 def choose_backend(
     op: str, backend: str, tensors: Iterable[torch.Tensor | None], why_not_triton: Callable[[], str | None]
 ) -> str:

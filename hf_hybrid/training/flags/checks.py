@@ -6,9 +6,10 @@ from typing import Any
 from hf_hybrid.suggestions import did_you_mean
 
 
-def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None, alias: str | None = None) -> Any:
     """Declare a flag as a field of a dataclass."""
-    return field(default=default, metadata={"help": help} | ({} if choices is None else {"choices": choices}))
+    more = {"choices": choices, "aliases": None if alias is None else [alias]}
+    return field(default=default, metadata={"help": help, **{name: value for name, value in more.items() if value}})
 
 
 def check_choice_flag(flag: str, value: str | None, choices: tuple[str, ...]) -> None:

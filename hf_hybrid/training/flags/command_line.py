@@ -32,7 +32,7 @@ def parse_arguments(dataclass_types: Sequence[Any], argv: Sequence[str] | None =
     Raises:
         ValueError: A flag is unknown (with the closest known one) or its value cannot be used.
     """
-    parser = _Parser(dataclass_types, allow_abbrev=False)
+    parser = FlagParser(dataclass_types, allow_abbrev=False)
     arguments = translate_removed_flags(read_arguments(argv), known=parser.flags)
     _, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -85,10 +85,12 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 def show_command(script: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of a run for a shell, without secrets: the program, then each flag with its values.
 
-    The program is the script, or ``python -m hf_hybrid.training TASK`` if the user ran that.
+    The program is the script, or ``python -m hf_hybrid.training TASK`` or ``hf-hybrid train TASK`` if the user ran
+    that.
     """
-    module = f"python -m hf_hybrid.training {script.removeprefix('run_').removesuffix('.py')}"
-    shown = [module if sys.argv[0] == module else f"python {script}"]
+    task = script.removeprefix("run_").removesuffix(".py")
+    others = (f"python -m hf_hybrid.training {task}", f"hf-hybrid train {task}")
+    shown = [sys.argv[0] if sys.argv[0] in others else f"python {script}"]
     for argument in map(shlex.quote, without_secrets(arguments)):
         if argument.lstrip("'").startswith("--"):
             shown.append(argument)
@@ -97,19 +99,22 @@ def show_command(script: str, arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-class _Parser(HfArgumentParser):
+class FlagParser(HfArgumentParser):
     """HfArgumentParser that raises a ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
         raise ValueError(message + hint)
 
     @property
     def flags(self) -> set[str]:
+        """The names of all flags."""
         return {option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"}
 
     def refuse(self, argument: str) -> NoReturn:
+        """Raise a ValueError for an argument that is no flag."""
         if not argument.startswith("-"):
             raise ValueError(f"unexpected argument {argument!r}; every value needs a --flag before it")
         name = argument.lstrip("-").split("=")[0]

@@ -16,7 +16,7 @@ from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_pef
 
 INIT_TARGETS = {"t5": ("spade", "srformer_t5"), "bart": ("srformer_bart",)}
 INIT_SOURCES = tuple(INIT_TARGETS)
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ModelArguments:
     dtype: str = flag(
         "float32",
         "Precision of the weights; auto: the checkpoint's. Optimizers need float32 weights: use --bf16 for speed.",
-        choices=_DTYPES,
+        choices=DTYPES,
     )
     peft: str | None = flag(
         None,
@@ -100,7 +100,7 @@ class ModelArguments:
             raise ValueError(
                 f"--tokenizer_vocab_size must be at least {MIN_VOCAB_SIZE}; got {self.tokenizer_vocab_size}"
             )
-        check_choice_flag("dtype", self.dtype, _DTYPES)
+        check_choice_flag("dtype", self.dtype, DTYPES)
         check_choice_flag("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         if self.tokenizer_type is not None and not self.makes_tokenizer:
             raise ValueError(

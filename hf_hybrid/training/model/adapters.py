@@ -168,7 +168,7 @@ def attach_adapter(
             configuration than the one in the checkpoint.
     """
     if (owner := adapter_base(model_args)) is not None:
-        return _attach_loaded(model, model_args, owner, trains=training_args.do_train)
+        return attach_loaded(model, model_args, owner, trains=training_args.do_train)
     if model_args.peft is None:
         return model
     base = str(model_args.model_name_or_path)
@@ -233,7 +233,12 @@ def _trained_beside(model: PreTrainedModel, config: Any) -> list[str] | None:
     return [*asked, *new] or None
 
 
-def _attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base, *, trains: bool) -> PeftModel:
+def attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base, *, trains: bool) -> PeftModel:
+    """Put the adapter in ``--model_name_or_path`` on its base, to train it further or to use it.
+
+    Raises:
+        ValueError: It does not fit, or lacks weights that its base lacks too.
+    """
     name = str(model_args.model_name_or_path)
     new = [key for key, weight in model.named_parameters() if weight.requires_grad]
     try:

@@ -40,9 +40,7 @@ def load_config(
     """
     if model_args.model_type is not None and model_args.init_from is None:
         return _new_config(model_args, auto_class, preset, role)
-    flag = "model_name_or_path" if model_args.config_name is None else "config_name"
-    source = f"--{flag} {getattr(model_args, flag)}"
-    config = _read_config(model_args, flag, source)
+    source, config = read_config(model_args)
     if model_args.init_from is not None:
         config = _config_from_source(model_args, auto_class, config)
         if model_args.peft is not None:
@@ -83,8 +81,14 @@ def _new_config(
         raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
 
 
-def _read_config(model_args: ModelArguments, flag: str, source: str) -> PreTrainedConfig:
-    """Read the named configuration, or that of a named adapter's base."""
+def read_config(model_args: ModelArguments) -> tuple[str, PreTrainedConfig]:
+    """Read the named configuration, or that of a named adapter's base; return where it comes from, and it.
+
+    Raises:
+        ValueError: The folder is not a checkpoint, or has no configuration.
+    """
+    flag = "model_name_or_path" if model_args.config_name is None else "config_name"
+    source = f"--{flag} {getattr(model_args, flag)}"
     base = adapter_base(model_args)
     if base is not None:
         _check_start_from_adapter(model_args)
@@ -97,7 +101,7 @@ def _read_config(model_args: ModelArguments, flag: str, source: str) -> PreTrain
         if config is None:
             name = getattr(model_args, flag) if base is None else base.name
             config = AutoConfig.from_pretrained(name, **hub_arguments(model_args, base))
-        return config
+        return source, config
     except CONFIG_ERRORS as error:
         raise ValueError(f"{source}: no configuration could be loaded. {explain_config_error(error)}") from error
 

@@ -5,7 +5,14 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import (
+    AutoModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
 
 from hf_hybrid.models.spade.conversion_spade import NEW_TENSORS
 from hf_hybrid.training.errors import one_line
@@ -20,25 +27,27 @@ logger = logging.getLogger(__name__)
 
 def load_model(
     model_args: ModelArguments,
-    training_args: TrainingArguments,
+    training_args: TrainingArguments | None,
     auto_class: Any,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    resume_from: str | None,
-    positions: int | None,
+    resume_from: str | None = None,
+    positions: int | None = None,
     *,
     ignore_mismatched_sizes: bool | None = None,
 ) -> PreTrainedModel:
     """Build a new model, or load the checkpoint and lengthen its embeddings if needed.
 
-    The seed of the training arguments draws new weights, whatever ran before. A model that is trained may lack weights
-    in its checkpoint, such as a head: they are new. `ignore_mismatched_sizes` treats weights of another shape like
-    missing ones; it is None if the script has no such flag. `positions` is what `fit_positions` returned.
+    The seed of the training arguments draws new weights, whatever ran before; without training arguments, the model is
+    only used. A model that is trained may lack weights in its checkpoint, such as a head: they are new.
+    `ignore_mismatched_sizes` treats weights of another shape like missing ones; it is None if the script has no such
+    flag. `positions` is what `fit_positions` returned.
 
     Raises:
         ValueError: The model cannot be built, or the checkpoint cannot be read or does not fit the model.
     """
-    set_seed(training_args.seed)
+    if training_args is not None:
+        set_seed(training_args.seed)
     if model_args.is_new:
         try:
             dtype = None if model_args.dtype == "auto" else model_args.dtype
@@ -47,7 +56,8 @@ def load_model(
             raise ValueError(f"--model_type {config.model_type}: {error}") from error
         logger.info("New %s with %s parameters.", type(model).__name__, f"{model.num_parameters():,}")
     else:
-        model, missing = _load(model_args, training_args, auto_class, config, ignore_mismatched_sizes)
+        trains = training_args is not None and training_args.do_train
+        model, missing = _load(model_args, auto_class, config, ignore_mismatched_sizes, trains=trains)
         if uses_adapter(model_args):
             freeze_loaded(model, missing)
         _fit_to_tokenizer(model, tokenizer, model_args)
@@ -60,16 +70,17 @@ def load_model(
 
 def _load(
     model_args: ModelArguments,
-    training_args: TrainingArguments,
     auto_class: Any,
     config: PreTrainedConfig,
     ignore_mismatched_sizes: bool | None,
+    *,
+    trains: bool,
 ) -> tuple[Any, list[str]]:
     """Load the checkpoint; return the model and the names of new weights."""
     source, base = f"--model_name_or_path {model_args.model_name_or_path}", adapter_base(model_args)
     try:
         if model_args.init_type == "spade":
-            if not training_args.do_train:
+            if not trains:
                 raise ValueError(
                     "--init_from t5 adds weights that must be trained (--do_train) before the model is used"
                 )
@@ -91,7 +102,9 @@ def _load(
             )
         raise ValueError(message) from error
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if missing and not training_args.do_train and base is None:  # an adapter may have what its base lacks
+    if auto_class is AutoModel:  # of which only hidden states are read
+        missing = [name for name in missing if "pooler" not in name]
+    if missing and not trains and base is None:  # an adapter may have what its base lacks
         raise ValueError(
             f"{source} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}; it must "
             "be trained (--do_train) before it is used"

@@ -20,7 +20,8 @@ from hf_hybrid.training.run_folder.files import MARKER
 
 logger = logging.getLogger(__name__)
 
-_NOT_COMPARED = {"architectures", "dtype", "transformers_version", "use_cache"}  # set by saving and by Trainer
+# set by saving, by Trainer, and by --source_prefix
+_NOT_COMPARED = {"architectures", "dtype", "task_specific_params", "transformers_version", "use_cache"}
 # only read to initialize weights
 _STARTING_VALUES = {
     *("alpha_init", "embedding_initializer_range", "init_std", "initializer_factor", "initializer_range"),

@@ -1,0 +1,191 @@
+"""``hf-hybrid summarize``, ``generate``, ``classify``, ``embed``: read documents, and write what a model answers."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+from hf_hybrid.commands.answers import Answerer, Classify, Embed, Generate, Prompt, Summarize, batches
+from hf_hybrid.commands.checkpoint import check_checkpoint, load_checkpoint
+from hf_hybrid.commands.documents import Document, find_sources, read_sources
+from hf_hybrid.commands.flags import (
+    CheckpointArguments,
+    ClassifyArguments,
+    DocumentArguments,
+    EmbedArguments,
+    GenerationArguments,
+    OutputArguments,
+    SummarizeArguments,
+    parse_command,
+)
+from hf_hybrid.commands.results import Output, progress_file
+
+
+class _Command(NamedTuple):
+    answerer: type[Any]
+    flags: tuple[Any, ...]
+    fields: tuple[str, ...]
+
+
+_COMMANDS = {
+    "summarize": _Command(Summarize, (GenerationArguments, SummarizeArguments), ("summary",)),
+    "generate": _Command(Generate, (GenerationArguments,), ("text",)),
+    "classify": _Command(Classify, (ClassifyArguments,), ("label", "score")),
+    "embed": _Command(Embed, (EmbedArguments,), ("embedding",)),
+}
+# documents that are sorted by length together, and written together: so many batches, but in all no more tokens than
+# so many full batches of several documents have
+_BATCHES, _FULL_BATCHES = 16, 4
+
+
+def main(command: str, description: str, argv: Sequence[str]) -> int:
+    """Run a command.
+
+    Args:
+        command: Its name.
+        description: What it does, for ``--help``.
+        argv: Its arguments.
+
+    Returns:
+        0 if every document has an answer, 1 if one could not be read.
+
+    Raises:
+        ValueError: An argument cannot be used, which is said before the model is loaded.
+        KeyboardInterrupt: Ctrl-C; what is written stays, and the same command continues.
+    """
+    answerer_class, own_types, fields = _COMMANDS[command]
+    types = (DocumentArguments, OutputArguments, CheckpointArguments, *own_types)
+    name, arguments, documents, outputs, checkpoint_flags, *own = parse_command(command, description, types, argv)
+    written = [] if outputs.output is None else [Path(outputs.output), progress_file(Path(outputs.output))]
+    sources = find_sources(arguments, documents, leave_out=written)
+    with _quiet():
+        check_checkpoint(name, command, checkpoint_flags)
+        settings = _settings(command, name, documents, checkpoint_flags, own)
+        if command == "classify" and own[0].top_k > 1:
+            fields = (*fields, "labels")
+        count = sum(source.documents for source in sources)
+        output = Output(outputs, fields, settings, single=len(sources) == 1 and count == 1)
+        answerer = answerer_class(load_checkpoint(name, command, checkpoint_flags), documents, *own)
+        with output:
+            return _Run(answerer, output, outputs, count).answer(read_sources(sources, documents))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' warnings and bars, which are for those who write code, out of the terminal."""
+    verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _settings(
+    command: str, model: str, documents: DocumentArguments, checkpoint: CheckpointArguments, own: Sequence[Any]
+) -> dict[str, Any]:
+    """Return what the rows depend on, by flag."""
+    values = {name: value for flags in (documents, *own) for name, value in asdict(flags).items()}
+    revision = {name: getattr(checkpoint, name) for name in ("model_revision", "tokenizer_name", "dtype")}
+    return {"command": command, "model": model, **revision, **values}
+
+
+class _Run:
+    """One pass over the documents."""
+
+    def __init__(self, answerer: Answerer, output: Output, flags: OutputArguments, count: int) -> None:
+        self.answerer, self.output, self.flags = answerer, output, flags
+        self.bar = tqdm(total=count, unit="document", desc="Reading", disable=None, file=sys.stderr, smoothing=0.05)
+        self.answered = self.skipped = self.done = 0
+
+    def answer(self, documents: Iterator[Document]) -> int:
+        """Answer all documents; return the exit code."""
+        begun = time.perf_counter()
+        try:
+            for window in self._windows(documents):
+                self._answer_window(window)
+        except KeyboardInterrupt:
+            if self.output.path is not None:
+                self._say(f"what is written stays in {self.output.path}; the same command goes on from there")
+            raise
+        finally:
+            self.bar.close()
+            seconds = time.perf_counter() - begun
+            answered = f"{self.answered} document{'' if self.answered == 1 else 's'}"
+            self._say(
+                f"{answered} in {seconds:.1f} s ({self.answered / seconds:.2f} per second)"
+                + (f"; {self.done} were there already" if self.done else "")
+                + (f"; {self.skipped} skipped" if self.skipped else "")
+            )
+        return 1 if self.skipped else 0
+
+    def _windows(self, documents: Iterator[Document]) -> Iterator[list[tuple[Document, Prompt]]]:
+        """Yield the documents that need an answer, as many at a time as are written together."""
+        window: list[tuple[Document, Prompt]] = []
+        tokens = 0
+        for document in documents:
+            if document.problem is not None:
+                self._skip(document, document.problem)
+                self.bar.update()
+            elif self.output.is_done(document):
+                self.done += 1
+                self.bar.update()
+            else:
+                prompt = self._prompt(document)
+                window.append((document, prompt))
+                tokens += len(prompt.ids)
+            if len(window) == _BATCHES * self.flags.batch_size or tokens > _FULL_BATCHES * self.flags.batch_tokens:
+                yield window
+                window, tokens = [], 0
+        if window:
+            yield window
+
+    def _answer_window(self, window: list[tuple[Document, Prompt]]) -> None:
+        """Answer some documents, sorted by length, and write them in their order."""
+        rows: dict[int, dict[str, Any]] = {}
+        lengths = [len(prompt.ids) for _, prompt in window]
+        for batch in batches(lengths, self.flags.batch_size, self.flags.batch_tokens):
+            for index, row in zip(batch, self._rows([window[index] for index in batch]), strict=True):
+                if row is not None:
+                    rows[index] = {**row, "tokens": window[index][1].tokens}
+            self.bar.update(len(batch))
+        order = sorted(rows)
+        self.output.write([window[index][0] for index in order], [rows[index] for index in order])
+        self.answered += len(order)
+
+    def _prompt(self, document: Document) -> Prompt:
+        prompt = self.answerer.prompt(document.text)
+        if len(prompt.ids) < prompt.tokens:
+            self._say(f"{document.name}: {len(prompt.ids):,} of its {prompt.tokens:,} tokens are read")
+        return prompt
+
+    def _rows(self, batch: list[tuple[Document, Prompt]]) -> list[dict[str, Any] | None]:
+        """Return the rows of a batch; if it needs too much memory, try its halves, and at last skip a document."""
+        try:
+            return list(self.answerer.answer([prompt for _, prompt in batch]))
+        except RuntimeError as error:  # torch's kinds of it have no common class on CPUs and GPUs
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+        if len(batch) > 1:
+            half = len(batch) // 2
+            return self._rows(batch[:half]) + self._rows(batch[half:])
+        ((document, prompt),) = batch
+        self._skip(document, f"there is not enough memory for its {len(prompt.ids):,} tokens; try --max_source_length")
+        return [None]
+
+    def _skip(self, document: Document, why: str) -> None:
+        self.skipped += 1
+        self._say(f"{document.name} is skipped: {why}")
+
+    def _say(self, line: str) -> None:
+        self.bar.write(line, file=sys.stderr)

@@ -1,0 +1,200 @@
+"""What a model answers to a batch of documents: a summary, a continuation, a label, a vector."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import set_seed
+
+from hf_hybrid.commands.checkpoint import Checkpoint
+from hf_hybrid.commands.flags import (
+    ClassifyArguments,
+    DocumentArguments,
+    EmbedArguments,
+    GenerationArguments,
+    SummarizeArguments,
+)
+
+NEW_TOKENS = 128
+"""Most tokens that are generated if neither the user nor the checkpoint says how many."""
+
+
+class Prompt(NamedTuple):
+    """A document as token ids, and how many it had before it was cut."""
+
+    ids: list[int]
+    tokens: int
+
+
+class Answerer:
+    """A command's model: it turns documents into ids and batches of ids into rows of the output."""
+
+    cut_side = "right"
+
+    def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments) -> None:
+        self.checkpoint = checkpoint
+        given = (documents.max_source_length, self.positions())
+        self.limit = min((limit for limit in given if limit is not None), default=None)
+
+    def positions(self) -> int | None:
+        """Return the most tokens that may be read, None if the model has no limit."""
+        return self.checkpoint.positions
+
+    def prompt(self, text: str) -> Prompt:
+        """Encode a document, cut to the limit if there is one."""
+        tokenizer = self.checkpoint.tokenizer
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if self.limit is None or len(ids) <= self.limit:
+            return Prompt(ids, len(ids))
+        tokenizer.truncation_side = self.cut_side
+        return Prompt(tokenizer(text, truncation=True, max_length=self.limit)["input_ids"], len(ids))
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Return a row of the output for each document of a batch."""
+        raise NotImplementedError
+
+    def pad(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """Pad a batch to one length, on the model's device."""
+        batch = self.checkpoint.tokenizer.pad({"input_ids": [prompt.ids for prompt in prompts]}, return_tensors="pt")
+        return {name: batch[name].to(self.checkpoint.model.device) for name in ("input_ids", "attention_mask")}
+
+
+class Generate(Answerer):
+    """Continue texts, or what an encoder-decoder makes of them."""
+
+    field = "text"
+
+    def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, generation: GenerationArguments) -> None:
+        self.options = generation.given()
+        self.continues = not checkpoint.config.is_encoder_decoder
+        defaults = checkpoint.model.generation_config
+        length = None if self.continues else defaults.max_length  # of a continuation it counts the prompt
+        self.new_tokens: int = self.options.get("max_new_tokens") or defaults.max_new_tokens or length or NEW_TOKENS
+        self.options["max_new_tokens"] = self.new_tokens
+        if self.continues:
+            self.cut_side = checkpoint.tokenizer.padding_side = "left"
+        super().__init__(checkpoint, documents)
+        set_seed(generation.seed)
+
+    def positions(self) -> int | None:
+        """Leave room for a continuation.
+
+        Raises:
+            ValueError: The model has no positions for as many tokens as are to be generated.
+        """
+        limit = self.checkpoint.positions
+        room = getattr(self.checkpoint.config, "max_decoder_position_embeddings", limit)
+        if room is not None and self.new_tokens >= room:
+            raise ValueError(f"--max_new_tokens must be less than the model's {room} positions; got {self.new_tokens}")
+        return limit if limit is None or not self.continues else limit - self.new_tokens
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Generate for a batch."""
+        return [{self.field: text.strip()} for text in self.texts(self.pad(prompts))]
+
+    def texts(self, batch: dict[str, torch.Tensor], **options: Any) -> list[str]:
+        """Return the generated texts, without the prompts; `options` are further ones of `generate`."""
+        outputs = self.checkpoint.model.generate(**batch, **self.options, **options)
+        if self.continues:
+            outputs = outputs[:, batch["input_ids"].shape[1] :]
+        texts: list[str] = self.checkpoint.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return texts
+
+
+class Summarize(Generate):
+    """Summarize documents with an encoder-decoder."""
+
+    field = "summary"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        documents: DocumentArguments,
+        generation: GenerationArguments,
+        flags: SummarizeArguments,
+    ) -> None:
+        super().__init__(checkpoint, documents, generation)
+        self.prefix = source_prefix(checkpoint) if flags.source_prefix is None else flags.source_prefix
+
+    def prompt(self, text: str) -> Prompt:
+        """Encode a document behind the prefix."""
+        return super().prompt(self.prefix + text)
+
+
+def source_prefix(checkpoint: Checkpoint) -> str:
+    """Return the text that a checkpoint wants before a document, as T5's configurations say it; "" without one."""
+    tasks = getattr(checkpoint.config, "task_specific_params", None) or {}
+    prefix = (tasks.get("summarization") or {}).get("prefix")
+    return prefix if isinstance(prefix, str) else ""
+
+
+class Classify(Answerer):
+    """Give each document its likeliest label; if a document can have several, each has its own probability."""
+
+    def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, flags: ClassifyArguments) -> None:
+        super().__init__(checkpoint, documents)
+        self.labels: dict[Any, str] = checkpoint.config.id2label or {}
+        self.top_k = min(flags.top_k, len(self.labels))
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Classify a batch."""
+        config = self.checkpoint.config
+        with torch.inference_mode():
+            logits = self.checkpoint.model(**self.pad(prompts)).logits.float()
+        if config.num_labels == 1:  # a number is predicted
+            return [{"label": self.labels[0], "score": value} for value in logits[:, 0].tolist()]
+        several = config.problem_type == "multi_label_classification"
+        scores, labels = (logits.sigmoid() if several else logits.softmax(-1)).topk(self.top_k)
+        return [
+            self._row([self.labels[label] for label in names], values)
+            for names, values in zip(labels.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _row(self, names: list[str], scores: list[float]) -> dict[str, Any]:
+        pairs = [{"label": name, "score": score} for name, score in zip(names, scores, strict=True)]
+        return pairs[0] if self.top_k == 1 else {**pairs[0], "labels": pairs}
+
+
+class Embed(Answerer):
+    """Give each document a vector: its last hidden states, pooled."""
+
+    def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, flags: EmbedArguments) -> None:
+        super().__init__(checkpoint, documents)
+        self.flags = flags
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Embed a batch."""
+        model, batch = self.checkpoint.model, self.pad(prompts)
+        reader = model.get_encoder() if self.checkpoint.config.is_encoder_decoder else model
+        with torch.inference_mode():
+            states = reader(**batch).last_hidden_state.float()
+        kept = batch["attention_mask"].to(states.dtype)
+        if self.flags.pooling == "first":
+            kept = kept * (kept.cumsum(1) == 1)
+        elif self.flags.pooling == "last":
+            kept = kept * (kept.cumsum(1) == kept.sum(1, keepdim=True))
+        vectors = torch.einsum("btd,bt->bd", states, kept) / kept.sum(1, keepdim=True)
+        if self.flags.normalize_embeddings:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        return [{"embedding": vector} for vector in vectors.tolist()]
+
+
+def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:
+    """Divide documents into batches of similar length.
+
+    Args:
+        lengths: The tokens of each document.
+        most: Most documents of a batch.
+        most_tokens: Most tokens of a batch of several documents, padding included.
+
+    Yields:
+        The indices of a batch's documents; the longest come first.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and (len(batch) == most or (len(batch) + 1) * lengths[batch[0]] > most_tokens):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

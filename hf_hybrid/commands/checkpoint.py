@@ -1,0 +1,135 @@
+"""Load a checkpoint that a command uses: its model, its tokenizer, and how much it can read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from hf_hybrid.commands.flags import CheckpointArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.model.adapters import adapter_base, attach_loaded
+from hf_hybrid.training.model.config import load_config, read_config
+from hf_hybrid.training.model.tokenizer import load_tokenizer
+from hf_hybrid.training.model.weights import load_model
+
+_KINDS = {  # what the name of a checkpoint's class ends in -> what it is, and the command for it
+    "ForConditionalGeneration": ("an encoder-decoder", "summarize"),
+    "ForCausalLM": ("a language model", "generate"),
+    "LMHeadModel": ("a language model", "generate"),
+    "ForSequenceClassification": ("a classifier", "classify"),
+    "EncoderModel": ("an encoder", "embed"),
+}
+_COMMANDS = {"summarize": ("summarize",), "generate": ("generate", "summarize"), "classify": ("classify",)}
+_POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in evaluation mode, its tokenizer, and the most tokens that it can read (None: any number)."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    positions: int | None
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration."""
+        config: PreTrainedConfig = self.model.config
+        return config
+
+
+def check_checkpoint(name: str, command: str, flags: CheckpointArguments) -> PreTrainedConfig:
+    """Return a checkpoint's configuration if the command can use it; nothing large is loaded.
+
+    Raises:
+        ValueError: There is no such checkpoint, it is for another command, or the device does not exist.
+    """
+    _device(flags)
+    model_args = _model_arguments(name, flags)
+    try:
+        _, config = read_config(model_args)
+        is_adapter = adapter_base(model_args) is not None
+        for architecture in () if is_adapter else config.architectures or ():
+            for end, (kind, fitting) in _KINDS.items():
+                if architecture.endswith(end) and fitting not in _COMMANDS.get(command, (fitting,)):
+                    raise ValueError(f"{name} is {kind} ({architecture}): use hf-hybrid {fitting}")
+        if is_adapter and command == "embed":
+            raise ValueError(f"{name} is an adapter: merge it into its model (--merge_adapter) to embed with it")
+        load_config(model_args, _auto_class(command, config))
+    except ValueError as error:
+        raise _named(error) from error
+    return config
+
+
+def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Checkpoint:
+    """Load a checkpoint, from a folder or the Hub; an adapter with its base.
+
+    Raises:
+        ValueError: It cannot be loaded, or lacks weights of the model.
+    """
+    model_args, device = _model_arguments(name, flags), _device(flags)
+    try:
+        _, config = read_config(model_args)
+        auto_class = _auto_class(command, config)
+        config = load_config(model_args, auto_class)
+        tokenizer = load_tokenizer(model_args, config, None)
+        assert tokenizer is not None  # only new models train one
+        model: Any = load_model(model_args, None, auto_class, config, tokenizer)
+        if (base := adapter_base(model_args)) is not None:
+            model = attach_loaded(model, model_args, base, trains=False)
+    except ValueError as error:
+        raise _named(error) from error
+    try:
+        model = model.eval().to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {flags.device}: {' '.join(str(error).split())}") from error
+    return Checkpoint(model, tokenizer, positions_of(config, tokenizer))
+
+
+def positions_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the most tokens that a model has positions for; None if it reads any number."""
+    limits = [value for name in _POSITIONS if isinstance(value := getattr(config, name, None), int) and value > 0]
+    return min(*limits, tokenizer.model_max_length) if limits else None
+
+
+def _named(error: ValueError) -> ValueError:
+    """Call the model what a command calls it: an argument, which has no flag."""
+    return ValueError(str(error).replace("--model_name_or_path ", ""))
+
+
+def _model_arguments(name: str, flags: CheckpointArguments) -> ModelArguments:
+    return ModelArguments(
+        model_name_or_path=name,
+        **{
+            field: getattr(flags, field)
+            for field in ("tokenizer_name", "model_revision", "cache_dir", "token", "trust_remote_code", "dtype")
+        },
+    )
+
+
+def _auto_class(command: str, config: PreTrainedConfig) -> Any:
+    if command == "embed":
+        return AutoModel
+    if command == "classify":
+        return AutoModelForSequenceClassification
+    return AutoModelForSeq2SeqLM if command == "summarize" or config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def _device(flags: CheckpointArguments) -> torch.device:
+    if flags.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(flags.device)
+    except RuntimeError as error:
+        raise ValueError(f"--device must be a device such as cpu or cuda:0; got {flags.device!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {flags.device}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device

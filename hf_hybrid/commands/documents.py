@@ -1,0 +1,166 @@
+"""What the arguments of a command name: texts, files, folders, rows of tables, standard input."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_hybrid.commands.flags import DocumentArguments
+from hf_hybrid.commands.readers import EXTENSIONS as FILES
+from hf_hybrid.commands.readers import Unreadable, check_packages, checked_text, decode_text, read_document
+from hf_hybrid.data.columns import text_column
+from hf_hybrid.data.files import EXTENSIONS as TABLES
+from hf_hybrid.data.files import iterate_rows
+from hf_hybrid.suggestions import did_you_mean
+
+_COMPRESSED = (".gz", ".xz", ".bz2")
+_TABLE = "document"  # what errors call a table
+STDIN = "-"
+
+
+class Document(NamedTuple):
+    """A document: its name, and its text or why there is none."""
+
+    name: str
+    text: str = ""
+    problem: str | None = None
+
+
+class Source(NamedTuple):
+    """Something that holds documents: a file, or a text of the command line or of standard input."""
+
+    name: str
+    path: Path | None
+    documents: int
+    column: str | None = None
+    text: bytes = b""
+    problem: str | None = None
+
+
+def find_sources(
+    arguments: Sequence[str], flags: DocumentArguments, *, leave_out: Sequence[Path] = ()
+) -> list[Source]:
+    """Return what the arguments name, tables checked to their last row.
+
+    Args:
+        arguments: A file, a folder (all files in it that can be read), ``-`` for standard input, or a text. Without
+            any, standard input unless it is a terminal.
+        flags: The flags of documents.
+        leave_out: Files that folders do not include, such as the output.
+
+    Raises:
+        ValueError: A file does not exist or is of no known kind, a folder has none that can be read, or a package is
+            missing that reads one.
+    """
+    if not arguments:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no document is given: name texts, files or folders, or pipe a text into the command")
+        arguments = [STDIN]
+    excluded = {path.resolve() for path in leave_out}
+    sources, texts = [], 0
+    for argument in arguments:
+        path = Path(argument)
+        if argument == STDIN:
+            sources.append(Source("standard input", None, 1, text=sys.stdin.buffer.read()))
+        elif _exists(path) and path.is_dir():
+            sources += [_source_in_folder(file, flags) for file in _files_of(path, excluded)]
+        elif _exists(path):
+            if _kind(path) is None:
+                known = ", ".join((*FILES, *TABLES))
+                raise ValueError(f"{argument}: the documents' files must end in one of {known}")
+            sources.append(_source(path, flags))
+        elif _looks_like_a_file(argument):
+            siblings = os.listdir(path.parent) if path.parent.is_dir() else []
+            raise ValueError(f"{argument}: there is no such file or folder.{did_you_mean(path.name, siblings)}")
+        else:
+            texts += 1
+            sources.append(Source(f"text {texts}", None, 1, text=argument.encode("utf-8", errors="surrogateescape")))
+    check_packages({source.path.suffix.lower() for source in sources if source.path is not None})
+    return sources
+
+
+def read_sources(sources: Sequence[Source], flags: DocumentArguments) -> Iterator[Document]:
+    """Yield the documents of sources in their order; those that cannot be read say why."""
+    for source in sources:
+        if source.problem is not None:
+            yield Document(source.name, problem=source.problem)
+        elif source.column is not None:
+            for number, row in enumerate(iterate_rows(_TABLE, str(source.path)), start=1):
+                value = row.get(source.column)
+                yield _document(
+                    f"{source.name}:{number}", checked_text, value if isinstance(value, str) else "", flags
+                )
+        elif source.path is not None:
+            yield _document(source.name, read_document, source.path, flags)
+        else:
+            yield _document(source.name, decode_text, source.text, flags)
+
+
+def _document(name: str, read: Callable[..., str], *arguments: Any) -> Document:
+    try:
+        return Document(name, read(*arguments))
+    except Unreadable as error:
+        return Document(name, problem=str(error))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a text that is too long for a name, or has a zero byte
+        return False
+
+
+def _kind(path: Path) -> str | None:
+    """Return "file" or "table", or None for a file of another kind."""
+    suffix = path.suffix.lower()
+    if suffix in FILES:
+        return "file"
+    inner = Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
+    return "table" if inner in TABLES else None
+
+
+def _looks_like_a_file(text: str) -> bool:
+    """Whether a text that is no file was probably meant as one: no spaces, and a known ending or a slash."""
+    return not any(letter.isspace() for letter in text) and (_kind(Path(text)) is not None or "/" in text)
+
+
+def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
+    """Return the files of a folder and of its folders that can be read, hidden ones left out."""
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()
+    )
+    found = [path for path in files if _kind(path) is not None and path.resolve() not in excluded]
+    others = Counter(path.suffix.lower() or "no ending" for path in files if _kind(path) is None)
+    if not found:
+        has = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common()) or "none at all"
+        raise ValueError(f"{folder}: no file in this folder can be read as a document; it has {has}")
+    if others:
+        listed = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
+        print(f"{folder}: files of other kinds are left out: {listed}", file=sys.stderr)
+    return found
+
+
+def _source_in_folder(path: Path, flags: DocumentArguments) -> Source:
+    """Return the source of a file that nobody named; one that cannot be read does not stop the others."""
+    try:
+        return _source(path, flags)
+    except ValueError as error:
+        return Source(str(path), path, 1, problem=str(error))
+
+
+def _source(path: Path, flags: DocumentArguments) -> Source:
+    if _kind(path) == "file":
+        return Source(str(path), path, 1)
+    columns: dict[str, bool] = {}
+    count = 0
+    for row in iterate_rows(_TABLE, str(path)):
+        count += 1
+        for name, value in row.items():
+            columns[name] = columns.get(name, False) or isinstance(value, str)
+    if not count:
+        raise ValueError(f"{path} must hold at least one row; got none")
+    return Source(str(path), path, count, column=text_column({"": columns}, flags.text_column))

@@ -1,0 +1,75 @@
+"""The program ``hf-hybrid``: a command for each thing that is done with a model."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from hf_hybrid.suggestions import did_you_mean
+from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.version import __version__
+
+
+class Command(NamedTuple):
+    """A command: the module whose `main` runs it, and what it does."""
+
+    module: str
+    description: str
+
+
+COMMANDS = {
+    "summarize": Command("hf_hybrid.commands.answer", "Summarize documents with an encoder-decoder."),
+    "generate": Command("hf_hybrid.commands.answer", "Continue texts with a language model."),
+    "classify": Command("hf_hybrid.commands.answer", "Give documents the labels of a classifier."),
+    "embed": Command("hf_hybrid.commands.answer", "Give documents vectors: a model's last hidden states, pooled."),
+    "train": Command("hf_hybrid.training.__main__", "Train a model: train summarization, train glue or train clm."),
+    "demo": Command("hf_hybrid.training.demo", "Train a small summarizer from scratch and show what it learnt."),
+    "run": Command("hf_hybrid.run", "Run another program with our models registered, such as lm_eval."),
+    "doctor": Command("hf_hybrid.commands.doctor", "Print versions, devices and which kernels run, for a bug report."),
+}
+_ANSWER = "hf_hybrid.commands.answer"
+
+
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Run a command.
+
+    Args:
+        argv: The command and its arguments; those of this process when None.
+
+    Returns:
+        What the command returns: an integer is an exit code.
+
+    Raises:
+        ValueError: There is no such command, or its arguments cannot be used.
+    """
+    name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if name in ("--version", "version"):
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        raise ValueError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} hf-hybrid --help lists them")
+    command = importlib.import_module(COMMANDS[name].module)
+    if COMMANDS[name].module == _ANSWER:
+        return command.main(name, COMMANDS[name].description, arguments)
+    if argv is None:
+        sys.argv[:] = [f"hf-hybrid {' '.join([name, *arguments[:1]]) if name == 'train' else name}", *arguments]
+    return command.main(arguments)
+
+
+def run() -> NoReturn:
+    """Run the command of this process, and exit."""
+    try:
+        run_command_line(main)
+    except BrokenPipeError:  # the reader of the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.description}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: hf-hybrid COMMAND ...", "", *lines, "", "hf-hybrid COMMAND --help lists its flags."])

@@ -1,0 +1,162 @@
+"""The output of a command: text, JSON lines or CSV, written as it comes, and continued after an interruption."""
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from hf_hybrid.commands.documents import Document
+from hf_hybrid.commands.flags import OutputArguments
+
+_FORMATS = {".txt": "text", ".jsonl": "jsonl", ".csv": "csv"}
+
+
+def progress_file(output: Path) -> Path:
+    """Return the file beside an output that says which documents it has."""
+    return output.with_name(f"{output.name}.progress")
+
+
+class Output:
+    """Where the rows of a command go: a file or the terminal.
+
+    A file has a second one beside it, `progress_file`: its first line has the settings that made the output, and each
+    further line a document that is written, with the length of the output up to there. If a command is interrupted,
+    what was written after the last of these lines is cut off, and the command continues with the next document.
+
+    Args:
+        flags: The flags of the output.
+        fields: The columns, behind the document's name.
+        settings: What rows depend on; an output is continued with the same settings only.
+        single: Whether there is one document, whose name a text output leaves out.
+
+    Raises:
+        ValueError: The format does not fit, or the output exists and is not to be continued with these settings.
+    """
+
+    def __init__(
+        self, flags: OutputArguments, fields: Sequence[str], settings: Mapping[str, Any], *, single: bool
+    ) -> None:
+        self.path = None if flags.output is None else Path(flags.output)
+        self.fields = ("document", *fields, "tokens")
+        self.single = single
+        if self.path is not None and self.path.is_dir():
+            raise ValueError(f"--output {self.path} must be a file; it is a folder")
+        self.format = _format(flags, self.path, "jsonl" if "embedding" in fields else "text")
+        self.settings = dict(settings) | {"format": self.format}
+        if self.format == "text" and "embedding" in fields:
+            raise ValueError("--output_format must be jsonl or csv for vectors; got text")
+        self.done: set[str] = set()
+        self._length = self._progress_length = 0  # bytes
+        if self.path is not None:
+            if not self.path.parent.is_dir():
+                raise ValueError(f"--output {self.path}: there is no folder {self.path.parent}")
+            if self.path.exists() and not flags.overwrite_output:
+                self._read_progress(self.path)
+        self._stream: IO[bytes] | None = None
+        self._progress: IO[bytes] | None = None
+
+    def is_done(self, document: Document) -> bool:
+        """Whether the output has this document, with this text."""
+        return _key(document) in self.done
+
+    def __enter__(self) -> "Output":
+        """Open the file, without what an interruption left unfinished."""
+        if self.path is not None:
+            progress = progress_file(self.path)
+            if self.done:
+                os.truncate(self.path, self._length)
+                os.truncate(progress, self._progress_length)
+            else:
+                self.path.write_bytes(b"")
+                progress.write_text(json.dumps(self.settings) + "\n", encoding="utf-8")
+            self._stream, self._progress = open(self.path, "ab"), open(progress, "ab")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None and self._progress is not None:
+            self._stream.close()
+            self._progress.close()
+
+    def write(self, documents: Sequence[Document], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of some documents."""
+        records = []
+        for document, row in zip(documents, rows, strict=True):
+            shown = self._shown({"document": document.name, **row}, begins=self._length == 0)
+            content = shown.encode("utf-8", errors="replace")
+            self._length += len(content)
+            if self._stream is None:
+                sys.stdout.write(shown)
+            else:
+                self._stream.write(content)
+                records.append(json.dumps([_key(document), self._length]) + "\n")
+        if self._stream is None or self._progress is None:
+            sys.stdout.flush()
+            return
+        for stream, content in ((self._stream, b""), (self._progress, "".join(records).encode())):
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _read_progress(self, path: Path) -> None:
+        advice = "name another --output, or give --overwrite_output to replace it"
+        file = progress_file(path)
+        if not file.is_file():
+            raise ValueError(f"--output {path} exists and is not the output of such a command: {advice}")
+        lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        try:
+            settings, *done = map(json.loads, lines)
+        except ValueError as error:
+            raise ValueError(f"--output {path}: {file} is damaged: {advice}") from error
+        if not done:
+            return
+        for name in {**settings, **self.settings}:
+            old, new = settings.get(name), self.settings.get(name)
+            if old != new:
+                raise ValueError(f"--output {path} was written with {name} {old!r}, and now it is {new!r}: {advice}")
+        self.done = {key for key, _ in done}
+        self._length = done[-1][1]
+        self._progress_length = sum(map(len, lines))
+        if path.stat().st_size < self._length:
+            raise ValueError(f"--output {path} is shorter than it was when it was written: {advice}")
+
+    def _shown(self, row: Mapping[str, Any], *, begins: bool) -> str:
+        if self.format == "jsonl":
+            return json.dumps(row, ensure_ascii=False) + "\n"
+        if self.format == "csv":
+            text = io.StringIO()
+            writer = csv.DictWriter(text, self.fields, lineterminator="\n")
+            if begins:
+                writer.writeheader()
+            writer.writerow({name: _cell(row.get(name)) for name in self.fields})
+            return text.getvalue()
+        if "label" in row:
+            pairs = row.get("labels") or [row]
+            shown = "\t".join(f"{pair['label']}\t{pair['score']:.4f}" for pair in pairs) + "\n"
+            return shown if self.single else f"{row['document']}\t{shown}"
+        text = row[self.fields[1]]
+        return f"{text}\n" if self.single else f"{'' if begins else chr(10)}==> {row['document']} <==\n{text}\n"
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def _key(document: Document) -> str:
+    """Return what a document is recognised by: its name and a hash of its text."""
+    return f"{document.name} {xxhash.xxh3_64_hexdigest(document.text.encode('utf-8', errors='surrogatepass'))}"
+
+
+def _format(flags: OutputArguments, path: Path | None, on_terminal: str) -> str:
+    if flags.output_format is not None:
+        return flags.output_format
+    if path is None:
+        return on_terminal
+    if path.suffix.lower() not in _FORMATS:
+        raise ValueError(f"--output must end in {', '.join(_FORMATS)}, or give --output_format; got {str(path)!r}")
+    return _FORMATS[path.suffix.lower()]

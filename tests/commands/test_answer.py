@@ -1,0 +1,419 @@
+"""`summarize`, `generate`, `classify` and `embed`: what they answer, in which files, and how they go on."""
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from hf_hybrid import peft_config
+from hf_hybrid.commands import answer
+from hf_hybrid.commands.answers import Embed, Generate, batches
+from hf_hybrid.commands.program import main
+from hf_hybrid.commands.results import progress_file
+from hf_hybrid.training.errors import run_command_line
+
+TEXTS = ["A first document.", "b", "The third one is by far the longest of the four.", "Four"]
+NEW = ["--max_new_tokens", "5"]
+
+
+def call(*arguments):
+    """Run a command without a document that cannot be read."""
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+def rows(*arguments, capsys):
+    """Return the rows that a command prints."""
+    call(*arguments, "--output_format", "jsonl")
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def written(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of documents, some of which cannot be read."""
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for index, text in enumerate(TEXTS):
+        (documents / f"{index}.txt").write_text(text)
+    (documents / "2b.txt").write_bytes(b"\0")
+    return documents
+
+
+# ---- what is answered ----
+
+
+@pytest.mark.parametrize("model_type", ["spade", "srformer_bart", "srformer_t5", "t5"])
+def test_summaries_are_those_of_generate(model_type, folders, capsys):
+    checkpoint = folders(model_type, "AutoModelForSeq2SeqLM")
+    got = rows("summarize", checkpoint, *TEXTS, *NEW, "--num_beams", "2", capsys=capsys)
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    for number, (row, text) in enumerate(zip(got, TEXTS, strict=True), start=1):
+        inputs = tokenizer(text, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=5, num_beams=2)
+        summary = tokenizer.decode(ids[0], skip_special_tokens=True).strip()
+        assert row == {"document": f"text {number}", "summary": summary, "tokens": inputs["input_ids"].shape[1]}
+
+
+@pytest.mark.parametrize("model_type", ["bst", "chela", "spade", "gpt2"])
+def test_continuations_are_those_of_generate(model_type, folders, capsys):
+    checkpoint = folders(model_type, "AutoModelForCausalLM")
+    got = rows("generate", checkpoint, *TEXTS, *NEW, capsys=capsys)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    for row, text in zip(got, TEXTS, strict=True):
+        inputs = tokenizer(text, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert row["text"] == tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("model_type", ["bst", "chela", "spade", "bert"])
+def test_labels_are_those_of_the_model(model_type, folders, capsys):
+    checkpoint = folders(model_type, "AutoModelForSequenceClassification", num_labels=3)
+    got = rows("classify", checkpoint, *TEXTS, "--top_k", "2", capsys=capsys)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for row, text in zip(got, TEXTS, strict=True):
+        with torch.no_grad():
+            scores = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1)
+        best = scores.argsort(descending=True)[:2].tolist()
+        assert [pair["label"] for pair in row["labels"]] == [f"LABEL_{index}" for index in best]
+        assert [pair["score"] for pair in row["labels"]] == pytest.approx(scores[best].tolist(), abs=1e-5)
+        assert (row["label"], row["score"]) == tuple(row["labels"][0].values())
+
+
+def test_several_labels_of_a_document_have_their_own_probabilities(folders, capsys):
+    problem = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    checkpoint = folders("chela", "AutoModelForSequenceClassification", **problem)
+    (row,) = rows("classify", checkpoint, TEXTS[0], "--top_k", "9", capsys=capsys)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        logits = model(**AutoTokenizer.from_pretrained(checkpoint)(TEXTS[0], return_tensors="pt")).logits[0]
+    wanted = sorted(logits.sigmoid().tolist(), reverse=True)
+    assert [pair["score"] for pair in row["labels"]] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_model_of_numbers_gives_the_number(folders, capsys):
+    checkpoint = folders("chela", "AutoModelForSequenceClassification", num_labels=1)
+    (row,) = rows("classify", checkpoint, TEXTS[0], capsys=capsys)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        logits = model(**AutoTokenizer.from_pretrained(checkpoint)(TEXTS[0], return_tensors="pt")).logits
+    assert row["score"] == pytest.approx(logits.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [
+        *(
+            ("chela", "AutoModelForCausalLM"),
+            ("spade", "AutoModelForSeq2SeqLM"),
+            ("spade", "AutoModelForTextEncoding"),
+        ),
+        *(("srformer_t5", "AutoModelForSeq2SeqLM"), ("bert", "AutoModelForMaskedLM")),
+    ],
+)
+def test_vectors_are_pooled_hidden_states(model_type, auto_class, pooling, folders, capsys):
+    checkpoint = folders(model_type, auto_class)
+    flags = ["--pooling", pooling, "--normalize_embeddings"]
+    got = rows("embed", checkpoint, *TEXTS, *flags, capsys=capsys)
+    model, tokenizer = AutoModel.from_pretrained(checkpoint).eval(), AutoTokenizer.from_pretrained(checkpoint)
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    for row, text in zip(got, TEXTS, strict=True):
+        with torch.no_grad():
+            states = encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        vector = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling]
+        assert row["embedding"] == pytest.approx((vector / vector.norm()).tolist(), abs=1e-5)
+
+
+def test_an_adapter_is_used_with_its_base(folders, tmp_path, capsys):
+    base = folders("chela", "AutoModelForCausalLM")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = get_peft_model(model, peft_config(model, "lora", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    (row,) = rows("generate", tmp_path / "adapter", TEXTS[0], *NEW, capsys=capsys)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    inputs = tokenizer(TEXTS[0], return_tensors="pt")
+    ids = adapted.eval().generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert row["text"] == tokenizer.decode(ids, skip_special_tokens=True).strip()
+    with pytest.raises(ValueError, match="is an adapter: merge it"):
+        main(["embed", str(tmp_path / "adapter"), "text"])
+
+
+def test_drawing_is_repeatable_by_its_seed(folders, capsys):
+    def drawn(seed):
+        flags = ["--do_sample", "--top_k", "0", "--seed", seed]
+        return rows("generate", folders("chela", "AutoModelForCausalLM"), *TEXTS, *NEW, *flags, capsys=capsys)
+
+    assert drawn("1") == drawn("1") != drawn("2")
+
+
+# ---- how much is read ----
+
+
+def test_everything_is_read_unless_the_model_lacks_positions(folders, capsys):
+    long = "x" * 3000
+    (row,) = rows("summarize", folders("spade", "AutoModelForSeq2SeqLM"), long, *NEW, capsys=capsys)
+    assert row["tokens"] == 3001
+    checkpoint = folders("srformer_bart", "AutoModelForSeq2SeqLM")
+    positions = AutoModelForSeq2SeqLM.from_pretrained(checkpoint).config.max_position_embeddings
+    call("summarize", checkpoint, long, *NEW, "--output_format", "jsonl")
+    captured = capsys.readouterr()
+    assert f"text 1: {positions:,} of its 3,001 tokens are read" in captured.err
+    assert json.loads(captured.out)["tokens"] == 3001
+    call("summarize", folders("spade", "AutoModelForSeq2SeqLM"), long, *NEW, "--max_source_length", "10")
+    assert "10 of its 3,001 tokens are read" in capsys.readouterr().err
+
+
+def test_a_continuation_sees_the_end_of_a_text_that_is_too_long(folders, capsys):
+    checkpoint = folders("gpt2", "AutoModelForCausalLM")
+    positions = AutoModelForCausalLM.from_pretrained(checkpoint).config.max_position_embeddings
+    end = "y" * (positions - 5)
+    cut, whole = rows("generate", checkpoint, "x" * 100 + end, end, *NEW, "--batch_size", "1", capsys=capsys)
+    assert cut["text"] == whole["text"]
+
+
+def test_the_prefix_is_what_the_checkpoint_was_trained_with(folders, tmp_path, capsys):
+    checkpoint = folders("t5", "AutoModelForSeq2SeqLM")
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    model.config.task_specific_params = {"summarization": {"prefix": "summarize: "}}
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "model")
+    (row,) = rows("summarize", tmp_path / "model", TEXTS[0], *NEW, capsys=capsys)
+    (other,) = rows("summarize", checkpoint, f"summarize: {TEXTS[0]}", *NEW, capsys=capsys)
+    assert row == other
+    (row,) = rows("summarize", tmp_path / "model", TEXTS[0], *NEW, "--source_prefix", "", capsys=capsys)
+    assert row == rows("summarize", checkpoint, TEXTS[0], *NEW, capsys=capsys)[0]
+
+
+def test_batches_have_similar_lengths_and_few_tokens():
+    lengths = [5, 1, 9, 4, 9, 2]
+    assert list(batches(lengths, 2, 100)) == [[2, 4], [0, 3], [5, 1]]
+    assert list(batches(lengths, 9, 12)) == [[2], [4], [0, 3], [5, 1]]
+    assert list(batches([50], 9, 12)) == [[0]]
+    assert list(batches([], 9, 12)) == []
+
+
+def test_a_batch_that_needs_too_much_memory_is_divided(folders, capsys, monkeypatch):
+    answered = Generate.answer
+
+    def tight(self, prompts):
+        if len(prompts) > 1 or len(prompts[0].ids) > 30:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1")
+        return answered(self, prompts)
+
+    monkeypatch.setattr(Generate, "answer", tight)
+    checkpoint = folders("chela", "AutoModelForCausalLM")
+    assert main(["generate", checkpoint, *TEXTS, *NEW]) == 1
+    captured = capsys.readouterr()
+    assert re.findall("==> (.*) <==", captured.out) == ["text 1", "text 2", "text 4"]
+    assert "text 3 is skipped: there is not enough memory for its 48 tokens" in captured.err
+    monkeypatch.setattr(Generate, "answer", lambda self, prompts: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):  # any other error is one
+        main(["generate", checkpoint, *TEXTS, *NEW])
+
+
+# ---- the output ----
+
+
+def test_text_is_for_reading(folders, folder, capsys):
+    checkpoint = folders("chela", "AutoModelForSequenceClassification", num_labels=3)
+    call("classify", checkpoint, folder / "0.txt")
+    assert re.fullmatch(r"LABEL_\d\t0\.\d{4}\n", capsys.readouterr().out)
+    assert main(["classify", checkpoint, str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert re.fullmatch(rf"({re.escape(str(folder))}/\d\.txt\tLABEL_\d\t0\.\d{{4}}\n){{4}}", captured.out)
+    assert "2b.txt is skipped: it is no text but binary data" in captured.err
+    assert re.search(r"^4 documents in .* s \(.* per second\); 1 skipped$", captured.err, re.MULTILINE)
+    checkpoint = folders("chela", "AutoModelForCausalLM")
+    call("generate", checkpoint, *TEXTS[:2], *NEW)
+    assert re.fullmatch(r"==> text 1 <==\n[^\n]*\n\n==> text 2 <==\n[^\n]*\n", capsys.readouterr().out)
+    call("generate", checkpoint, TEXTS[0], *NEW)
+    assert "==>" not in capsys.readouterr().out
+
+
+def test_csv_has_a_header_and_vectors_as_json(folders, tmp_path):
+    out = tmp_path / "out.csv"
+    call("embed", folders("spade", "AutoModelForTextEncoding"), "one, two", "three", "-o", out)
+    first, second = csv.DictReader(io.StringIO(out.read_text(encoding="utf-8")))
+    assert list(first) == ["document", "embedding", "tokens"]
+    assert len(json.loads(first["embedding"])) == len(json.loads(second["embedding"])) > 1
+
+
+def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsys, monkeypatch):
+    checkpoint = folders("chela", "AutoModelForCausalLM")
+    monkeypatch.setattr(answer, "_BATCHES", 1)
+    for extension in ("jsonl", "csv", "txt"):
+        out = tmp_path / f"out.{extension}"
+        command = ["generate", checkpoint, str(folder), *NEW, "--batch_size", "2", "-o", str(out)]
+        assert main(command) == 1
+        whole, lines = out.read_bytes(), progress_file(out).read_bytes().splitlines(keepends=True)
+        assert len(lines) == 5
+        ends = [0, *(json.loads(line)[1] for line in lines[1:])]
+        for done in range(5):
+            for cut in {ends[done], ends[done] + 1, len(whole)}:  # the output may be ahead of what is written down
+                for torn in (b"", b'["torn'):
+                    out.write_bytes(whole[:cut])
+                    progress_file(out).write_bytes(b"".join(lines[: done + 1]) + torn)
+                    capsys.readouterr()
+                    assert main(command) == 1
+                    assert out.read_bytes() == whole
+                    assert progress_file(out).read_bytes() == b"".join(lines)
+                    assert capsys.readouterr().err.count(f"{4 - done} document") == 1
+
+
+def test_documents_that_are_new_or_changed_are_added(folders, folder, tmp_path):
+    checkpoint, out = folders("chela", "AutoModelForCausalLM"), tmp_path / "out.jsonl"
+    (folder / "2b.txt").unlink()
+    call("generate", checkpoint, folder, *NEW, "-o", out)
+    first = written(out)
+    (folder / "new.txt").write_text("new")
+    (folder / "1.txt").write_text("changed")
+    call("generate", checkpoint, folder, *NEW, "-o", out)
+    assert written(out)[:4] == first
+    assert [Path(row["document"]).name for row in written(out)[4:]] == ["1.txt", "new.txt"]
+
+
+def test_an_output_of_other_settings_is_kept(folders, tmp_path):
+    checkpoint, out = folders("chela", "AutoModelForCausalLM"), tmp_path / "out.jsonl"
+    call("generate", checkpoint, *TEXTS, *NEW, "-o", out)
+    before = out.read_bytes()
+    for flags, message in [
+        (["--max_new_tokens", "6"], "was written with max_new_tokens 5, and now it is 6"),
+        ([*NEW, "--output_format", "csv"], "was written with format 'jsonl', and now it is 'csv'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            main(["generate", checkpoint, *TEXTS, *flags, "-o", str(out)])
+        assert out.read_bytes() == before
+    progress_file(out).unlink()
+    with pytest.raises(ValueError, match="exists and is not the output of such a command"):
+        main(["generate", checkpoint, *TEXTS, *NEW, "-o", str(out)])
+    assert out.read_bytes() == before
+    call("generate", checkpoint, TEXTS[1], *NEW, "-o", out, "--overwrite_output")
+    assert [row["document"] for row in written(out)] == ["text 1"]
+
+
+def test_batches_and_devices_may_change(folders, tmp_path):
+    checkpoint, out = folders("chela", "AutoModelForCausalLM"), tmp_path / "out.jsonl"
+    call("generate", checkpoint, *TEXTS[:2], *NEW, "-o", out)
+    call("generate", checkpoint, *TEXTS, *NEW, "-o", out, "--batch_size", "1", "--device", "cpu")
+    assert len(written(out)) == 4
+
+
+def test_a_killed_process_leaves_what_it_wrote(folders, folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for index in range(60):
+        (folder / f"{index}.txt").write_text(f"{index} {TEXTS[2]}" * 20)
+    command = [sys.executable, "-m", "hf_hybrid", "generate", folders("chela", "AutoModelForCausalLM"), str(folder)]
+    command += ["--batch_size", "1", "--batch_tokens", "1", "--max_new_tokens", "40", "-o", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (out.is_file() and out.read_bytes().count(b"\n") > 3):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 3 < out.read_bytes().count(b"\n") < 60
+    assert main(command[3:]) == 1  # for 2b.txt
+    got = [row["document"] for row in written(out)]
+    assert got == sorted(str(path) for path in folder.iterdir() if path.name != "2b.txt")
+
+
+def test_an_interruption_says_how_to_go_on(folders, tmp_path, capsys, monkeypatch):
+    def interrupt(self, prompts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Embed, "answer", interrupt)
+    arguments = ["embed", folders("chela", "AutoModelForCausalLM"), *TEXTS, "-o", str(tmp_path / "out.jsonl")]
+    with pytest.raises(SystemExit) as left:
+        run_command_line(lambda: main(arguments))
+    assert left.value.code == 130
+    error = capsys.readouterr().err
+    assert f"what is written stays in {tmp_path / 'out.jsonl'}; the same command goes on from there" in error
+    assert "Traceback" not in error
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    arguments = ["generate", folders("chela", "AutoModelForCausalLM"), *TEXTS, *NEW, "-o", str(out)]
+    call(*arguments)
+    whole = out.read_bytes()
+    call(*arguments[:2], *TEXTS[:2], *NEW, "-o", out, "--overwrite_output")
+    kept, real = out.read_bytes(), os.fsync
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        run_command_line(lambda: main(arguments))
+    assert left.value.code == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: there is no room on a disk")
+    assert out.read_bytes()[: len(kept)] == kept
+    monkeypatch.setattr(os, "fsync", real)
+    call(*arguments)
+    assert out.read_bytes() == whole
+
+
+# ---- what cannot be used ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["summarize"], "needs a model"),
+        (["summarize", "no/such/model", "text"], "there is no such folder"),
+        (["summarize", "{causal}", "text"], r"is a language model \(ChelaForCausalLM\): use hf-hybrid generate"),
+        (["generate", "{classifier}", "text"], r"is a classifier \(.*\): use hf-hybrid classify"),
+        (["classify", "{seq2seq}", "text"], r"is an encoder-decoder \(.*\): use hf-hybrid summarize"),
+        (["summarize", "{encoder}", "text"], r"is an encoder \(SpadeEncoderModel\): use hf-hybrid embed"),
+        (["summarize", "{tmp}", "text"], r"is not a checkpoint: config\.json"),
+        (["generate", "{causal}", "text", "--num_beam", "3"], "unknown flag --num_beam. Did you mean 'num_beams'"),
+        (["generate", "{causal}", "text", "--num_beams", "x"], "invalid int value: 'x'"),
+        (["generate", "{causal}", "text", "--max_new_tokens", "0"], "--max_new_tokens must be a positive integer"),
+        (["generate", "{causal}", "text", "--top_p", "2", "--do_sample"], "--top_p must be a probability"),
+        (["generate", "{causal}", "text", "--temperature", "-1", "--do_sample"], "--temperature must be a positive"),
+        (["generate", "{causal}", "text", "--cache_implementation", "x"], "the flags of generation: .*cache_implem"),
+        (["classify", "{classifier}", "text", "--top_k", "0"], "--top_k must be a positive integer; got 0"),
+        (["generate", "{causal}", "text", "--device", "gpu"], "--device must be a device such as cpu or cuda:0"),
+        (["generate", "{causal}", "text", "--device", "cuda:99"], r"torch sees \d+ CUDA devices here"),
+        (["generate", "{causal}", "text", "-o", "out.xml"], r"--output must end in \.txt, \.jsonl, \.csv"),
+        (["generate", "{causal}", "text", "-o", "{tmp}"], "must be a file; it is a folder"),
+        (["generate", "{causal}", "text", "-o", "{tmp}/no/out.txt"], "there is no folder"),
+        (["embed", "{causal}", "text", "--output_format", "text"], "must be jsonl or csv for vectors"),
+        (["embed", "{causal}", "text", "--pooling", "max"], "invalid choice: 'max'"),
+        (["summarize", "{bart}", "text", "--max_new_tokens", "5000"], "must be less than the model's 1024 positions"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, folders, tmp_path):
+    places = {
+        "causal": folders("chela", "AutoModelForCausalLM"),
+        "classifier": folders("bst", "AutoModelForSequenceClassification"),
+        "seq2seq": folders("spade", "AutoModelForSeq2SeqLM"),
+        "encoder": folders("spade", "AutoModelForTextEncoding"),
+        "bart": folders("srformer_bart", "AutoModelForSeq2SeqLM"),
+        "tmp": tmp_path,
+    }
+    with pytest.raises(ValueError, match=message) as raised:
+        main([argument.format(**places) for argument in arguments])
+    assert "\n" not in str(raised.value)

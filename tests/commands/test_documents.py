@@ -1,0 +1,216 @@
+"""What the commands read: files of every kind, folders, tables, standard input; and what they say of bad ones."""
+
+import gzip
+import io
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hf_hybrid.commands import readers
+from hf_hybrid.commands.documents import find_sources, read_sources
+from hf_hybrid.commands.flags import DocumentArguments
+
+from .files import encrypt_pdf, write_docx, write_pdf
+
+
+def read(*arguments, leave_out=(), **flags):
+    flags = DocumentArguments(**flags)
+    return list(read_sources(find_sources([str(x) for x in arguments], flags, leave_out=leave_out), flags))
+
+
+def texts(*arguments, **flags):
+    documents = read(*arguments, **flags)
+    assert [document.problem for document in documents] == [None] * len(documents)
+    return [document.text for document in documents]
+
+
+def problem(path, **flags):
+    (document,) = read(path, **flags)
+    assert document.text == ""
+    return document.problem
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.TXT", "a.rst"])
+def test_text_files_are_one_document(name, tmp_path):
+    (tmp_path / name).write_text("Zwei Zeilen,\nnicht mehr — ß.\n", encoding="utf-8")
+    (document,) = read(tmp_path / name)
+    assert document == (str(tmp_path / name), "Zwei Zeilen,\nnicht mehr — ß.\n", None)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
+def test_byte_order_marks_are_understood(encoding, tmp_path):
+    mark = b"\xff\xfe" if encoding == "utf-16-le" else b""
+    (tmp_path / "a.txt").write_bytes(mark + "Grüße".encode(encoding))
+    assert texts(tmp_path / "a.txt") == ["Grüße"]
+
+
+def test_other_encodings_are_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Gr\xfc\xdfe".encode("latin-1"))
+    assert "byte 2 is no utf-8 text; name the --encoding" in problem(tmp_path / "a.txt")
+    assert texts(tmp_path / "a.txt", encoding="latin-1") == ["Grüße"]
+    with pytest.raises(ValueError, match="--encoding must be one that Python knows; got 'latn'"):
+        DocumentArguments(encoding="latn")
+
+
+def test_pdf(tmp_path):
+    write_pdf(tmp_path / "a.pdf", "The first page.", "The second.")
+    assert texts(tmp_path / "a.pdf") == ["The first page.\n\nThe second."]
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-128", "AES-256"])
+def test_a_protected_pdf_is_named(algorithm, tmp_path):
+    write_pdf(tmp_path / "a.pdf", "Secret.")
+    encrypt_pdf(tmp_path / "a.pdf", "password", algorithm)
+    assert problem(tmp_path / "a.pdf") == "it is protected by a password; save a copy without one"
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-128", "AES-256"])
+def test_a_pdf_that_only_its_owner_may_change_is_read(algorithm, tmp_path):
+    write_pdf(tmp_path / "a.pdf", "Not secret.")
+    encrypt_pdf(tmp_path / "a.pdf", "", algorithm)
+    assert texts(tmp_path / "a.pdf") == ["Not secret."]
+
+
+def test_a_pdf_of_pictures_is_named(tmp_path):
+    write_pdf(tmp_path / "a.pdf", "", "")
+    assert "its 2 pages have no text, only pictures" in problem(tmp_path / "a.pdf")
+
+
+def test_docx(tmp_path):
+    write_docx(tmp_path / "a.docx")
+    assert texts(tmp_path / "a.docx") == ["A heading\nA first paragraph.\nleft\tright\nA last one."]
+
+
+def test_html(tmp_path):
+    page = (
+        "<html><head><meta charset='latin-1'><title>Title</title><style>p {}</style></head><body><script>x</script>"
+        "<p>One <b>bo</b>ld\nword &amp; more.</p><ul><li>first<li>second</ul>\xfc<br>end</body></html>"
+    )
+    (tmp_path / "a.html").write_bytes(page.encode("latin-1"))
+    (text,) = texts(tmp_path / "a.html")
+    assert [line for line in text.splitlines() if line] == [
+        *("Title", "One bold", "word & more.", "first", "second", "ü", "end")
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a.docx"])
+def test_broken_files_are_named(name, tmp_path):
+    (tmp_path / name).write_bytes(b"this is no such file")
+    assert problem(tmp_path / name).startswith(f"it cannot be read as .{name[2:]}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "it is empty"),
+        ("a.pdf", b"", "it is empty"),
+        ("a.txt", b" \n\t", "it has no text"),
+        ("a.html", b"<p> </p><script>x</script>", "it has no text"),
+        ("a.txt", b"\x7fELF\x00\x01", "it is no text but binary data"),
+        ("a.html", b"\x7fELF\x00\x01", "it is no text but binary data"),
+        ("a.txt", b"x" * 50_000_000, "it has 50.0 MB of text, more than --max_document_mb 10"),
+        ("a.txt", b"x" * 1_000_001, "it has 1.0 MB of text, more than --max_document_mb 1"),
+    ],
+)
+def test_what_cannot_be_read_is_said(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    limit = {"max_document_mb": 1.0} if message[-4:] == "mb 1" else {}
+    assert problem(tmp_path / name, **limit).startswith(message)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    assert problem(tmp_path / "a.txt") == "it cannot be read: Permission denied"
+
+
+def test_folders_are_read_to_their_depths(tmp_path, capsys):
+    for name in ("b.txt", "a/c.md", "a/.hidden/d.txt", ".e.txt", "picture.png", "Makefile"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "out.jsonl").write_text('{"text": "old"}\n')
+    assert texts(tmp_path, leave_out=[tmp_path / "out.jsonl"]) == ["a/c.md", "b.txt"]
+    assert "files of other kinds are left out: 1 no ending, 1 .png" in capsys.readouterr().err
+
+
+def test_tables_are_a_document_for_each_row(tmp_path):
+    rows = [{"text": "one", "id": "x"}, {"text": " ", "id": "y"}, {"text": "three, and more", "id": "z"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text('text,id\none,x\n" ",y\n"three, and more",z\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "three, and more"}\n')
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for path in sorted(tmp_path.iterdir()):
+        one, two, three = read(path)
+        assert (one.name, one.text, two.problem, three.text) == (
+            *(f"{path}:1", "one", "it has no text", "three, and more"),
+        )
+
+
+def test_the_column_of_a_table_is_chosen_or_asked_for(tmp_path):
+    (tmp_path / "a.csv").write_text("title,body\nT,B\n")
+    with pytest.raises(ValueError, match="text_column must be one of the columns of every split: title, body"):
+        read(tmp_path / "a.csv")
+    assert texts(tmp_path / "a.csv", text_column="body") == ["B"]
+
+
+def test_a_broken_table_stops_a_command_only_if_it_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text"\n')
+    (tmp_path / "b.txt").write_text("b")
+    with pytest.raises(ValueError, match=r"a\.jsonl', line 2: must be one JSON object"):
+        read(tmp_path / "a.jsonl")
+    broken, fine = read(tmp_path)
+    assert "line 2: must be one JSON object" in broken.problem
+    assert fine.text == "b"
+
+
+def test_texts_and_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße\n".encode())))
+    documents = read("a text, not a file", "-", "x" * 5000, "and/or what?")
+    assert [document.name for document in documents] == ["text 1", "standard input", "text 2", "text 3"]
+    assert [document.text for document in documents][:2] == ["a text, not a file", "Grüße\n"]
+
+
+def test_without_arguments_standard_input_is_read_unless_it_is_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
+    assert texts() == ["piped"]
+
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(ValueError, match="no document is given"):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("{}/b.txt", r"there is no such file or folder\. Did you mean 'a\.txt'\?"),
+        ("nowhere/report", "there is no such file or folder"),
+        ("{}/picture.png", "must end in one of .txt"),
+        ("{}/pictures", r"no file in this folder can be read as a document; it has 1 \.png"),
+        ("{}/empty", "it has none at all"),
+    ],
+)
+def test_what_does_not_exist_is_said_at_once(argument, message, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "picture.png").write_text("p")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "x.png").write_text("p")
+    with pytest.raises(ValueError, match=message):
+        read(argument.format(tmp_path))
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    write_pdf(tmp_path / "a.pdf", "x")
+    monkeypatch.setitem(readers.PACKAGES, ".pdf", ("no_such_module", "pypdf"))
+    with pytest.raises(ValueError, match=r"\.pdf files need the package pypdf: pip install 'hf-hybrid\[documents\]'"):
+        read(tmp_path / "a.pdf")

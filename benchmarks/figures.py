@@ -1,4 +1,4 @@
-"""Draw the results of `compare_on_data`: ``docs/figures/learning.svg`` and ``docs/figures/defaults.svg``.
+"""Draw the results of the benchmarks: ``docs/figures/learning.svg``, ``defaults.svg`` and ``cost.svg``.
 
 Run it from the repository root after a new measurement::
 
@@ -9,6 +9,7 @@ Run it from the repository root after a new measurement::
   first score.
 - ``learning``: a panel for each file except those in ``benchmarks/results/curves``, with the validation loss over the
   steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
+- ``cost``: from the measurements on a CPU, see `costs`.
 
 A drawing contains a hash of its data, by which a test checks that it is current. With the same matplotlib, the same
 files give the same bytes.
@@ -20,10 +21,11 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -38,6 +40,7 @@ from benchmarks.comparison import (
     score_names,
     title,
 )
+from benchmarks.costs import Costs, costs, draw_costs
 from benchmarks.record import Row, read_csv
 from hf_hybrid.training.report.curves import STYLE
 
@@ -118,10 +121,10 @@ def defaults(results: Path = RESULTS) -> list[Bars]:
     return [Bars(name, score, cells) for (name, score), cells in panels.items()]
 
 
-SHOWN = {"learning": learning, "defaults": defaults}
+SHOWN = {"learning": learning, "defaults": defaults, "cost": costs}
 
 
-def digest(panels: Sequence[Curves | Bars]) -> str:
+def digest(panels: Sequence[Curves | Bars | Costs]) -> str:
     """Return a hash of the data."""
     return hashlib.sha256(repr([astuple(panel) for panel in panels]).encode()).hexdigest()[:16]
 
@@ -129,18 +132,18 @@ def digest(panels: Sequence[Curves | Bars]) -> str:
 # ---- drawing ----
 
 
-def draw(panels: Sequence[Curves] | Sequence[Bars]) -> str:
+def draw(panels: Sequence[Curves] | Sequence[Bars] | Sequence[Costs]) -> str:
     """Draw panels, two in a row, as an SVG on white."""
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
-    height = max(map(_height, panels))
+    draw_panel, width, height, style = _form(panels)
     buffer = io.StringIO()
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained", facecolor="white")
+    with rc_context(_STYLE | style):
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
         places = figure.subplots(rows, columns, squeeze=False).flat
         for axes, panel in zip(places, panels, strict=False):
-            (_draw_curves if isinstance(panel, Curves) else _draw_bars)(axes, panel)
+            draw_panel(axes, panel)
             axes.set_title(panel.title, loc="left", parse_math=False)
             axes.spines[["top", "right"]].set_visible(False)
         for axes in figure.axes[len(panels) :]:
@@ -150,8 +153,13 @@ def draw(panels: Sequence[Curves] | Sequence[Bars]) -> str:
     return f"{svg.rstrip()}\n<!-- shows {digest(panels)} -->\n"
 
 
-def _height(panel: Curves | Bars) -> float:
-    return 3.2 + 0.19 * len(panel.models) if isinstance(panel, Curves) else 1.1 + 0.34 * len(panel.cells)
+def _form(panels: Sequence[Any]) -> tuple[Callable[[Axes, Any], None], float, float, dict[str, float]]:
+    """Return what draws such panels, their width and height in inches, and settings of matplotlib."""
+    if isinstance(panels[0], Curves):
+        return _draw_curves, 5.2, 3.2 + 0.19 * max(len(panel.models) for panel in panels), {}
+    if isinstance(panels[0], Bars):
+        return _draw_bars, 5.2, 1.1 + 0.34 * max(len(panel.cells) for panel in panels), {}
+    return draw_costs, 4.2, 2.75, {"font.size": 12, "axes.titlesize": 12}
 
 
 def _draw_curves(axes: Axes, panel: Curves) -> None:

@@ -3,12 +3,13 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import compare_on_data, facts, figures, results_page, train_one
+from benchmarks import compare_on_data, costs, facts, figures, results_page, train_one
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
 from benchmarks.experiment import read_experiment
@@ -520,6 +521,46 @@ def test_defaults_are_drawn_by_architecture_and_width(tmp_path):
     append_rows(tmp_path / "defaults.csv", (*COLUMNS, "eval_loss"), table_of({"CHELA": [1.0]}, ["eval_loss"]))
     with pytest.raises(ValueError, match="must be called 'ARCHITECTURE, KIND: CELL'; got 'CHELA'"):
         figures.defaults(tmp_path)
+
+
+def test_costs_are_those_of_the_models_that_have_a_name(tmp_path):
+    assert costs.costs(tmp_path) == []
+    measured = "model,precision,length,median_s,peak_mib,outcome"
+    pairs = "t5-sdpa,fp32,2048,4.096,9,ok; t5-sdpa,fp32,1024,1.024,5,ok; t5-sdpa,fp32,4096,,,out of memory; "
+    pairs += "spade,fp32,1024,0.512,3,ok; spade,bf16,1024,9,9,ok; another,fp32,1024,9,9,ok; led,fp32,1024,,,failed"
+    (tmp_path / "models_cpu.csv").write_text("\n".join([measured, *pairs.split("; ")]), "utf-8")
+    measured = "model,length,step_s,peak_mib,token_s,cache_mib,outcome"
+    for name, rows in (
+        ("language_models", "spade,1024,1.024,7,0.002,4,ok llama-sdpa,1024,2.048,8,0.003,5,ok"),
+        ("bst", "llama-sdpa,1024,9,9,9,9,ok bst-sh-s4,1024,3.072,6,0.004,6,ok bst-slide,1024,9,9,9,9,ok"),
+    ):
+        (tmp_path / f"{name}_cpu.csv").write_text("\n".join([measured, *rows.split()]), "utf-8")
+    panels = costs.costs(tmp_path)
+    time, memory, *language = panels
+    assert time.models == {"T5": [(1024, 1000.0), (2048, 2000.0)], "SPADE": [(1024, 500.0)]}
+    assert memory.models == {"T5": [(1024, 5.0), (2048, 9.0)], "SPADE": [(1024, 3.0)]}
+    assert time.out_of_memory == memory.out_of_memory == ["T5"]
+    values = [{name: value for name, [(_, value)] in panel.models.items()} for panel in language]
+    names = ("SPADE", "Llama", "BST")  # Llama as it was beside the others
+    expected = ((1000.0, 2000.0, 3000.0), (7.0, 8.0, 6.0), (2.0, 3.0, 4.0), (4.0, 5.0, 6.0))
+    assert values == [dict(zip(names, row, strict=True)) for row in expected]
+    drawn = figures.draw(panels)
+    assert drawn == figures.draw(panels)
+    assert drawn.count("then out of memory") == 2
+    assert drawn.count(">BST<") == 4
+    other = replace(time, out_of_memory=[])
+    assert figures.digest([other]) != figures.digest([time])
+    assert "out of memory" not in figures.draw([other])
+
+
+def test_names_of_lines_stand_apart():
+    wanted = {"a": 0.5, "b": 0.52, "c": 0.1, "d": 0.99, "e": 0.48}
+    heights = costs.spread(wanted, 0.1)
+    assert heights == pytest.approx({"c": 0.1, "e": 0.4, "a": 0.5, "b": 0.6, "d": 0.99})
+    assert list(heights) == ["c", "e", "a", "b", "d"]
+    crowd = costs.spread({"a": 0.95, "b": 1.0, "c": 0.85, "d": 0.0}, 0.1)
+    assert crowd == pytest.approx({"d": 0.0, "c": 0.8, "a": 0.9, "b": 1.0})
+    assert costs.spread({"a": -0.3}, 0.1) == {"a": 0.0}
 
 
 # ---- the experiments that there are ----

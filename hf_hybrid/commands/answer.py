@@ -3,17 +3,23 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
-from hf_hybrid.commands.answers import Answerer, Classify, Embed, Generate, Prompt, Summarize, batches
-from hf_hybrid.commands.checkpoint import check_checkpoint, load_checkpoint
+from hf_hybrid.commands.answers import (
+    Answerer,
+    Classify,
+    Embed,
+    Generate,
+    Prompt,
+    Summarize,
+    batches,
+    is_out_of_memory,
+)
+from hf_hybrid.commands.checkpoint import check_checkpoint, load_checkpoint, quiet
 from hf_hybrid.commands.documents import Document, find_sources, read_sources
 from hf_hybrid.commands.flags import (
     CheckpointArguments,
@@ -65,7 +71,7 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
     name, arguments, documents, outputs, checkpoint_flags, *own = parse_command(command, description, types, argv)
     written = [] if outputs.output is None else [Path(outputs.output), progress_file(Path(outputs.output))]
     sources = find_sources(arguments, documents, leave_out=written)
-    with _quiet():
+    with quiet():
         check_checkpoint(name, command, checkpoint_flags)
         settings = _settings(command, name, documents, checkpoint_flags, own)
         if command == "classify" and own[0].top_k > 1:
@@ -75,20 +81,6 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
         answerer = answerer_class(load_checkpoint(name, command, checkpoint_flags), documents, *own)
         with output:
             return _Run(answerer, output, outputs, count).answer(read_sources(sources, documents))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' warnings and bars, which are for those who write code, out of the terminal."""
-    verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if shows_bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _settings(
@@ -173,8 +165,8 @@ class _Run:
         """Return the rows of a batch; if it needs too much memory, try its halves, and at last skip a document."""
         try:
             return list(self.answerer.answer([prompt for _, prompt in batch]))
-        except RuntimeError as error:  # torch's kinds of it have no common class on CPUs and GPUs
-            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
         if len(batch) > 1:
             half = len(batch) // 2

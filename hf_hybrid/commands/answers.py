@@ -63,6 +63,7 @@ class Generate(Answerer):
     """Continue texts, or what an encoder-decoder makes of them."""
 
     field = "text"
+    prefix = ""
 
     def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, generation: GenerationArguments) -> None:
         self.options = generation.given()
@@ -90,15 +91,17 @@ class Generate(Answerer):
 
     def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Generate for a batch."""
-        return [{self.field: text.strip()} for text in self.texts(self.pad(prompts))]
+        return [{self.field: text} for text in self.texts(self.outputs(self.pad(prompts)))]
 
-    def texts(self, batch: dict[str, torch.Tensor], **options: Any) -> list[str]:
-        """Return the generated texts, without the prompts; `options` are further ones of `generate`."""
-        outputs = self.checkpoint.model.generate(**batch, **self.options, **options)
-        if self.continues:
-            outputs = outputs[:, batch["input_ids"].shape[1] :]
+    def outputs(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        """Return what `generate` returns, without the prompts; `options` are further ones of it."""
+        outputs: torch.Tensor = self.checkpoint.model.generate(**batch, **self.options, **options)
+        return outputs[:, batch["input_ids"].shape[1] :] if self.continues else outputs
+
+    def texts(self, outputs: torch.Tensor) -> list[str]:
+        """Return the texts of `outputs`."""
         texts: list[str] = self.checkpoint.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        return texts
+        return [text.strip() for text in texts]
 
 
 class Summarize(Generate):
@@ -177,6 +180,13 @@ class Embed(Answerer):
         if self.flags.normalize_embeddings:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         return [{"embedding": vector} for vector in vectors.tolist()]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory: torch's have no common class on CPUs and GPUs."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:

@@ -1,5 +1,7 @@
 """Load a checkpoint that a command uses: its model, its tokenizer, and how much it can read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from hf_hybrid.commands.flags import CheckpointArguments
 from hf_hybrid.training.flags.model import ModelArguments
@@ -44,6 +47,20 @@ class Checkpoint:
         """The model's configuration."""
         config: PreTrainedConfig = self.model.config
         return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' warnings and bars, which are for those who write code, out of the terminal."""
+    verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def check_checkpoint(name: str, command: str, flags: CheckpointArguments) -> PreTrainedConfig:

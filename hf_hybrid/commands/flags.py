@@ -152,8 +152,25 @@ class EmbedArguments:
         check_choice_flag("pooling", self.pooling, POOLINGS)
 
 
+@dataclass
+class AppArguments:
+    """Flags of ``app``."""
+
+    compare: str | None = flag(None, "Second checkpoint, which answers to the same documents beside the first.")
+    host: str = flag("127.0.0.1", "Address to listen on. Other ones than of this computer show the page to a network.")
+    port: int = flag(7860, "Port to listen on.")
+    max_upload_mb: float = flag(50.0, "Size of the largest file that can be uploaded, in megabytes.")
+
+    def __post_init__(self) -> None:
+        """Check the flags."""
+        if not 0 < self.port < 65536:
+            raise ValueError(f"--port must be between 1 and 65535; got {self.port}")
+        if not self.max_upload_mb > 0:
+            raise ValueError(f"--max_upload_mb must be a positive number; got {self.max_upload_mb}")
+
+
 def parse_command(
-    command: str, description: str, types: Sequence[Any], argv: Sequence[str]
+    command: str, description: str, types: Sequence[Any], argv: Sequence[str], *, takes_documents: bool = True
 ) -> tuple[str, list[str], *tuple[Any, ...]]:
     """Parse the command line of a command that answers.
 
@@ -162,6 +179,7 @@ def parse_command(
         description: What it does, for ``--help``.
         types: A dataclass for each group of flags.
         argv: The command line behind the command's name. Flags may stand anywhere.
+        takes_documents: Whether documents follow the model.
 
     Returns:
         The model, the documents, and an instance of each dataclass.
@@ -169,10 +187,11 @@ def parse_command(
     Raises:
         ValueError: No model is given, a flag is unknown, or its value cannot be used.
     """
-    usage = f"hf-hybrid {command} MODEL DOCUMENT ... [flags]"
+    usage = f"hf-hybrid {command} MODEL {'DOCUMENT ... ' if takes_documents else ''}[flags]"
     parser = FlagParser(types, usage=usage, description=description, allow_abbrev=False)
     parser.add_argument("model", nargs="?", help="Checkpoint folder or Hub id.")
-    parser.add_argument("documents", nargs="*", help="Texts, files, folders, or - for standard input.")
+    if takes_documents:
+        parser.add_argument("documents", nargs="*", help="Texts, files, folders, or - for standard input.")
     switches = {f"--{field.name}" for group in types for field in fields(group) if "bool" in str(field.type)}
     values, unknown = parser.parse_known_intermixed_args(_with_values(argv, switches))
     if unknown:
@@ -180,7 +199,7 @@ def parse_command(
     if values.model is None:
         raise ValueError(f"hf-hybrid {command} needs a model: {usage}")
     groups = [group(**{field.name: getattr(values, field.name) for field in fields(group)}) for group in types]
-    return values.model, values.documents, *groups
+    return values.model, values.documents if takes_documents else [], *groups
 
 
 def _with_values(argv: Sequence[str], switches: set[str]) -> list[str]:

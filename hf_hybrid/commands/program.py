@@ -23,6 +23,9 @@ COMMANDS = {
     "generate": Command("hf_hybrid.commands.answer", "Continue texts with a language model."),
     "classify": Command("hf_hybrid.commands.answer", "Give documents the labels of a classifier."),
     "embed": Command("hf_hybrid.commands.answer", "Give documents vectors: a model's last hidden states, pooled."),
+    "app": Command(
+        "hf_hybrid.commands.app", "Open a page in the browser: drop a document, read what a model makes of it."
+    ),
     "train": Command("hf_hybrid.training.__main__", "Train a model: train summarization, train glue or train clm."),
     "demo": Command("hf_hybrid.training.demo", "Train a small summarizer from scratch and show what it learnt."),
     "run": Command("hf_hybrid.run", "Run another program with our models registered, such as lm_eval."),

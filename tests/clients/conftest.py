@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-CLIENTS = ("lm_eval", "onnxruntime", "onnxscript", "sentence_transformers", "trl")
+CLIENTS = ("gradio", "lm_eval", "onnxruntime", "onnxscript", "playwright", "sentence_transformers", "trl")
 collect_ignore_glob = [] if all(find_spec(name) for name in CLIENTS) else ["test_*.py"]

@@ -32,7 +32,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["summarize", "generate", "classify", "embed", "doctor"])
+@pytest.mark.parametrize("name", ["summarize", "generate", "classify", "embed", "app", "doctor"])
 def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])

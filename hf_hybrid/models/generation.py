@@ -155,7 +155,7 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
             return super()._assisted_decoding(input_ids, **kwargs)
         if not input_ids.shape[1]:
             raise ValueError(
-                "input_ids must be given too: assisted decoding reads tokens again; got inputs_embeds alone"
+                "input_ids must be given: assisted decoding reads tokens again; got inputs_embeds alone"
             )
         if original.get_seq_length() >= input_ids.shape[1]:
             raise ValueError(

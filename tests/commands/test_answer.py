@@ -387,6 +387,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
         (["generate", "{classifier}", "text"], r"is a classifier \(.*\): use hf-hybrid classify"),
         (["classify", "{seq2seq}", "text"], r"is an encoder-decoder \(.*\): use hf-hybrid summarize"),
         (["summarize", "{encoder}", "text"], r"is an encoder \(SpadeEncoderModel\): use hf-hybrid embed"),
+        (["summarize", "none", "text"], r"^there is no folder none here, and none can be had from the Hub\. "),
         (["summarize", "{tmp}", "text"], r"is not a checkpoint: config\.json"),
         (["generate", "{causal}", "text", "--num_beam", "3"], "unknown flag --num_beam. Did you mean 'num_beams'"),
         (["generate", "{causal}", "text", "--num_beams", "x"], "invalid int value: 'x'"),

@@ -76,6 +76,8 @@ def test_a_pdf_that_only_its_owner_may_change_is_read(algorithm, tmp_path):
 def test_a_pdf_of_pictures_is_named(tmp_path):
     write_pdf(tmp_path / "a.pdf", "", "")
     assert "its 2 pages have no text, only pictures" in problem(tmp_path / "a.pdf")
+    write_pdf(tmp_path / "b.pdf", "")
+    assert "its page has no text" in problem(tmp_path / "b.pdf")
 
 
 def test_docx(tmp_path):

@@ -1,4 +1,4 @@
-"""Time and memory over the length, ours beside named peers: the panels of ``docs/figures/cost.svg``."""
+"""Time and memory over the length, ours beside named peers: the panels of ``docs/figures/costs.svg``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +59,11 @@ def costs(results: Path = RESULTS) -> list[Costs]:
         ("", "cache, MiB", language, number("cache_mib")),
     )
     return [_panel(f"{task}\n{unit}", rows, value) for task, unit, rows, value in panels if rows]
+
+
+def overview(results: Path = RESULTS) -> list[Costs]:
+    """Return the first row of `costs`: time and memory of training an encoder-decoder."""
+    return costs(results)[:2]
 
 
 def _rows(path: Path) -> list[Row]:

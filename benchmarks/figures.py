@@ -1,4 +1,4 @@
-"""Draw the results of the benchmarks: ``docs/figures/learning.svg``, ``defaults.svg`` and ``cost.svg``.
+"""Draw the results of the benchmarks: ``docs/figures/learning.svg``, ``defaults.svg``, ``costs.svg``, ``cost.svg``.
 
 Run it from the repository root after a new measurement::
 
@@ -9,7 +9,7 @@ Run it from the repository root after a new measurement::
   first score.
 - ``learning``: a panel for each file except those in ``benchmarks/results/curves``, with the validation loss over the
   steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
-- ``cost``: from the measurements on a CPU, see `costs`.
+- ``costs``: from the measurements on a CPU, see `costs`; ``cost`` has its first row, for the README.
 
 A drawing contains a hash of its data, by which a test checks that it is current. With the same matplotlib, the same
 files give the same bytes.
@@ -40,7 +40,7 @@ from benchmarks.comparison import (
     score_names,
     title,
 )
-from benchmarks.costs import Costs, costs, draw_costs
+from benchmarks.costs import Costs, costs, draw_costs, overview
 from benchmarks.record import Row, read_csv
 from hf_hybrid.training.report.curves import STYLE
 
@@ -121,7 +121,7 @@ def defaults(results: Path = RESULTS) -> list[Bars]:
     return [Bars(name, score, cells) for (name, score), cells in panels.items()]
 
 
-SHOWN = {"learning": learning, "defaults": defaults, "cost": costs}
+SHOWN = {"learning": learning, "defaults": defaults, "costs": costs, "cost": overview}
 
 
 def digest(panels: Sequence[Curves | Bars | Costs]) -> str:

@@ -13,11 +13,18 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+import transformers
+
 from benchmarks.record import Row, read_csv
 from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.models.bst.configuration_bst import PRESETS as BST
+from hf_hybrid.models.chela.configuration_chela import PRESETS as CHELA
+from hf_hybrid.models.spade.configuration_spade import PRESETS as SPADE
 from hf_hybrid.training.demo import scores_and_checks
 from hf_hybrid.training.model.learning_rates import RATES
 
+PRESETS = {"bst": BST, "chela": CHELA, "spade": SPADE}
 PAGES = (Path("README.md"), Path("docs/training/new_models.md"))
 RESULTS = Path("benchmarks/results")
 LENGTH = "16384"
@@ -86,6 +93,58 @@ def architectures() -> str:
     return _table(rows)
 
 
+def jobs() -> str:
+    """Return which architecture suits which job: class, size, cost beside a peer, and learning rate of a new model."""
+    pairs = {row["model"]: row for row in _rows("models_cpu.csv") if row["precision"] == "fp32"}
+    language = {row["model"]: row for row in (*_rows("bst_cpu.csv"), *_rows("language_models_cpu.csv"))}
+    cross = {row["mode"]: row for row in _rows("cross_attention_cpu.csv")}
+    llama, peer = language["llama-sdpa"], _fastest_peer(list(pairs.values()))
+
+    def times(row: Row, other: Row, column: str) -> str:
+        return f"{float(row[column]) / float(other[column]):.1f}"
+
+    def decoder(name: str) -> str:
+        row = language[name]
+        return (
+            f"trains at {times(llama, row, 'step_s')} times Llama's speed; decodes with {float(row['cache_mib']):.0f} "
+            f"MiB of cache, Llama with {float(llama['cache_mib']):.0f}"
+        )
+
+    pair = (
+        f"trains at {times(pairs['spade'], peer, 'tokens_per_s')} times {peer['model'].upper()}'s speed in "
+        f"{times(pairs['spade'], peer, 'peak_mib')} times its memory"
+    )
+    milliseconds = {mode: f"{float(cross[mode]['token_s']) * 1000:.2f} ms" for mode in ("sr", "full")}
+    swapped = f"a decoded token's cross-attention takes {milliseconds['sr']} instead of {milliseconds['full']}"
+    rows = [
+        ["you want", "take", "sizes", "cost at 16,384 tokens", "learning rate"],
+        ["summaries and answers from documents", *_job("spade", "AutoModelForSeq2SeqLM", pair)],
+        ["your T5 or BART, decoding faster", "SRformer: `patch_cross_attention`", "your model's", swapped, "yours"],
+        ["a language model that trains fast", *_job("chela", "AutoModelForCausalLM", decoder("chela"))],
+        ["a language model with a small cache", *_job("spade", "AutoModelForCausalLM", decoder("spade"))],
+        ["windows that also read a state", *_job("bst", "AutoModelForCausalLM", decoder("bst-sh-s4"))],
+        ["labels of long texts", *_job("chela", "AutoModelForSequenceClassification", "not measured beside a peer")],
+    ]
+    return _table(rows)
+
+
+def _job(model_type: str, auto_class: str, cost: str) -> list[str]:
+    """Return the cells of a job: what to take, the sizes of two presets, the cost, and tiny's learning rate."""
+    config_class, _ = ARCHITECTURES[model_type]
+    sizes = []
+    for preset in ("tiny", "base"):
+        if preset not in PRESETS[model_type]:
+            continue
+        role = {"is_encoder_decoder": auto_class == "AutoModelForSeq2SeqLM"} if model_type == "spade" else {}
+        if role and not role["is_encoder_decoder"]:
+            role["is_decoder"] = True
+        with torch.device("meta"):
+            model = getattr(transformers, auto_class).from_config(config_class.from_preset(preset, **role))
+        sizes.append(f"{preset} {model.num_parameters() / 1e6:.0f}M")
+    (rate,) = (rate.value for rate in RATES[model_type] if rate.size == "preset tiny")
+    return [f"{model_type.upper()}: `{auto_class}`", ", ".join(sizes), cost, f"{rate:g} (tiny)"]
+
+
 def learning_rates() -> str:
     """Return the recorded learning rate for new models of each size."""
     rows = [["model type", "size", "`hidden_size`", "learning rate", "source"]]
@@ -121,9 +180,7 @@ def measured() -> str:
 
     ours = {"SPADE": ("spade", language), "CHELA": ("chela", language), "BST": ("bst-sh-s4", bst)}
     peers = {"Llama": ("llama-sdpa", language), "Mamba-2": ("mamba2", language)}
-    best = max(
-        (row for row in pairs if not row["model"].startswith("spade")), key=lambda row: float(row["tokens_per_s"])
-    )
+    best = _fastest_peer(pairs)
     (spade,) = (row for row in pairs if row["model"] == "spade")
     (segmented,), (full,) = ([row for row in cross if row["mode"] == mode] for mode in ("sr", "full"))
     rows = [["at 16,384 tokens", "here", "peers"]]
@@ -147,6 +204,11 @@ def measured() -> str:
     return f"{_table(rows)}\n\n{machine}; torch {first['torch']}, transformers {first['transformers']}."
 
 
+def _fastest_peer(pairs: Sequence[Row]) -> Row:
+    peers = (row for row in pairs if not row["model"].startswith("spade"))
+    return max(peers, key=lambda row: float(row["tokens_per_s"]))
+
+
 def _cells(models: dict[str, tuple[str, list[Row]]], cell: Callable[[Row], str]) -> str:
     return ", ".join(
         f"{name} {cell(row)}" for name, (model, rows) in models.items() for row in rows if row["model"] == model
@@ -165,6 +227,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "demo": demo,
+    "jobs": jobs,
     "learning_rates": learning_rates,
     "measured": measured,
 }

@@ -29,6 +29,7 @@ from .models.spade import (
     SpadeForTokenClassification,
     SpadeModel,
     SpadePreTrainedModel,
+    SpadeStack,
 )
 from .models.srformer import (
     SRformerBartConfig,
@@ -75,6 +76,7 @@ __all__ = [
     "SpadeForTokenClassification",
     "SpadeModel",
     "SpadePreTrainedModel",
+    "SpadeStack",
     "__version__",
     "export_remote_code",
     "patch_cross_attention",

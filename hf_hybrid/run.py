@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import hf_hybrid  # noqa: F401
 
-USAGE = "usage: python -m hf_hybrid.run PROGRAM [ARGUMENT ...]"
+USAGE = "usage: hf-hybrid run PROGRAM [ARGUMENT ...], or python -m hf_hybrid.run PROGRAM [ARGUMENT ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> object:

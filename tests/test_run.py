@@ -38,7 +38,7 @@ def test_a_command_is_its_entry_point(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "usage: python -m hf_hybrid.run PROGRAM"),
+        ([], "usage: hf-hybrid run PROGRAM"),
         (["no_such_program"], "PROGRAM must be an installed command or module; got 'no_such_program'"),
         (["no.such.program"], "PROGRAM must be an installed command or module; got 'no.such.program'"),
         (["./script.py"], "PROGRAM must be an installed command or module; got './script.py'"),
@@ -52,4 +52,4 @@ def test_what_is_no_program_is_named(argv, message):
 
 def test_help(capsys):
     run.main(["--help"])
-    assert "usage: python -m hf_hybrid.run" in capsys.readouterr().out
+    assert "usage: hf-hybrid run" in capsys.readouterr().out

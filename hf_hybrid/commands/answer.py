@@ -49,6 +49,7 @@ _COMMANDS = {
 # documents that are sorted by length together, and written together: so many batches, but in all no more tokens than
 # so many full batches of several documents have
 _BATCHES, _FULL_BATCHES = 16, 4
+_NAMED = 5  # documents that are cut; more are counted
 
 
 def main(command: str, description: str, argv: Sequence[str]) -> int:
@@ -98,7 +99,7 @@ class _Run:
     def __init__(self, answerer: Answerer, output: Output, flags: OutputArguments, count: int) -> None:
         self.answerer, self.output, self.flags = answerer, output, flags
         self.bar = tqdm(total=count, unit="document", desc="Reading", disable=None, file=sys.stderr, smoothing=0.05)
-        self.answered = self.skipped = self.done = 0
+        self.answered = self.skipped = self.done = self.cut = 0
 
     def answer(self, documents: Iterator[Document]) -> int:
         """Answer all documents; return the exit code."""
@@ -117,6 +118,7 @@ class _Run:
             self._say(
                 f"{answered} in {seconds:.1f} s ({self.answered / seconds:.2f} per second)"
                 + (f"; {self.done} were there already" if self.done else "")
+                + (f"; {self.cut} cut" if self.cut else "")
                 + (f"; {self.skipped} skipped" if self.skipped else "")
             )
         return 1 if self.skipped else 0
@@ -158,7 +160,11 @@ class _Run:
     def _prompt(self, document: Document) -> Prompt:
         prompt = self.answerer.prompt(document.text)
         if len(prompt.ids) < prompt.tokens:
-            self._say(f"{document.name}: {len(prompt.ids):,} of its {prompt.tokens:,} tokens are read")
+            self.cut += 1
+            if self.cut <= _NAMED:
+                self._say(f"{document.name}: {len(prompt.ids):,} of its {prompt.tokens:,} tokens are read")
+            elif self.cut == _NAMED + 1:
+                self._say("further documents that are cut are counted")
         return prompt
 
     def _rows(self, batch: list[tuple[Document, Prompt]]) -> list[dict[str, Any] | None]:

@@ -149,7 +149,7 @@ class Classify(Answerer):
         several = config.problem_type == "multi_label_classification"
         scores, labels = (logits.sigmoid() if several else logits.softmax(-1)).topk(self.top_k)
         return [
-            self._row([self.labels[label] for label in names], values)
+            self._row([self.labels[label] for label in names], _short(values))
             for names, values in zip(labels.tolist(), scores.tolist(), strict=True)
         ]
 
@@ -179,7 +179,12 @@ class Embed(Answerer):
         vectors = torch.einsum("btd,bt->bd", states, kept) / kept.sum(1, keepdim=True)
         if self.flags.normalize_embeddings:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        return [{"embedding": vector} for vector in vectors.tolist()]
+        return [{"embedding": _short(vector)} for vector in vectors.tolist()]
+
+
+def _short(values: Sequence[float]) -> list[float]:
+    """Round numbers of 32 bits to the nine digits that they have; written in full, files are twice as large."""
+    return [float(f"{value:.9g}") for value in values]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

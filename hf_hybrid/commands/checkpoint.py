@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def check_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Pre
             raise ValueError(f"{name} is an adapter: merge it into its model (--merge_adapter) to embed with it")
         load_config(model_args, _auto_class(command, config))
     except ValueError as error:
-        raise _named(error) from error
+        raise _named(error, name) from error
     return config
 
 
@@ -103,7 +104,7 @@ def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Chec
         if (base := adapter_base(model_args)) is not None:
             model = attach_loaded(model, model_args, base, trains=False)
     except ValueError as error:
-        raise _named(error) from error
+        raise _named(error, name) from error
     try:
         model = model.eval().to(device)
     except (RuntimeError, AssertionError) as error:
@@ -117,9 +118,13 @@ def positions_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     return min(*limits, tokenizer.model_max_length) if limits else None
 
 
-def _named(error: ValueError) -> ValueError:
-    """Call the model what a command calls it: an argument, which has no flag."""
-    return ValueError(str(error).replace("--model_name_or_path ", ""))
+def _named(error: ValueError, name: str) -> ValueError:
+    """Call the model what a command calls it: an argument, which has no flag; say so if there is no such folder."""
+    message = str(error).replace("--model_name_or_path ", "")
+    unknown = f"{name}: no configuration could be loaded."
+    if message.startswith(unknown) and not Path(name).exists():
+        message = f"there is no folder {name} here, and none can be had from the Hub.{message.removeprefix(unknown)}"
+    return ValueError(message)
 
 
 def _model_arguments(name: str, flags: CheckpointArguments) -> ModelArguments:

@@ -78,7 +78,10 @@ def find_sources(
             texts += 1
             sources.append(Source(f"text {texts}", None, 1, text=argument.encode("utf-8", errors="surrogateescape")))
     check_packages({source.path.suffix.lower() for source in sources if source.path is not None})
-    return sources
+    named: dict[Path | str, Source] = {}  # what is named twice is read once
+    for source in sources:
+        named.setdefault(source.name if source.path is None else source.path.resolve(), source)
+    return list(named.values())
 
 
 def read_sources(sources: Sequence[Source], flags: DocumentArguments) -> Iterator[Document]:
@@ -163,4 +166,7 @@ def _source(path: Path, flags: DocumentArguments) -> Source:
             columns[name] = columns.get(name, False) or isinstance(value, str)
     if not count:
         raise ValueError(f"{path} must hold at least one row; got none")
-    return Source(str(path), path, count, column=text_column({"": columns}, flags.text_column))
+    try:
+        return Source(str(path), path, count, column=text_column({"": columns}, flags.text_column))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from hf_hybrid.suggestions import did_you_mean
@@ -32,6 +32,11 @@ COMMANDS = {
     "doctor": Command("hf_hybrid.commands.doctor", "Print versions, devices and which kernels run, for a bug report."),
 }
 _ANSWER = "hf_hybrid.commands.answer"
+_TASKS = {
+    "summarization": "Train an encoder-decoder on documents and summaries, and apply it.",
+    "glue": "Train a classifier of texts or pairs of texts, and apply it.",
+    "clm": "Train a language model on texts.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
@@ -48,13 +53,16 @@ def main(argv: Sequence[str] | None = None) -> Any:
     """
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(_usage())
+        print(_usage("COMMAND", {name: command.description for name, command in COMMANDS.items()}))
         return 0
     if name in ("--version", "version"):
         print(__version__)
         return 0
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} hf-hybrid --help lists them")
+    if name == "train" and (not arguments or arguments[0] in ("-h", "--help")):
+        print(_usage("train TASK", _TASKS))
+        return 0
     command = importlib.import_module(COMMANDS[name].module)
     if COMMANDS[name].module == _ANSWER:
         return command.main(name, COMMANDS[name].description, arguments)
@@ -72,7 +80,7 @@ def run() -> NoReturn:
         sys.exit(141)
 
 
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.description}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: hf-hybrid COMMAND ...", "", *lines, "", "hf-hybrid COMMAND --help lists its flags."])
+def _usage(name: str, descriptions: Mapping[str, str]) -> str:
+    width = max(map(len, descriptions))
+    lines = [f"  {word:<{width}}  {description}" for word, description in descriptions.items()]
+    return "\n".join([f"usage: hf-hybrid {name} ...", "", *lines, "", f"hf-hybrid {name} --help lists its flags."])

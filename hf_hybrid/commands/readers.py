@@ -103,10 +103,8 @@ def _read_pdf(path: Path, flags: DocumentArguments) -> str:
         raise Unreadable("it is protected by a password; save a copy without one")
     text = "\n\n".join(page.extract_text() for page in pdf.pages)
     if pdf.pages and not text.strip():
-        raise Unreadable(
-            f"its {len(pdf.pages)} pages have no text, only pictures of it: run a text recognition first, such as "
-            "ocrmypdf"
-        )
+        pages = f"{len(pdf.pages)} pages have" if len(pdf.pages) > 1 else "page has"
+        raise Unreadable(f"its {pages} no text, only pictures of it: run a text recognition first, such as ocrmypdf")
     return checked_text(text, flags)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
@@ -126,7 +127,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=True,
+        show_progress=sys.stderr.isatty(),  # elsewhere it prints empty lines
     )
     tokenizer.train_from_iterator(iter(texts), trainer=trainer)
     return tokenizer

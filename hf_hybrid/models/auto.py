@@ -67,11 +67,13 @@ def register() -> None:
         transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
+            names = [model_class] if model_class is not spade.SpadeModel else [model_class, spade.SpadeStack]
             # `transformers serve`, TRL and others look up names of config.architectures in the module itself, which
             # transformers makes a second time when it imports its processors
             for module in (transformers, sys.modules["transformers"]):
-                if not hasattr(module, model_class.__name__):
-                    setattr(module, model_class.__name__, model_class)
+                for named in names:
+                    if not hasattr(module, named.__name__):
+                        setattr(module, named.__name__, named)
             if auto_class == "AutoModelForCausalLM":
                 # Trainer's label smoothing shifts the labels of models in this table
                 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model_class.__name__

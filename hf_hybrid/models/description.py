@@ -28,7 +28,9 @@ def auto_class_of(model: PreTrainedModel) -> str | None:
         mapping = getattr(transformers, name)._model_mapping
         if type(model.config) in mapping:
             classes = mapping[type(model.config)]
-            if type(model) in (classes if isinstance(classes, (list, tuple)) else (classes,)):
+            loaded = [*classes] if isinstance(classes, (list, tuple)) else [classes]
+            loaded += [cls._without_head(model.config) for cls in loaded if hasattr(cls, "_without_head")]
+            if type(model) in loaded:
                 return name
     brought = getattr(model.config, "auto_map", None) or {}  # of a class from a checkpoint with its code
     ends = f".{type(model).__name__}"

@@ -153,6 +153,8 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         original = kwargs.get("past_key_values")
         if original is None or not self._keeps_state:
             return super()._assisted_decoding(input_ids, **kwargs)
+        if not input_ids.shape[1]:
+            raise ValueError("input_ids must be given: assisted decoding reads tokens again; got inputs_embeds alone")
         if original.get_seq_length() >= input_ids.shape[1]:
             raise ValueError(
                 f"input_ids must be the whole sequence, longer than the {original.get_seq_length()} tokens in "

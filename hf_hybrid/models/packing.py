@@ -28,9 +28,8 @@ def take_bounds(
 ) -> torch.Tensor | None:
     """Remove `BOUNDS` from a forward's further arguments and return the bounds of the packed sequences.
 
-    Sequences are known by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that do not rise by one. Position ids
-    with an attention mask or a cache say nothing of packing, as in transformers' own models, and are ignored: these
-    models count positions themselves.
+    Sequences are known by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that do not rise by one. Other positions
+    are ignored: these models count positions themselves.
 
     Args:
         arguments: Changed in place.
@@ -42,7 +41,8 @@ def take_bounds(
         `(N + 1,)`, the bounds in the rows joined to one, `(B T,)`; None if each row is one sequence.
 
     Raises:
-        ValueError: The bounds are contradictory or do not fit, or there is a mask or a cache too.
+        ValueError: The bounds are contradictory or do not fit, there is a mask or a cache too, or positions are given
+            to an export, whose program cannot depend on where they restart.
     """
     _refuse_divided()
     given = {name: arguments.pop(name, None) for name in BOUNDS}
@@ -52,6 +52,8 @@ def take_bounds(
     if named and (attention_mask is not None or past_key_values is not None):
         other = "attention_mask" if attention_mask is not None else "past_key_values"
         raise ValueError(f"{named} must be None together with {other}: sequences are packed without padding or cache")
+    if cu_seqlens is None and given["cu_seq_lens_k"] is not None:
+        raise ValueError("cu_seq_lens_k must come with cu_seq_lens_q, which says where sequences begin; got None")
     if cu_seqlens is not None:
         keys = given["cu_seq_lens_k"]
         if keys is not None and not (keys is cu_seqlens or torch.equal(keys, cu_seqlens)):
@@ -60,9 +62,7 @@ def take_bounds(
         bounds(cu_seqlens, length)
         return None if len(cu_seqlens) == 2 else cu_seqlens.to(inputs.device)
     if seq_idx is None:
-        if position_ids is None or attention_mask is not None or past_key_values is not None:
-            return None
-        seq_idx = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        seq_idx = _packed_by_positions(position_ids, batch, attention_mask, past_key_values)
         if seq_idx is None:
             return None
     if seq_idx.shape != (batch, length):
@@ -77,12 +77,43 @@ def refuse_packed(arguments: dict[str, Any], why: str, attention_mask: torch.Ten
     """Remove `BOUNDS` from a forward's further arguments, and raise ValueError if sequences are packed."""
     _refuse_divided()
     given = {name: arguments.pop(name, None) for name in BOUNDS}
-    position_ids = given["position_ids"]
-    if position_ids is not None and (attention_mask is not None or find_packed_sequence_indices(position_ids) is None):
+    if _packed_by_positions(given["position_ids"], 1, attention_mask) is None:
         given["position_ids"] = None
     for name in ("cu_seq_lens_q", "seq_idx", "position_ids"):
         if given[name] is not None:
             raise ValueError(f"{name} must not pack several sequences into a row: {why}")
+
+
+def _packed_by_positions(
+    position_ids: torch.Tensor | None,
+    batch: int,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None = None,
+) -> torch.Tensor | None:
+    """Return the number of each token's sequence in its row, `(B, T)`; None if positions do not restart.
+
+    Raises:
+        ValueError: They restart between two kept tokens, and there is a mask or a cache; or there are positions in an
+            export.
+    """
+    if position_ids is None:
+        return None
+    if attention_mask is None and past_key_values is None:
+        if torch.compiler.is_exporting():
+            raise ValueError("position_ids must be None in an export: this model counts positions itself")
+        return find_packed_sequence_indices(position_ids.expand(batch, -1) if len(position_ids) == 1 else position_ids)
+    if torch.compiler.is_compiling() or position_ids.ndim != 2 or position_ids.shape[1] < 2:
+        return None
+    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
+    if attention_mask is not None and attention_mask.ndim == 2:
+        kept = attention_mask[:, -position_ids.shape[1] :].to(torch.bool)
+        restarts = restarts & kept[:, 1:] & kept[:, :-1]
+    if restarts.any():
+        other = "past_key_values" if attention_mask is None else "attention_mask"
+        raise ValueError(
+            f"position_ids must not restart together with {other}: sequences are packed without padding or cache"
+        )
+    return None
 
 
 def _refuse_divided():

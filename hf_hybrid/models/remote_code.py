@@ -35,7 +35,10 @@ MARK = f"# From {PACKAGE} "
 CARD_NAME = "README.md"
 LICENSE_NAME = f"LICENSE.{PACKAGE}"  # of the code; LICENSE would be that of the weights
 # classes without a registered Auto class -> the Auto class that loads them with their code
-UNREGISTERED = {"ChelaForSequencePairClassification": "AutoModelForSequenceClassification"}
+UNREGISTERED = {
+    "ChelaForSequencePairClassification": "AutoModelForSequenceClassification",
+    "SpadeStack": "AutoModel",  # of a language model
+}
 
 NO_TRITON = 'raise ValueError("this copy of the code has no Triton kernels")'
 SHIFTED_LABELS = """

@@ -185,6 +185,23 @@ def test_everything_is_read_unless_the_model_lacks_positions(folders, capsys):
     assert "10 of its 3,001 tokens are read" in capsys.readouterr().err
 
 
+def test_of_many_documents_that_are_cut_a_few_are_named(folders, capsys):
+    call("embed", folders("chela", "AutoModel"), *["a long text"] * 7, "--max_source_length", "4")
+    said = [line for line in capsys.readouterr().err.splitlines() if "cut" in line or "are read" in line]
+    named = [f"text {number}: 4 of its 12 tokens are read" for number in range(1, 6)]
+    assert said[:-1] == [*named, "further documents that are cut are counted"]
+    assert re.search(r"^7 documents in .* per second\); 7 cut$", said[-1])
+
+
+def test_numbers_have_the_digits_that_they_need(folders, capsys):
+    printed = [rows("embed", folders("chela", "AutoModel"), "a text", capsys=capsys)[0]["embedding"]]
+    printed.append(
+        [rows("classify", folders("chela", "AutoModelForSequenceClassification"), "a", capsys=capsys)[0]["score"]]
+    )
+    for values in printed:
+        assert values == [float(f"{value:.9g}") for value in values]
+
+
 def test_a_continuation_sees_the_end_of_a_text_that_is_too_long(folders, capsys):
     checkpoint = folders("gpt2", "AutoModelForCausalLM")
     positions = AutoModelForCausalLM.from_pretrained(checkpoint).config.max_position_embeddings
@@ -387,6 +404,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
         (["generate", "{classifier}", "text"], r"is a classifier \(.*\): use hf-hybrid classify"),
         (["classify", "{seq2seq}", "text"], r"is an encoder-decoder \(.*\): use hf-hybrid summarize"),
         (["summarize", "{encoder}", "text"], r"is an encoder \(SpadeEncoderModel\): use hf-hybrid embed"),
+        (["summarize", "none", "text"], r"^there is no folder none here, and none can be had from the Hub\. "),
         (["summarize", "{tmp}", "text"], r"is not a checkpoint: config\.json"),
         (["generate", "{causal}", "text", "--num_beam", "3"], "unknown flag --num_beam. Did you mean 'num_beams'"),
         (["generate", "{causal}", "text", "--num_beams", "x"], "invalid int value: 'x'"),

@@ -76,6 +76,8 @@ def test_a_pdf_that_only_its_owner_may_change_is_read(algorithm, tmp_path):
 def test_a_pdf_of_pictures_is_named(tmp_path):
     write_pdf(tmp_path / "a.pdf", "", "")
     assert "its 2 pages have no text, only pictures" in problem(tmp_path / "a.pdf")
+    write_pdf(tmp_path / "b.pdf", "")
+    assert "its page has no text" in problem(tmp_path / "b.pdf")
 
 
 def test_docx(tmp_path):
@@ -136,6 +138,7 @@ def test_folders_are_read_to_their_depths(tmp_path, capsys):
         (tmp_path / name).write_text(name)
     (tmp_path / "out.jsonl").write_text('{"text": "old"}\n')
     assert texts(tmp_path, leave_out=[tmp_path / "out.jsonl"]) == ["a/c.md", "b.txt"]
+    assert texts(tmp_path / "b.txt", tmp_path / "a", tmp_path / "a" / "c.md") == ["b.txt", "a/c.md"]  # each once
     assert "files of other kinds are left out: 1 no ending, 1 .png" in capsys.readouterr().err
 
 
@@ -154,7 +157,7 @@ def test_tables_are_a_document_for_each_row(tmp_path):
 
 def test_the_column_of_a_table_is_chosen_or_asked_for(tmp_path):
     (tmp_path / "a.csv").write_text("title,body\nT,B\n")
-    with pytest.raises(ValueError, match="text_column must be one of the columns of every split: title, body"):
+    with pytest.raises(ValueError, match=r"a\.csv: text_column must be one of the columns .*: title, body"):
         read(tmp_path / "a.csv")
     assert texts(tmp_path / "a.csv", text_column="body") == ["B"]
 

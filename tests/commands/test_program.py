@@ -14,6 +14,7 @@ from hf_hybrid.commands import doctor, program
 from hf_hybrid.commands.program import COMMANDS, main
 from hf_hybrid.kernels.dispatch import BACKEND_VARIABLE
 from hf_hybrid.training import clm, demo
+from hf_hybrid.training.__main__ import TASKS
 from hf_hybrid.training.flags.command_line import show_command
 from hf_hybrid.version import __version__
 
@@ -30,6 +31,14 @@ def test_help_lists_the_commands(argument, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("argument", [[], ["--help"], ["-h"]])
+def test_train_lists_its_tasks(argument, capsys):
+    assert main(["train", *argument]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: hf-hybrid train TASK ...\n")
+    assert {*re.findall(r"^  (\w+)  ", printed, re.MULTILINE)} | {"demo"} == {*TASKS}
 
 
 @pytest.mark.parametrize("name", ["summarize", "generate", "classify", "embed", "app", "doctor"])

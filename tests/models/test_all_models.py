@@ -367,6 +367,16 @@ def test_logits_are_the_head_of_the_last_hidden_states(model_type, auto_class, s
     assert torch.equal(model.get_output_embeddings()(states), logits)
 
 
+@pytest.mark.parametrize("model_type", ["bst", "spade"])
+def test_a_body_without_a_head_does_not_scale_its_states(model_type, tmp_path):
+    model = tiny_model(model_type, "AutoModelForCausalLM", scale_decoder_outputs=True)
+    model.save_pretrained(tmp_path)
+    inputs = tiny_inputs(model)
+    states = transformers.AutoModel.from_pretrained(tmp_path)(**inputs).last_hidden_state
+    expected = model.model(**inputs).last_hidden_state
+    assert_close(states * model.config.hidden_size**-0.5, expected, "float32 model")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["bst", "chela", "spade"])
 def test_clients_that_read_the_head_fail_with_an_adaptive_vocabulary(model_type, tied):

@@ -61,8 +61,9 @@ def test_accepted_tokens_are_read_alone_or_with_the_next_candidates(model_type, 
     model = tiny_model(model_type, "AutoModelForCausalLM").double()
     inputs = prompt(model)
     expected = model.generate(**inputs, **GREEDY).sequences
-    for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+    for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}, {"assistant_early_exit": 1}):
         assert torch.equal(model.generate(**inputs, **way, **GREEDY).sequences, expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY).sequences, expected)  # the early exit ended
 
 
 @pytest.mark.parametrize(("model_type", "auto_class", "case"), some(DECODER_CASES, *FIRST_CASES))
@@ -121,6 +122,9 @@ def test_a_cache_of_the_user_is_continued(model_type):
     )
     assert torch.equal(generated.sequences, expected)
     assert generated.past_key_values is started.past_key_values
+    embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(ValueError, match="input_ids must be given: assisted"):
+        model.generate(inputs_embeds=embeddings, prompt_lookup_num_tokens=3, **GREEDY)
     with pytest.raises(ValueError, match=r"input_ids must be the whole sequence.*26 tokens.*got 1 tokens"):
         model.generate(
             expected[:, -1:],

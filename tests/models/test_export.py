@@ -69,6 +69,14 @@ def test_every_class_exports(model_type, auto_class):
     assert_close(kept(actual, inputs), kept(expected, inputs), "float32 model")
 
 
+@pytest.mark.parametrize("model_type", ["bst", "chela", "spade"])
+def test_positions_are_refused(model_type):
+    model = without_cache(model_type, "AutoModelForCausalLM")
+    ids = torch.randint(2, 60, (1, 12))
+    with torch.no_grad(), pytest.raises(Exception, match="position_ids must be None in an export"):
+        torch.export.export(model, (), {"input_ids": ids, "position_ids": torch.arange(12)[None]})
+
+
 @pytest.mark.parametrize(("model_type", "auto_class"), some(GENERATIVE, *GENERATIVE[:4]))
 def test_batch_and_length_may_be_dynamic(model_type, auto_class):
     model = without_cache(model_type, auto_class)

@@ -174,12 +174,19 @@ def test_contradictory_bounds_are_refused():
     model = tiny_model("bst", "AutoModelForCausalLM")
     ids = torch.arange(2, 12)[None]
     bounds = torch.tensor([0, 4, 10], dtype=torch.int32)
+    restarts = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     for given, message in (
         ({"cu_seq_lens_q": bounds, "cu_seq_lens_k": torch.tensor([0, 5, 10])}, "cu_seq_lens_k must equal"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, r"must rise from 0 to T = 10; got \[0, 4, 9\]"),
         ({"cu_seq_lens_q": bounds.float()}, "must be .* int32 or int64"),
         ({"cu_seq_lens_q": bounds, "attention_mask": torch.ones_like(ids)}, "together with attention_mask"),
         ({"cu_seq_lens_q": bounds, "past_key_values": DynamicCache(config=model.config)}, "with past_key_values"),
+        ({"cu_seq_lens_k": bounds}, "cu_seq_lens_k must come with cu_seq_lens_q"),
+        (
+            {"position_ids": restarts, "attention_mask": torch.ones_like(ids)},
+            "not restart together with attention_mask",
+        ),
+        ({"position_ids": restarts, "past_key_values": DynamicCache(config=model.config)}, "with past_key_values"),
         ({"seq_idx": torch.zeros(1, 9)}, r"seq_idx must be \(1, 10\); got \(1, 9\)"),
         ({"cu_seq_lens_q": bounds, "input_ids": ids.expand(2, -1)}, "must have a batch of 1"),
     ):

@@ -1,12 +1,16 @@
 """SPADE's encoder with heads: pooling, losses, and starting from another class's checkpoint."""
 
+import json
+
 import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
+import hf_hybrid
 from hf_hybrid import SpadeForSequenceClassification
+from hf_hybrid.models.description import loading_lines
 from hf_hybrid.models.heads import pool
 
 from ..tolerances import assert_close
@@ -129,6 +133,33 @@ def test_auto_model_gives_the_hidden_states_below_every_head(head, body, tmp_pat
     loaded.save_pretrained(tmp_path / "body")
     again = AutoModel.from_pretrained(tmp_path / "body")
     assert torch.equal(again(**inputs).last_hidden_state, wanted)
+
+
+def test_a_language_models_stack_is_a_model_of_its_own(tmp_path):
+    tiny_model("spade", "AutoModelForCausalLM").save_pretrained(tmp_path / "model")
+    stack = AutoModel.from_pretrained(tmp_path / "model")
+    assert type(stack) is hf_hybrid.SpadeStack is transformers.SpadeStack
+    names = {}
+    stack.save_pretrained(tmp_path / "stack")
+    exec(loading_lines(stack, str(tmp_path / "stack")), names)
+    assert type(names["model"]) is type(stack)
+    hf_hybrid.export_remote_code(stack, tmp_path / "code")
+    assert json.loads((tmp_path / "code" / "config.json").read_text())["auto_map"]["AutoModel"].endswith(".SpadeStack")
+    own = AutoModel.from_pretrained(tmp_path / "code", trust_remote_code=True)
+    inputs = tiny_inputs(stack)
+    assert torch.equal(own(**inputs).last_hidden_state, stack(**inputs).last_hidden_state)
+
+
+def test_an_encoder_of_0_1_0_is_loaded_as_one(tmp_path):
+    encoder = tiny_model("spade", "AutoModelForTextEncoding")
+    encoder.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["SpadeEncoderModel"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))  # as 0.1.0 wrote it
+    loaded, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    inputs = tiny_inputs(encoder)
+    assert torch.equal(loaded(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)
 
 
 @pytest.mark.parametrize("head", ["TextEncoding", *HEADS])

@@ -220,7 +220,7 @@ class ChelaModel(ChelaPreTrainedModel):
                 )
             kept = attention_mask[:, -length:].to(torch.bool)
         hidden_states = self.dropout(inputs_embeds)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(
                 hidden_states, attention_mask=kept, past_key_values=past_key_values, cu_seqlens=cu_seqlens, **kwargs
             )

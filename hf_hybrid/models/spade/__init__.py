@@ -11,6 +11,7 @@ from .modeling_spade import (
     SpadeForTokenClassification,
     SpadeModel,
     SpadePreTrainedModel,
+    SpadeStack,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "SpadeForTokenClassification",
     "SpadeModel",
     "SpadePreTrainedModel",
+    "SpadeStack",
 ]

@@ -91,9 +91,11 @@ class SpadeModel(SpadePreTrainedModel):
     @classmethod
     def _without_head(cls, config: SpadeConfig | None) -> type[SpadePreTrainedModel] | None:
         """Return the class that `AutoModel` means by a config, if it is another one."""
-        if cls is not SpadeModel or getattr(config, "is_encoder_decoder", True):
+        if cls is not SpadeModel or config is None:
             return None
-        return body_class(config)
+        if "SpadeEncoderModel" in (config.architectures or ()):  # version 0.1.0 called its encoders encoder-decoders
+            return SpadeEncoderModel
+        return None if config.is_encoder_decoder else body_class(config)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens

@@ -217,6 +217,12 @@ class ScriptTrainer(Trainer):
             self._outputs = output
         return output
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Do not warn of tied weights, of which a checkpoint has one copy."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
+
     def take_outputs(self) -> Any:
         """Return and forget the outputs of the last evaluation, in the order of the data; None if there are none."""
         outputs, self._outputs = self._outputs, None

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM
+from transformers import trainer as trainer_module
 
 import hf_hybrid
 from hf_hybrid.training import summarization
@@ -23,7 +24,7 @@ from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder
 from hf_hybrid.training.run_folder.resume import check_resumed_model, find_resume_checkpoint
 from hf_hybrid.training.trainer import script_trainer
-from hf_hybrid.training.trainer.script_trainer import SummarizationTrainer
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer, SummarizationTrainer
 from tests.tolerances import assert_close
 from tests.training.conftest import MODELS, T5
 from tests.training.pages import read_page
@@ -269,6 +270,21 @@ def test_permission_does_not_delete_what_the_run_is_made_from(arguments, used, f
     with pytest.raises(ValueError, match=rf"{flag} .* lies in --output_dir .*--overwrite_output_dir deletes"):
         summarization.main(argv)
     assert _content(used) == before
+
+
+def test_tied_weights_are_not_said_to_be_missing(arguments, used, monkeypatch):
+    """A checkpoint has one copy of them; what is missing besides is said."""
+    said = []
+    monkeypatch.setattr(trainer_module.logger, "warning", lambda text, *_: said.append(text))
+    argv = [*arguments("t5", used, *STEPS), "--overwrite_output_dir", "--resume_from_checkpoint"]
+    summarization.main([*argv, str(used / "checkpoint-4")])
+    assert [text for text in said if "missing keys" in text] == []
+    result = SimpleNamespace(missing_keys=["lm_head.weight", "shared.bias"], unexpected_keys=[])
+    model = SimpleNamespace(all_tied_weights_keys={"lm_head.weight": "shared.weight"}, _keys_to_ignore_on_save=None)
+    trainer = ScriptTrainer.__new__(ScriptTrainer)
+    trainer.model = model
+    trainer._issue_warnings_after_load(result)
+    assert said[-1].endswith("['shared.bias'].")
 
 
 def test_permission_to_resume_earlier_deletes_only_what_comes_after(arguments, used):

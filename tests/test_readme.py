@@ -1,17 +1,13 @@
 """What the documentation offers can be typed: Python and commands run, flags are known, links lead somewhere."""
 
 import argparse
-import ast
 import importlib
 import json
 import re
 import runpy
-import shlex
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,12 +30,8 @@ from hf_hybrid.data import sources
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.peft_targets import PARENTS
-from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.flags.command_line import parse_arguments
-from hf_hybrid.training.flags.data import ClmArguments, GlueArguments, SummarizationArguments
-from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.overrides import parse_config_overrides
-from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.model.learning_rates import recorded_rate
 from hf_hybrid.version import __version__
 
@@ -47,141 +39,30 @@ from .data.conftest import write_package
 from .models.sharding import CASES as SHARDED
 from .models.test_remote_code import EXPORTED
 from .models.tiny import PADDED_SIDES, tiny_inputs, tiny_model
+from .pages import (
+    COMMANDS,
+    FENCE,
+    MAINS,
+    PAGES_WITH_RUNS,
+    README,
+    ROOT,
+    SCRIPTS,
+    SMALLER,
+    TEXTS,
+    Command,
+    blocks,
+    broken_links,
+    commands,
+    write_data,
+)
+from .test_pages import EXECUTED
 from .tolerances import assert_close
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SCRIPTS = {
-    "run_summarization.py": (ModelArguments, SummarizationArguments, SummarizationTrainingArguments),
-    "run_glue.py": (ModelArguments, GlueArguments, ScriptTrainingArguments),
-    "run_clm.py": (ModelArguments, ClmArguments, ScriptTrainingArguments),
-}
-MAINS = {"run_summarization.py": summarization.main, "run_glue.py": glue.main, "run_clm.py": clm.main}
-TASKS = {"summarization": "run_summarization.py", "glue": "run_glue.py", "clm": "run_clm.py"}
-FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LANGUAGES = {"bibtex", "python", "sh", "json", "yaml", "", "{eval-rst}", "{include}", "{toctree}"}
-# what begins a command that no test runs -> why; the scripts, modules and targets in it are looked up, flags included
-NOT_RUN = {
-    "make": "makes an environment, or is what runs this test",
-    "python -m pip": "needs an index of packages",
-    "python -m benchmarks": "measures for minutes, in part on data that are not of the project",
-    "python -m hf_hybrid.training": "is one of the scripts, which run; tests/training/test_main.py says so",
-    "python -m hf_hybrid.run": "runs other programs; tests/clients does so where they are installed",
-    "hf-hybrid app": "shows a page until Ctrl-C; tests/clients does so in a browser",
-    "lm_eval": "is such a program",
-    "curl": "asks that server",
-    "hf": "uploads to the Hub",
-    "torchrun": "wants several GPUs or machines; tests/training has runs of two processes",
-    "accelerate": "as torchrun",
-    ".": "enters an environment",
-}
-# flags that a script is not run with -> why
-NOT_RUN_WITH = {
-    "--push_to_hub": "uploads to the Hub",
-    "--deepspeed": "wants DeepSpeed",
-    "--fsdp": "wants several GPUs",
-}
 ADAPTER_TABLES = (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
     TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
 )
-# sizes that a run of a test is cut down to; a flag that is given twice counts as it is given last
-FEWER = "--max_steps 2 --per_device_train_batch_size 2 --max_train_samples 4 --max_eval_samples 2"
-SMALLER = {
-    "run_summarization.py": f"{FEWER} --max_predict_samples 2 --max_target_length 8",
-    "run_glue.py": f"{FEWER} --max_predict_samples 2 --max_seq_length 32",
-    "run_clm.py": FEWER,
-}
-
-
-class Command(NamedTuple):
-    """One command of a page: the words before its script or module, that, and the words behind it."""
-
-    before: list[str]
-    name: str
-    arguments: list[str]
-
-    @property
-    def is_run(self) -> bool:
-        """Whether a test runs it: a script in one process, on data and models that can be had without a network."""
-        return self.before == ["python"] and self.name in SCRIPTS and not NOT_RUN_WITH.keys() & set(self.arguments)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the lists of what no test runs have it."""
-        words = " ".join([*self.before, self.name, *self.arguments])
-        return bool(NOT_RUN_WITH.keys() & set(self.arguments)) or any(
-            re.match(re.escape(start) + r"(?!\w)", words) for start in NOT_RUN
-        )
-
-
-def pages(root: Path) -> list[Path]:
-    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of a page in one language."""
-    return [body for name, body in FENCE.findall(text) if name == language]
-
-
-def broken_links(root: Path) -> list[str]:
-    """Links from a page to a file that does not exist."""
-    broken = []
-    for page in pages(root):
-        prose = re.sub(r"`[^`]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
-        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-            path = target.partition("#")[0]
-            if "://" not in target and not (page.parent / path).exists():
-                broken.append(f"{page.relative_to(root).as_posix()}: {target}")
-    return broken
-
-
-def commands(text: str) -> Iterator[Command]:
-    """Each command of the sh blocks of a page, and of its running text where that names a module or a target."""
-    lines = [line for block in blocks(text, "sh") for line in block.replace("\\\n", " ").splitlines()]
-    prose = FENCE.sub("", text)
-    lines += [found.replace("\n", " ") for found in re.findall(r"`((?:python -m [a-z]|make [a-z])[^`]*)`", prose)]
-    for line in lines:
-        words = shlex.split(line, comments=True)
-        for step in (list(part) for part in split_at(words, "&&")):
-            while step and re.fullmatch(r"[A-Z_]+=.*", step[0]):
-                step = step[1:]  # variables of the environment
-            if not step:
-                continue
-            script = next((word for word in step if re.fullmatch(r"run_\w+\.py", word)), None)
-            if script:
-                yield Command(step[: step.index(script)], script, step[step.index(script) + 1 :])
-            elif "-m" in step:
-                place = step.index("-m") + 1
-                module, arguments = step[place], step[place + 1 :]
-                if module == "hf_hybrid.training" and arguments and arguments[0] in TASKS:
-                    yield Command([*step[:place], module], TASKS[arguments[0]], arguments[1:])
-                else:
-                    yield Command(step[:place], module, arguments)
-            else:
-                yield Command([], step[0], step[1:])
-
-
-def split_at(words: list[str], separator: str) -> Iterator[list[str]]:
-    """The pieces of a line between separators."""
-    piece: list[str] = []
-    for word in [*words, separator]:
-        if word == separator:
-            yield piece
-            piece = []
-        else:
-            piece.append(word)
-
-
-def script_docstrings() -> dict[str, str]:
-    """The commands that each script's docstring names, as a page."""
-    sources = {name: ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) for name in SCRIPTS}
-    return {name: "```sh\n" + "\n".join(source.split("\n\n")[1:]) + "\n```\n" for name, source in sources.items()}
-
-
-TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages(ROOT)}
-COMMANDS = [(page, command) for page, text in (TEXTS | script_docstrings()).items() for command in commands(text)]
-PAGES_WITH_RUNS = sorted({page for page, command in COMMANDS if command.is_run and page in TEXTS})
 
 
 def unknown_flags(text: str) -> list[str]:
@@ -227,7 +108,9 @@ def test_commands_are_understood(tmp_path, monkeypatch):
     assert len(COMMANDS) > 20
     for page, command in COMMANDS:
         words = [*command.before, command.name, *command.arguments]
-        assert command.is_run or command.is_known, f"{page}: {command} is neither run nor known as not run"
+        assert command.is_run or command.answers or command.is_known, (
+            f"{page}: {command} is neither run nor known as not run"
+        )
         if command.is_run:
             parse_arguments(SCRIPTS[command.name], command.arguments)
         elif command.name in SCRIPTS:  # on this machine there may not be what it asks for
@@ -285,6 +168,11 @@ def test_the_checks_see_what_is_wrong(tmp_path, monkeypatch):
     assert [command.arguments for command in found] == [["--b", "1"], ["x"], ["--c"]]
     assert [(command.is_run, command.is_known) for command in found] == [(False, True)] * 3
     assert not Command([], "makes", []).is_known
+    assert not Command([], "hf-hybrid", ["summary"]).is_known
+    assert [command.name for command in commands("```sh\ncat a.txt | hf-hybrid embed b\n```\n")] == [
+        "cat",
+        "hf-hybrid",
+    ]
     assert Command(["python"], "run_clm.py", ["--do_train"]).is_run
     assert not Command(["python"], "run_clm.py", ["--push_to_hub"]).is_run
     with pytest.raises(SystemExit):
@@ -329,24 +217,7 @@ def workplace(stand_ins, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def write_data(script: str, path: Path) -> None:
-    """Write a file such as a command reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    words = [
-        f"the {colour} {thing}" for colour in ("red", "grey", "new") for thing in ("river", "road", "house", "tree")
-    ]
-    if script == "run_summarization.py":
-        rows = [{"document": f"{word} " * 9, "summary": word} for word in words]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-    elif script == "run_clm.py":
-        text = " ".join(words * 60)
-    else:  # as GLUE is distributed
-        rows = [f"{number % 2}\t{number}\t{number}\t{word} is there\t{word}" for number, word in enumerate(words)]
-        text = "\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows])
-    path.write_text(text, encoding="utf-8")
-
-
-@pytest.mark.parametrize("page", PAGES_WITH_RUNS)
+@pytest.mark.parametrize("page", [page for page in PAGES_WITH_RUNS if page not in EXECUTED])
 def test_commands_run(page, workplace):
     """In small, in this process, one after the other; the files that they name are written first."""
     for script, arguments in (
@@ -402,7 +273,9 @@ def test_the_readme_cites_this_version():
     }
 
 
-PAGES_WITH_PYTHON = [page for page, text in TEXTS.items() if page != "README.md" and blocks(text, "python")]
+PAGES_WITH_PYTHON = [
+    page for page, text in TEXTS.items() if page not in ("README.md", *EXECUTED) and blocks(text, "python")
+]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)

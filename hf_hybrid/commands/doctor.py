@@ -1,4 +1,4 @@
-"""``hf-hybrid doctor``: versions, devices, and which operations run on Triton here and why others do not."""
+"""``hf-hybrid doctor``: Versions, devices, and which operations run on Triton here and why others do not."""
 
 import argparse
 import os
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 if an operation gives other numbers on Triton than on torch, or fails.
     """
-    argparse.ArgumentParser("hf-hybrid doctor", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser("hf-hybrid doctor", description=__doc__.partition(": ")[2]).parse_args(argv)
     print(f"hf_hybrid {__version__}, Python {platform.python_version()}, {platform.platform()}")
     for kind, names in _PACKAGES.items():
         print(f"packages, {kind}: {', '.join(f'{name} {_version(name)}' for name in names)}")

@@ -130,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: The folder holds other files than a demo's.
     """
-    parser = argparse.ArgumentParser(prog="python -m hf_hybrid.training.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Train a small SPADE summarizer from scratch and show what it learnt."
+    )
     parser.add_argument("--long", action="store_true", help="a larger model, longer documents, many more steps")
     parser.add_argument(
         "--output_dir", help="an interrupted demo in it is continued, a finished one replaced (runs/demo[-long])"

@@ -8,7 +8,7 @@ import torch
 from tests.matrix import some
 from tests.models.test_export import DYNAMIC, kept, padded_inputs, without_cache
 from tests.models.tiny import DECODERS, MODEL_CLASSES, main_output, tiny_inputs
-from tests.test_readme import TEXTS, blocks
+from tests.pages import TEXTS, blocks
 from tests.tolerances import assert_close
 
 from .folders import save

@@ -145,6 +145,15 @@ def test_serve(model_type, tmp_path):
         assert completed["choices"][0]["text"] == wanted
         chat = ask(f"{url}/chat/completions", {**body, "messages": [{"role": "user", "content": "A text"}]})
         assert isinstance(chat["choices"][0]["message"]["content"], str)
+        flags = ["max_new_tokens=5", "do_sample=False"]  # after them it asks whether to go on: N
+        said = subprocess.run(
+            [*RUN, "transformers", "chat", str(folder), f"http://127.0.0.1:{port}", *flags],
+            input="A text\nN\n!exit\n", cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            env=os.environ | {"HF_HUB_OFFLINE": "0"},  # this client refuses to ask any server in offline mode
+        )  # fmt: skip
+        assert said.returncode == 0, said.stderr[-3000:]
+        log = (tmp_path / "log").read_text(encoding="utf-8")
+        assert log.count('POST /v1/chat/completions HTTP/1.1" 200') == 2, log[-3000:]
     finally:
         server.terminate()
         server.wait(30)

@@ -93,7 +93,7 @@ build: $(INSTALLED) ## Build the wheel and sdist, and import every module of the
 	$(PYTHON) -m venv build/wheel-check
 	build/wheel-check/bin/python $(PIP_INSTALL) $(TORCH)
 	build/wheel-check/bin/python $(PIP_INSTALL) dist/*.whl
-	cd build/wheel-check && bin/python -c "$$IMPORT_EVERY_MODULE"
+	cd build/wheel-check && bin/python -c "$$IMPORT_EVERY_MODULE" && bin/hf-hybrid --version && bin/hf-hybrid doctor
 	rm -rf build/wheel-check
 
 define IMPORT_EVERY_MODULE

@@ -78,9 +78,8 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
         if command == "classify" and own[0].top_k > 1:
             fields = (*fields, "labels")
         count = sum(source.documents for source in sources)
-        output = Output(outputs, fields, settings, single=len(sources) == 1 and count == 1)
-        answerer = answerer_class(load_checkpoint(name, command, checkpoint_flags), documents, *own)
-        with output:
+        with Output(outputs, fields, settings, single=len(sources) == 1 and count == 1) as output:
+            answerer = answerer_class(load_checkpoint(name, command, checkpoint_flags), documents, *own)
             return _Run(answerer, output, outputs, count).answer(read_sources(sources, documents))
 
 
@@ -109,7 +108,8 @@ class _Run:
                 self._answer_window(window)
         except KeyboardInterrupt:
             if self.output.path is not None:
-                self._say(f"what is written stays in {self.output.path}; the same command goes on from there")
+                command = f"the same command{' without --overwrite_output' if self.flags.overwrite_output else ''}"
+                self._say(f"what is written stays in {self.output.path}; {command} goes on from there")
             raise
         finally:
             self.bar.close()
@@ -138,24 +138,32 @@ class _Run:
                 prompt = self._prompt(document)
                 window.append((document, prompt))
                 tokens += len(prompt.ids)
-            if len(window) == _BATCHES * self.flags.batch_size or tokens > _FULL_BATCHES * self.flags.batch_tokens:
+            full = self.flags.batch_size * (1 if self.output.path is None else _BATCHES)
+            if len(window) == full or tokens > _FULL_BATCHES * self.flags.batch_tokens:
                 yield window
                 window, tokens = [], 0
         if window:
             yield window
 
     def _answer_window(self, window: list[tuple[Document, Prompt]]) -> None:
-        """Answer some documents, sorted by length, and write them in their order."""
-        rows: dict[int, dict[str, Any]] = {}
-        lengths = [len(prompt.ids) for _, prompt in window]
-        for batch in batches(lengths, self.flags.batch_size, self.flags.batch_tokens):
-            for index, row in zip(batch, self._rows([window[index] for index in batch]), strict=True):
-                if row is not None:
-                    rows[index] = {**row, "tokens": window[index][1].tokens}
-            self.bar.update(len(batch))
-        order = sorted(rows)
-        self.output.write([window[index][0] for index in order], [rows[index] for index in order])
-        self.answered += len(order)
+        """Answer some documents, sorted by length, and write them in their order; what is answered is not lost."""
+        found = {index: self.output.row_of(document) for index, (document, _) in enumerate(window)}
+        rows = {index: row for index, row in found.items() if row is not None}
+        open_ = [index for index in found if index not in rows]
+        lengths = [len(window[index][1].ids) for index in open_]
+        self.bar.update(len(rows))
+        try:
+            for batch in batches(lengths, self.flags.batch_size, self.flags.batch_tokens):
+                indices = [open_[place] for place in batch]
+                answers = zip(indices, self._rows([window[index] for index in indices]), strict=True)
+                new = {index: {**row, "tokens": window[index][1].tokens} for index, row in answers if row is not None}
+                self.output.keep([window[index][0] for index in new], list(new.values()))
+                rows |= new
+                self.bar.update(len(batch))
+        finally:
+            order = sorted(rows)
+            self.output.write([window[index][0] for index in order], [rows[index] for index in order])
+            self.answered += len(order)
 
     def _prompt(self, document: Document) -> Prompt:
         prompt = self.answerer.prompt(document.text)

@@ -29,12 +29,14 @@ class Prompt(NamedTuple):
 class Answerer:
     """A command's model: it turns documents into ids and batches of ids into rows of the output."""
 
-    cut_side = "right"
+    cut_side = padding_side = "right"
 
     def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments) -> None:
         self.checkpoint = checkpoint
         given = (documents.max_source_length, self.positions())
         self.limit = min((limit for limit in given if limit is not None), default=None)
+        # models without positions of their own for padded batches read a text as alone only if it begins at the left
+        checkpoint.tokenizer.padding_side = self.padding_side
 
     def positions(self) -> int | None:
         """Return the most tokens that may be read, None if the model has no limit."""
@@ -73,7 +75,7 @@ class Generate(Answerer):
         self.new_tokens: int = self.options.get("max_new_tokens") or defaults.max_new_tokens or length or NEW_TOKENS
         self.options["max_new_tokens"] = self.new_tokens
         if self.continues:
-            self.cut_side = checkpoint.tokenizer.padding_side = "left"
+            self.cut_side = self.padding_side = "left"
         super().__init__(checkpoint, documents)
         set_seed(generation.seed)
 

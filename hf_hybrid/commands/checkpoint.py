@@ -109,6 +109,8 @@ def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Chec
         model = model.eval().to(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {flags.device}: {' '.join(str(error).split())}") from error
+    if model.config.pad_token_id is None:  # by which classifiers of language models find the last token
+        model.config.pad_token_id = tokenizer.pad_token_id
     return Checkpoint(model, tokenizer, positions_of(config, tokenizer))
 
 

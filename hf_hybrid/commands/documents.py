@@ -4,6 +4,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from hf_hybrid.suggestions import did_you_mean
 _COMPRESSED = (".gz", ".xz", ".bz2")
 _TABLE = "document"  # what errors call a table
 STDIN = "-"
+_STANDARD_INPUT = "standard input"
 
 
 class Document(NamedTuple):
@@ -63,10 +65,14 @@ def find_sources(
     for argument in arguments:
         path = Path(argument)
         if argument == STDIN:
-            sources.append(Source("standard input", None, 1, text=sys.stdin.buffer.read()))
+            sources.append(Source(_STANDARD_INPUT, None, 1, text=sys.stdin.buffer.read()))
         elif _exists(path) and path.is_dir():
             sources += [_source_in_folder(file, flags) for file in _files_of(path, excluded)]
         elif _exists(path):
+            if path.resolve() in excluded:  # a pattern such as *.txt names it from the second time on
+                if not excluded & {Path(f"{path.resolve()}.progress")} or not Path(f"{path}.progress").is_file():
+                    raise ValueError(f"{argument} is a document and the --output: name another --output")
+                continue
             if _kind(path) is None:
                 known = ", ".join((*FILES, *TABLES))
                 raise ValueError(f"{argument}: the documents' files must end in one of {known}")
@@ -97,8 +103,9 @@ def read_sources(sources: Sequence[Source], flags: DocumentArguments) -> Iterato
                 )
         elif source.path is not None:
             yield _document(source.name, read_document, source.path, flags)
-        else:
-            yield _document(source.name, decode_text, source.text, flags)
+        else:  # arguments are UTF-8, whatever files are
+            own = flags if source.name == _STANDARD_INPUT else replace(flags, encoding=None)
+            yield _document(source.name, decode_text, source.text, own)
 
 
 def _document(name: str, read: Callable[..., str], *arguments: Any) -> Document:

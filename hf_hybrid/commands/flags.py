@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
@@ -77,6 +78,8 @@ class OutputArguments:
         """Check the flags."""
         check_choice_flag("output_format", self.output_format, FORMATS)
         check_positive_flags(self, "batch_size", "batch_tokens")
+        if self.output is not None and (not self.output or Path(self.output).is_dir()):
+            raise ValueError(f"--output {self.output} must be a file; it is {'a folder' if self.output else 'empty'}")
 
 
 @dataclass

@@ -77,7 +77,7 @@ def decode_text(content: bytes, flags: DocumentArguments) -> str:
         Unreadable: It is binary, in another encoding, empty or too large.
     """
     marked = next((name for mark, name in _BYTE_ORDER_MARKS.items() if content.startswith(mark)), None)
-    if marked is None and b"\0" in content:
+    if marked is None and flags.encoding is None and b"\0" in content:
         raise Unreadable("it is no text but binary data (it has zero bytes)")
     encoding = flags.encoding or marked or "utf-8"
     try:
@@ -125,7 +125,7 @@ def _read_html(path: Path, flags: DocumentArguments) -> str:
     from bs4 import BeautifulSoup
 
     content = path.read_bytes()
-    if b"\0" in content and not content.startswith(tuple(_BYTE_ORDER_MARKS)):
+    if flags.encoding is None and b"\0" in content and not content.startswith(tuple(_BYTE_ORDER_MARKS)):
         raise Unreadable("it is no text but binary data (it has zero bytes)")
     page = BeautifulSoup(content, "html.parser", from_encoding=flags.encoding)
     for element in page(_NOT_READ):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
+from filelock import FileLock, Timeout
 
 from hf_hybrid.commands.documents import Document
 from hf_hybrid.commands.flags import OutputArguments
@@ -26,8 +27,9 @@ class Output:
     """Where the rows of a command go: a file or the terminal.
 
     A file has a second one beside it, `progress_file`: its first line has the settings that made the output, and each
-    further line a document that is written, with the length of the output up to there. If a command is interrupted,
-    what was written after the last of these lines is cut off, and the command continues with the next document.
+    further line either a document that is written, with the length of the output up to there, or the row of a document
+    that waits for those before it. If a command is interrupted, what was written after the last length is cut off, and
+    the command continues with documents that have neither. One process at a time writes an output.
 
     Args:
         flags: The flags of the output.
@@ -36,7 +38,8 @@ class Output:
         single: Whether there is one document, whose name a text output leaves out.
 
     Raises:
-        ValueError: The format does not fit, or the output exists and is not to be continued with these settings.
+        ValueError: The format does not fit, the output exists and is not to be continued with these settings, it
+            cannot be written, or another process is writing it.
     """
 
     def __init__(
@@ -45,17 +48,18 @@ class Output:
         self.path = None if flags.output is None else Path(flags.output)
         self.fields = ("document", *fields, "tokens")
         self.single = single
-        if self.path is not None and self.path.is_dir():
-            raise ValueError(f"--output {self.path} must be a file; it is a folder")
         self.format = _format(flags, self.path, "jsonl" if "embedding" in fields else "text")
         self.settings = dict(settings) | {"format": self.format}
         if self.format == "text" and "embedding" in fields:
             raise ValueError("--output_format must be jsonl or csv for vectors; got text")
         self.done: set[str] = set()
+        self.waiting: dict[str, dict[str, Any]] = {}
         self._length = self._progress_length = 0  # bytes
+        self._lock: FileLock | None = None
         if self.path is not None:
             if not self.path.parent.is_dir():
                 raise ValueError(f"--output {self.path}: there is no folder {self.path.parent}")
+            self._lock = _locked(self.path)
             if self.path.exists() and not flags.overwrite_output:
                 self._read_progress(self.path)
         self._stream: IO[bytes] | None = None
@@ -65,11 +69,15 @@ class Output:
         """Whether the output has this document, with this text."""
         return _key(document) in self.done
 
+    def row_of(self, document: Document) -> dict[str, Any] | None:
+        """Return the row of a document that an interrupted command had answered and not written."""
+        return self.waiting.get(_key(document))
+
     def __enter__(self) -> "Output":
         """Open the file, without what an interruption left unfinished."""
         if self.path is not None:
             progress = progress_file(self.path)
-            if self.done:
+            if self.done or self.waiting:
                 os.truncate(self.path, self._length)
                 os.truncate(progress, self._progress_length)
             else:
@@ -82,6 +90,16 @@ class Output:
         if self._stream is not None and self._progress is not None:
             self._stream.close()
             self._progress.close()
+        if self._lock is not None:
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.release()
+
+    def keep(self, documents: Sequence[Document], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write down rows that wait for those of documents before them, so that an interruption does not lose them."""
+        if self._progress is not None:
+            pairs = zip(documents, rows, strict=True)
+            lines = [json.dumps({"document": _key(document), "row": row}) + "\n" for document, row in pairs]
+            _append(self._progress, "".join(lines).encode())
 
     def write(self, documents: Sequence[Document], rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of some documents."""
@@ -98,10 +116,8 @@ class Output:
         if self._stream is None or self._progress is None:
             sys.stdout.flush()
             return
-        for stream, content in ((self._stream, b""), (self._progress, "".join(records).encode())):
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _append(self._stream, b"")
+        _append(self._progress, "".join(records).encode())
 
     def _read_progress(self, path: Path) -> None:
         advice = "name another --output, or give --overwrite_output to replace it"
@@ -109,18 +125,20 @@ class Output:
         if not file.is_file():
             raise ValueError(f"--output {path} exists and is not the output of such a command: {advice}")
         lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        if len(lines) < 2:
+            return
         try:
-            settings, *done = map(json.loads, lines)
+            settings, *records = map(json.loads, lines)
         except ValueError as error:
             raise ValueError(f"--output {path}: {file} is damaged: {advice}") from error
-        if not done:
-            return
         for name in {**settings, **self.settings}:
             old, new = settings.get(name), self.settings.get(name)
             if old != new:
                 raise ValueError(f"--output {path} was written with {name} {old!r}, and now it is {new!r}: {advice}")
+        done = [record for record in records if isinstance(record, list)]
         self.done = {key for key, _ in done}
-        self._length = done[-1][1]
+        self.waiting = {record["document"]: record["row"] for record in records if isinstance(record, dict)}
+        self._length = done[-1][1] if done else 0
         self._progress_length = sum(map(len, lines))
         if path.stat().st_size < self._length:
             raise ValueError(f"--output {path} is shorter than it was when it was written: {advice}")
@@ -141,6 +159,24 @@ class Output:
             return shown if self.single else f"{row['document']}\t{shown}"
         text = row[self.fields[1]]
         return f"{text}\n" if self.single else f"{'' if begins else chr(10)}==> {row['document']} <==\n{text}\n"
+
+
+def _locked(path: Path) -> FileLock:
+    """Return a lock that no other process has, which a command keeps to its end."""
+    lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(f"--output {path} is being written by another process") from error
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written: {error.strerror or error}") from error
+    return lock
+
+
+def _append(stream: IO[bytes], content: bytes) -> None:
+    stream.write(content)
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 def _cell(value: Any) -> Any:

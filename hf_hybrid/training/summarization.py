@@ -250,9 +250,10 @@ def _prepare_generation(
     training_args: SummarizationTrainingArguments,
 ) -> None:
     """Set the first token, the length and the beams of generation, and write down the prefix."""
-    if data_args.source_prefix is not None:  # where T5's configurations have it, and `hf-hybrid summarize` looks
-        tasks = dict(getattr(model.config, "task_specific_params", None) or {})
-        tasks["summarization"] = {**tasks.get("summarization", {}), "prefix": data_args.source_prefix}
+    tasks = dict(getattr(model.config, "task_specific_params", None) or {})
+    task = tasks.get("summarization") or {}
+    if data_args.source_prefix is not None or "prefix" in task:  # where T5 has it, and `hf-hybrid summarize` looks
+        tasks["summarization"] = {**task, "prefix": data_args.source_prefix or ""}
         model.config.task_specific_params = tasks
     if model.config.model_type == "mbart" and hasattr(tokenizer, "src_lang") and data_args.lang is not None:
         model.config.decoder_start_token_id = _token_id(tokenizer, data_args.lang)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from peft import get_peft_model
 from transformers import (
     AutoModel,
@@ -280,23 +282,32 @@ def test_csv_has_a_header_and_vectors_as_json(folders, tmp_path):
 def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsys, monkeypatch):
     checkpoint = folders("chela", "AutoModelForCausalLM")
     monkeypatch.setattr(answer, "_BATCHES", 1)
+    answered = []
+    respond = Generate.answer
+
+    def counted(self, prompts):
+        answered.extend(prompts)
+        return respond(self, prompts)
+
+    monkeypatch.setattr(Generate, "answer", counted)
     for extension in ("jsonl", "csv", "txt"):
         out = tmp_path / f"out.{extension}"
         command = ["generate", checkpoint, str(folder), *NEW, "--batch_size", "2", "-o", str(out)]
         assert main(command) == 1
         whole, lines = out.read_bytes(), progress_file(out).read_bytes().splitlines(keepends=True)
-        assert len(lines) == 5
-        ends = [0, *(json.loads(line)[1] for line in lines[1:])]
-        for done in range(5):
-            for cut in {ends[done], ends[done] + 1, len(whole)}:  # the output may be ahead of what is written down
+        assert len(lines) == 9  # each of four documents is first answered, then written
+        for kept in range(1, 10):
+            records = [json.loads(line) for line in lines[1:kept]]
+            length = max([0, *(record[1] for record in records if isinstance(record, list))])
+            known = {record["document"] if isinstance(record, dict) else record[0] for record in records}
+            for cut in {length, length + 1, len(whole)}:  # the output may be ahead of what is written down
                 for torn in (b"", b'["torn'):
                     out.write_bytes(whole[:cut])
-                    progress_file(out).write_bytes(b"".join(lines[: done + 1]) + torn)
-                    capsys.readouterr()
+                    progress_file(out).write_bytes(b"".join(lines[:kept]) + torn)
+                    answered.clear()
                     assert main(command) == 1
                     assert out.read_bytes() == whole
-                    assert progress_file(out).read_bytes() == b"".join(lines)
-                    assert capsys.readouterr().err.count(f"{4 - done} document") == 1
+                    assert len(answered) == 4 - len(known)  # nothing twice
 
 
 def test_documents_that_are_new_or_changed_are_added(folders, folder, tmp_path):
@@ -352,6 +363,73 @@ def test_a_killed_process_leaves_what_it_wrote(folders, folder, tmp_path):
     assert main(command[3:]) == 1  # for 2b.txt
     got = [row["document"] for row in written(out)]
     assert got == sorted(str(path) for path in folder.iterdir() if path.name != "2b.txt")
+
+
+def test_an_interruption_keeps_every_answer(folders, tmp_path, monkeypatch, capsys):
+    respond, prompts = Embed.answer, []
+
+    def interrupted(self, batch):
+        if len(prompts) == 3 * 8:
+            raise KeyboardInterrupt
+        prompts.extend(batch)
+        return respond(self, batch)
+
+    texts, out = [f"Text {number}" for number in range(40)], tmp_path / "out.jsonl"
+    arguments = ["embed", folders("chela", "AutoModelForCausalLM"), *texts, "-o", str(out)]
+    monkeypatch.setattr(Embed, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, "--overwrite_output"])
+    assert "the same command without --overwrite_output goes on" in capsys.readouterr().err
+    assert len(written(out)) == 24
+    monkeypatch.setattr(Embed, "answer", respond)
+    assert main(arguments) == 0
+    assert sorted(row["document"] for row in written(out)) == sorted(f"text {number}" for number in range(1, 41))
+    assert "24 were there already" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_one_process_writes_an_output(folders, tmp_path):
+    out = tmp_path / "out.jsonl"
+    arguments = ["embed", folders("chela", "AutoModelForCausalLM"), *TEXTS, "-o", str(out)]
+    with FileLock(f"{out}.lock"), pytest.raises(ValueError, match="is being written by another process"):
+        main(arguments)
+    assert main(arguments) == 0
+
+
+def test_an_output_is_no_document_of_its_own(folders, tmp_path):
+    text, out = tmp_path / "a.txt", tmp_path / "out.txt"
+    text.write_text("A text")
+    command = ["generate", folders("chela", "AutoModelForCausalLM")]
+    with pytest.raises(ValueError, match="is a document and the --output"):
+        main([*command, str(text), "-o", str(text), "--overwrite_output"])
+    assert text.read_text() == "A text"
+    for _ in range(3):  # as a shell passes *.txt
+        assert main([*command, *sorted(map(str, tmp_path.glob("*.txt"))), *NEW, "-o", str(out)]) == 0
+    assert out.read_text().count("==>") <= 1
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModel"])
+def test_a_tokenizer_that_pads_left_changes_no_answer(auto_class, folders, tmp_path, capsys):
+    folder = tmp_path / "bert"
+    shutil.copytree(folders("bert", auto_class), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(folder)
+    command = "classify" if auto_class == "AutoModelForSequenceClassification" else "embed"
+    for size in (1, 4):
+        call(command, folder, *TEXTS, "--batch_size", size, "-o", tmp_path / f"{size}.jsonl")
+    alone, together = (written(tmp_path / f"{size}.jsonl") for size in (1, 4))
+    key = "score" if command == "classify" else "embedding"
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(torch.tensor(one[key]), torch.tensor(other[key]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_classifier_without_a_pad_token_takes_a_batch(folders, tmp_path):
+    folder = tmp_path / "gpt2"
+    shutil.copytree(folders("gpt2", "AutoModelForSequenceClassification"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    assert main(["classify", str(folder), *TEXTS]) == 0
 
 
 def test_an_interruption_says_how_to_go_on(folders, tmp_path, capsys, monkeypatch):

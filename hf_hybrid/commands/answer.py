@@ -77,6 +77,8 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
         settings = _settings(command, name, documents, checkpoint_flags, own)
         if command == "classify" and own[0].top_k > 1:
             fields = (*fields, "labels")
+        if getattr(own[0], "prompt_lookup_num_tokens", None) is not None:
+            outputs.batch_size = 1  # transformers guesses for one text at a time
         count = sum(source.documents for source in sources)
         with Output(outputs, fields, settings, single=len(sources) == 1 and count == 1) as output:
             answerer = answerer_class(load_checkpoint(name, command, checkpoint_flags), documents, *own)

@@ -32,6 +32,7 @@ _KINDS = {  # what the name of a checkpoint's class ends in -> what it is, and t
     "EncoderModel": ("an encoder", "embed"),
 }
 _COMMANDS = {"summarize": ("summarize",), "generate": ("generate", "summarize"), "classify": ("classify",)}
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings")
 
 
@@ -154,6 +155,8 @@ def _device(flags: CheckpointArguments) -> torch.device:
         device = torch.device(flags.device)
     except RuntimeError as error:
         raise ValueError(f"--device must be a device such as cpu or cuda:0; got {flags.device!r}") from error
+    if device.type not in _DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(_DEVICES)}; got {flags.device!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {flags.device}: torch sees {torch.cuda.device_count()} CUDA devices here")
     return device

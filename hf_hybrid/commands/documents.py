@@ -67,7 +67,7 @@ def find_sources(
         if argument == STDIN:
             sources.append(Source(_STANDARD_INPUT, None, 1, text=sys.stdin.buffer.read()))
         elif _exists(path) and path.is_dir():
-            sources += [_source_in_folder(file, flags) for file in _files_of(path, excluded)]
+            sources += [_checked_source(file, flags) for file in _files_of(path, excluded)]
         elif _exists(path):
             if path.resolve() in excluded:  # a pattern such as *.txt names it from the second time on
                 if not excluded & {Path(f"{path.resolve()}.progress")} or not Path(f"{path}.progress").is_file():
@@ -76,13 +76,15 @@ def find_sources(
             if _kind(path) is None:
                 known = ", ".join((*FILES, *TABLES))
                 raise ValueError(f"{argument}: the documents' files must end in one of {known}")
-            sources.append(_source(path, flags))
+            sources.append(_checked_source(path, flags))
         elif _looks_like_a_file(argument):
             siblings = os.listdir(path.parent) if path.parent.is_dir() else []
             raise ValueError(f"{argument}: there is no such file or folder.{did_you_mean(path.name, siblings)}")
         else:
             texts += 1
             sources.append(Source(f"text {texts}", None, 1, text=argument.encode("utf-8", errors="surrogateescape")))
+    if sources and all(source.problem is not None for source in sources):
+        raise ValueError(sources[0].problem)
     check_packages({source.path.suffix.lower() for source in sources if source.path is not None})
     named: dict[Path | str, Source] = {}  # what is named twice is read once
     for source in sources:
@@ -154,8 +156,8 @@ def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
     return found
 
 
-def _source_in_folder(path: Path, flags: DocumentArguments) -> Source:
-    """Return the source of a file that nobody named; one that cannot be read does not stop the others."""
+def _checked_source(path: Path, flags: DocumentArguments) -> Source:
+    """Return the source of a file; one that cannot be read does not stop the others."""
     try:
         return _source(path, flags)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """The text of one document: plain text, PDF, Word and HTML files."""
 
 import codecs
+import logging
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -98,6 +99,7 @@ def _read_text(path: Path, flags: DocumentArguments) -> str:
 def _read_pdf(path: Path, flags: DocumentArguments) -> str:
     from pypdf import PdfReader
 
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what it cannot read, it also raises
     pdf = PdfReader(path)
     if pdf.is_encrypted and not pdf.decrypt(""):
         raise Unreadable("it is protected by a password; save a copy without one")

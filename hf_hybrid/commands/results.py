@@ -109,7 +109,8 @@ class Output:
             content = shown.encode("utf-8", errors="replace")
             self._length += len(content)
             if self._stream is None:
-                sys.stdout.write(shown)
+                encoding = sys.stdout.encoding or "utf-8"  # a terminal may lack letters that a name or a text has
+                sys.stdout.write(shown.encode(encoding, errors="backslashreplace").decode(encoding))
             else:
                 self._stream.write(content)
                 records.append(json.dumps([_key(document), self._length]) + "\n")

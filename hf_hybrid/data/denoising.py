@@ -128,9 +128,8 @@ def corrupt_spans(
 ) -> tuple[Array, Array]:
     """Corrupt spans as T5 does (Raffel et al. 2020, section 3.1.4 and figure 2).
 
-    In the inputs, each span of noise becomes one sentinel; in the targets, each span of the rest. A sentinel stands for
-    the same place in both: before the span in the targets is the sentinel that replaces it in the inputs. Neither has an
-    end token yet.
+    In the inputs, each span of noise becomes one sentinel; in the targets, each span of the rest. So a span in the
+    targets follows the sentinel that replaces it in the inputs. Neither has an end token yet.
 
     Note:
         The paper's figure ends its targets in one more sentinel, since its text ends in words that are kept. The masks
@@ -163,9 +162,9 @@ def infill_text(
 ) -> tuple[Array, Array]:
     """Hide spans as BART's text infilling does (Lewis et al. 2020, section 2.2).
 
-    The lengths of spans are drawn from a Poisson distribution until they hold round(L density) tokens, at least one; the
-    last one is cut. Each span becomes one mask token, one of length zero too, which is put between two tokens. All
-    arrangements of the spans among the other tokens are equally likely.
+    The lengths of spans are drawn from a Poisson distribution until they hold round(L density) tokens, at least one;
+    the last one is cut. Each span becomes one mask token, one of length zero too, which is put between two tokens.
+    All arrangements of the spans among the other tokens are equally likely.
 
     Note:
         Spans of length zero are left out where they would make the inputs longer than the text, which they hardly ever
@@ -220,8 +219,8 @@ def mask_words(
 ) -> tuple[Array, Array]:
     """Mask words as BERT does (Devlin et al. 2019, section 3.1).
 
-    round(L density) tokens are to be guessed, at least one if there is any. Of these, 80 % become the mask token, 10 % a
-    random word, and 10 % stay.
+    round(L density) tokens are to be guessed, at least one if there is any. Of these, 80 % become the mask token,
+    10 % a random word, and 10 % stay.
 
     Args:
         tokens: `(L,)`.

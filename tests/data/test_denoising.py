@@ -1,6 +1,7 @@
 """Noise: layouts written by hand, what holds for every text, and how often what is drawn."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def restored(inputs, targets):
             spans[sentinel] = []
         else:
             spans[sentinel].append(token)
-    return [token for item in inputs for token in (spans[item] if item in spans else [item])]
+    return [token for item in inputs for token in spans.get(item, [item])]
 
 
 @examples(80)
@@ -132,7 +133,7 @@ def test_each_span_is_one_mask_and_the_target_is_the_text(length, density, mean,
     assert len(inputs) <= length
     if len(kept) < length:  # between masks nothing is missing
         known = [None, *(token for token in inputs), None]
-        for left, right in zip(known, known[1:], strict=False):
+        for left, right in pairwise(known):
             if left not in (None, MASK) and right not in (None, MASK):
                 assert right == left + 1
 

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -70,10 +70,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     auto_class = AutoModelForSeq2SeqLM if is_pair else AutoModelForMaskedLM
     _fit_arguments(data_args, training_args, argv)
     outputs = result_files(training_args)
-    role = None if is_pair else _ENCODER
-    config, resume_from = begin(
-        argv, model_args, data_args, training_args, auto_class, metrics=METRICS, outputs=outputs, role=role
-    )
+    known = {"metrics": METRICS, "outputs": outputs, "role": None if is_pair else _ENCODER}
+    config, resume_from = begin(argv, model_args, data_args, training_args, auto_class, **known)
     _check_model(config, data_args)
     positions = fit_positions(model_args, config, auto_class, _fit_lengths(config, data_args))
     add_tokens = partial(_add_tokens, data_args)
@@ -88,15 +86,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column], complete=add_tokens)
     denoise = Denoiser.of(tokenizer, data_args.objective, data_args.density, data_args.mean_length)
-    examples = {
-        name: _examples(splits[name], name, tokenizer, column, denoise, data_args, training_args)
-        for name in asked_splits(training_args)
-    }
+    asked = asked_splits(training_args)
+    examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
     model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
+    peft_task = "SEQ_2_SEQ_LM" if is_pair else None
     trainer = ScriptTrainer(
-        model=attach_adapter(
-            model, model_args, training_args, resume_from, task_type="SEQ_2_SEQ_LM" if is_pair else None
-        ),
+        model=attach_adapter(model, model_args, training_args, resume_from, task_type=peft_task),
         args=training_args,
         train_dataset=examples.get("train"),
         eval_dataset=examples.get("validation"),
@@ -104,9 +99,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         data_collator=_collator(model, tokenizer, data_args, training_args),
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=partial(scores_by_example, tokenizer),
+        callbacks=[NoiseOfEpoch(examples["train"])] if isinstance(examples.get("train"), NoisyRows) else None,
     )
-    if isinstance(rows := examples.get("train"), NoisyRows):
-        trainer.add_callback(NoiseOfEpoch(rows))
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics = train(trainer, resume_from, argv) if training_args.do_train else {}
@@ -181,7 +175,7 @@ def _add_tokens(data_args: PretrainArguments, tokenizer: PreTrainedTokenizerBase
 
 
 def _examples(
-    split: Dataset | IterableDataset,
+    splits: DatasetDict,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     column: str,
@@ -199,7 +193,7 @@ def _examples(
             f"--max_seq_length must exceed the {denoise.frame} special tokens of the tokenizer by at least 2; got "
             f"{data_args.max_seq_length}"
         )
-    tokens = tokenize_split(split, name, tokenizer, column, data_args, training_args, are_lines=True)
+    tokens = tokenize_split(splits[name], name, tokenizer, column, data_args, training_args, are_lines=True)
     joined = comes_from_text_file(name, data_args)
 
     def read() -> Iterator[Row]:

@@ -154,11 +154,8 @@ def split_at(words: list[str], separators: tuple[str, ...]) -> Iterator[list[str
 
 def script_docstrings() -> dict[str, str]:
     """The commands that each script's docstring names, as a page."""
-    sources = {
-        name: ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8")))
-        for name in SCRIPTS
-        if name[-3:] == ".py"
-    }
+    files = [ROOT / name for name in SCRIPTS if name.endswith(".py")]
+    sources = {file.name: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for file in files}
     return {name: "```sh\n" + "\n".join(source.split("\n\n")[1:]) + "\n```\n" for name, source in sources.items()}
 
 

@@ -6,7 +6,7 @@ from a checkpoint. Flags are named as in transformers' example scripts.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -69,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     is_pair = data_args.objective != "masked_words"
     auto_class = AutoModelForSeq2SeqLM if is_pair else AutoModelForMaskedLM
     _fit_arguments(data_args, training_args, argv)
-    outputs = result_files(training_args)
-    known = {"metrics": METRICS, "outputs": outputs, "role": None if is_pair else _ENCODER}
-    config, resume_from = begin(argv, model_args, data_args, training_args, auto_class, **known)
+    outputs, role = result_files(training_args), None if is_pair else _ENCODER
+    config, resume_from = begin(
+        argv, model_args, data_args, training_args, auto_class, metrics=METRICS, outputs=outputs, role=role
+    )
     _check_model(config, data_args)
     positions = fit_positions(model_args, config, auto_class, _fit_lengths(config, data_args))
     add_tokens = partial(_add_tokens, data_args)
@@ -89,18 +90,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     asked = asked_splits(training_args)
     examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
     model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
+    collate = _collator(model, tokenizer, data_args, training_args)
     peft_task = "SEQ_2_SEQ_LM" if is_pair else None
-    trainer = ScriptTrainer(
-        model=attach_adapter(model, model_args, training_args, resume_from, task_type=peft_task),
-        args=training_args,
-        train_dataset=examples.get("train"),
-        eval_dataset=examples.get("validation"),
-        processing_class=tokenizer,
-        data_collator=_collator(model, tokenizer, data_args, training_args),
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=partial(scores_by_example, tokenizer),
-        callbacks=[NoiseOfEpoch(examples["train"])] if isinstance(examples.get("train"), NoisyRows) else None,
-    )
+    adapted = attach_adapter(model, model_args, training_args, resume_from, task_type=peft_task)
+    trainer = _trainer(adapted, training_args, examples, tokenizer, collate)
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics = train(trainer, resume_from, argv) if training_args.do_train else {}
@@ -129,7 +122,8 @@ def _fit_arguments(
                 f"{training_args.dataloader_num_workers}"
             )
         # accelerate would join batches of several processes, which differ in length, to divide them
-        training_args.accelerator_config.dispatch_batches = False
+        accelerator_config: Any = training_args.accelerator_config
+        accelerator_config.dispatch_batches = False
 
 
 def _check_model(config: PreTrainedConfig, data_args: PretrainArguments) -> None:
@@ -229,6 +223,27 @@ def _collator(
     if data_args.packing:
         return packing_collator(tokenizer.pad_token_id, data_args.max_seq_length or 0)
     return sequence_collator(model, tokenizer, training_args)
+
+
+def _trainer(
+    model: Any,
+    training_args: ScriptTrainingArguments,
+    examples: Mapping[str, NoisyRows | NoisyStream],
+    tokenizer: PreTrainedTokenizerBase,
+    collate: Callable[[list[dict[str, Any]]], Any],
+) -> ScriptTrainer:
+    rows = examples.get("train")
+    return ScriptTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=rows,
+        eval_dataset=examples.get("validation"),
+        processing_class=tokenizer,
+        data_collator=collate,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=partial(scores_by_example, tokenizer),
+        callbacks=[NoiseOfEpoch(rows)] if isinstance(rows, NoisyRows) else None,
+    )
 
 
 def _evaluate(trainer: ScriptTrainer, examples: dict[str, Any]) -> dict[str, float]:

@@ -85,7 +85,7 @@ def _samples(trainer: ScriptTrainer, examples: Mapping[str, Any]) -> Section:
             if rows.denoise.objective == "masked_words":
                 guesses = model(**batch).logits[0].argmax(-1).cpu().numpy()[: len(row["labels"])]
                 filled = guesses[np.array(row["labels"]) != IGNORED_LABEL]
-                hidden, filled = (" · ".join(map(tokenizer.decode, ids)) for ids in (hidden, filled.tolist()))
+                shown = [" · ".join(map(tokenizer.decode, ids)) for ids in (hidden, filled.tolist())]
             else:
                 length = min(len(hidden), _WRITTEN)
                 written = model.generate(
@@ -96,8 +96,9 @@ def _samples(trainer: ScriptTrainer, examples: Mapping[str, Any]) -> Section:
                     num_beams=1,
                     pad_token_id=tokenizer.pad_token_id,
                 )[0]
-                hidden, filled = tokenizer.decode(hidden), tokenizer.decode(written)
-        parts = {"corrupted text": tokenizer.decode(row["input_ids"]), "what labels hold": hidden, "filled in": filled}
+                shown = [tokenizer.decode(hidden), tokenizer.decode(written)]
+        parts = {"corrupted text": tokenizer.decode(row["input_ids"]), "what labels hold": shown[0]}
+        parts["filled in"] = shown[1]
         samples.append(Sample([(name, excerpt(part)) for name, part in parts.items()]))
     note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
     return Section(title, samples=samples, notes=[note])

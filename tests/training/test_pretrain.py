@@ -118,11 +118,13 @@ def test_scores_are_those_of_the_saved_model(command, files, tmp_path, objective
     assert "eval_bits_per_byte" in card or "bits_per_byte" in card
 
 
-def test_packed_pieces_do_not_see_each_other(command, tmp_path):
+@pytest.mark.parametrize("model_type", ["chela", "spade"])
+def test_packed_pieces_do_not_see_each_other(command, tmp_path, model_type):
     """A model scores the same pieces with the same noise equally well, alone and packed."""
-    more = ("--do_eval", "--max_seq_length", "300", "--learning_rate", "0.01")
-    packed = pretrain.main(command("masked_words", "chela", *more, "--do_train", "--max_steps", "2", "--packing"))
-    alone = pretrain.main(_restart(command("masked_words", "chela", *more, output="alone"), tmp_path / "out"))
+    more = ["--do_eval", "--max_seq_length", "300", "--learning_rate", "0.01"]
+    train = ["--config_overrides", TINY[model_type].replace("num_decoder_layers=1,", ""), "--do_train"]
+    packed = pretrain.main(command("masked_words", model_type, *more, *train, "--max_steps", "2", "--packing"))
+    alone = pretrain.main(_restart(command("masked_words", model_type, *more, output="alone"), tmp_path / "out"))
     assert packed["eval_samples"] < alone["eval_samples"]
     for name in ("eval_loss", "eval_tokens", "eval_bits_per_byte"):
         assert packed[name] == pytest.approx(alone[name], rel=1e-5)

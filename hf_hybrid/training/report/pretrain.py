@@ -89,7 +89,7 @@ def _samples(trainer: ScriptTrainer, examples: Mapping[str, Any]) -> Section:
             else:
                 length = min(len(hidden), _WRITTEN)
                 written = model.generate(
-                    batch["input_ids"],
+                    input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
                     max_new_tokens=length,
                     do_sample=False,

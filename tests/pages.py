@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_hybrid.training import clm, glue, summarization
-from hf_hybrid.training.flags.data import ClmArguments, GlueArguments, SummarizationArguments
+from hf_hybrid.training import clm, glue, pretrain, summarization
+from hf_hybrid.training.flags.data import ClmArguments, GlueArguments, PretrainArguments, SummarizationArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
 
@@ -19,10 +19,17 @@ SCRIPTS = {
     "run_summarization.py": (ModelArguments, SummarizationArguments, SummarizationTrainingArguments),
     "run_glue.py": (ModelArguments, GlueArguments, ScriptTrainingArguments),
     "run_clm.py": (ModelArguments, ClmArguments, ScriptTrainingArguments),
+    "pretrain": (ModelArguments, PretrainArguments, ScriptTrainingArguments),
 }
-MAINS = {"run_summarization.py": summarization.main, "run_glue.py": glue.main, "run_clm.py": clm.main}
+"""Each script, and the task that has none, with its groups of flags."""
+MAINS = {
+    "run_summarization.py": summarization.main,
+    "run_glue.py": glue.main,
+    "run_clm.py": clm.main,
+    "pretrain": pretrain.main,
+}
 ANSWERS = ("summarize", "generate", "classify", "embed")
-TASKS = {"summarization": "run_summarization.py", "glue": "run_glue.py", "clm": "run_clm.py"}
+TASKS = {"summarization": "run_summarization.py", "glue": "run_glue.py", "clm": "run_clm.py", "pretrain": "pretrain"}
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # what begins a command that no test runs -> why; the scripts, modules and targets in it are looked up, flags included
 NOT_RUN = {
@@ -56,6 +63,7 @@ SMALLER = {
     "run_summarization.py": f"{FEWER} --max_predict_samples 2 --max_target_length 8",
     "run_glue.py": f"{FEWER} --max_predict_samples 2 --max_seq_length 32",
     "run_clm.py": FEWER,
+    "pretrain": f"{FEWER} --max_seq_length 32",
 }
 
 
@@ -69,7 +77,8 @@ class Command(NamedTuple):
     @property
     def is_run(self) -> bool:
         """Whether a test runs it: a script in one process, on data and models that can be had without a network."""
-        return self.before == ["python"] and self.name in SCRIPTS and not NOT_RUN_WITH.keys() & set(self.arguments)
+        program = ["python"] if self.name.endswith(".py") else ["python", "-m", "hf_hybrid.training"]
+        return self.before == program and self.name in SCRIPTS and not NOT_RUN_WITH.keys() & set(self.arguments)
 
     @property
     def answers(self) -> bool:
@@ -145,7 +154,8 @@ def split_at(words: list[str], separators: tuple[str, ...]) -> Iterator[list[str
 
 def script_docstrings() -> dict[str, str]:
     """The commands that each script's docstring names, as a page."""
-    sources = {name: ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) for name in SCRIPTS}
+    files = [ROOT / name for name in SCRIPTS if name.endswith(".py")]
+    sources = {file.name: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for file in files}
     return {name: "```sh\n" + "\n".join(source.split("\n\n")[1:]) + "\n```\n" for name, source in sources.items()}
 
 
@@ -163,6 +173,8 @@ def write_data(script: str, path: Path) -> None:
     if script == "run_summarization.py":
         rows = [{"document": f"{word} " * 9, "summary": word} for word in words]
         text = "".join(json.dumps(row) + "\n" for row in rows)
+    elif script == "pretrain":
+        text = "".join(json.dumps({"text": f"{word} " * 9}) + "\n" for word in words)
     elif script == "run_clm.py":
         text = " ".join(words * 60)
     else:  # as GLUE is distributed

@@ -26,7 +26,9 @@ COMMANDS = {
     "app": Command(
         "hf_hybrid.commands.app", "Open a page in the browser: drop a document, read what a model makes of it."
     ),
-    "train": Command("hf_hybrid.training.__main__", "Train a model: train summarization, train glue or train clm."),
+    "train": Command(
+        "hf_hybrid.training.__main__", "Train a model: train summarization, train glue, train clm or train pretrain."
+    ),
     "demo": Command("hf_hybrid.training.demo", "Train a small summarizer from scratch and show what it learnt."),
     "run": Command("hf_hybrid.run", "Run another program with our models registered, such as lm_eval."),
     "doctor": Command("hf_hybrid.commands.doctor", "Print versions, devices and which kernels run, for a bug report."),
@@ -36,6 +38,7 @@ _TASKS = {
     "summarization": "Train an encoder-decoder on documents and summaries, and apply it.",
     "glue": "Train a classifier of texts or pairs of texts, and apply it.",
     "clm": "Train a language model on texts.",
+    "pretrain": "Train an encoder-decoder or an encoder on texts, to restore what is hidden in them.",
 }
 
 

@@ -14,14 +14,26 @@ from hf_hybrid.data.cache import cache_root, cached_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["MIN_VOCAB_SIZE", "SPECIAL_TOKENS", "TOKENIZER_TYPES", "byte_tokenizer", "train_tokenizer"]
+__all__ = [
+    "MASK_TOKEN",
+    "MIN_VOCAB_SIZE",
+    "SPECIAL_TOKENS",
+    "TOKENIZER_TYPES",
+    "add_mask_token",
+    "add_sentinels",
+    "byte_tokenizer",
+    "sentinel_names",
+    "train_tokenizer",
+]
 
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 """Each id is the position here: padding 0 (also the decoder's first input), end 1, unknown 2."""
+MASK_TOKEN = "<mask>"
+"""The mask token that `add_mask_token` adds, BART's."""
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 TOKENIZER_TYPES = ("bpe", "words", "bytes")
 _FORMAT = 1  # part of the cache key: raise it when the same texts give another tokenizer
@@ -98,6 +110,28 @@ def leave_texts_open(tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedTokeniz
     tokenizer.backend_tokenizer.post_processor = None
     tokenizer.init_kwargs["separate_documents"] = True
     return tokenizer
+
+
+def sentinel_names(count: int) -> list[str]:
+    """Return the names of the first sentinels, T5's special tokens for hidden spans."""
+    return [f"<extra_id_{number}>" for number in range(count)]
+
+
+def add_sentinels(tokenizer: "PreTrainedTokenizerBase", count: int) -> list[str]:
+    """Add those of the first ``count`` sentinels that a tokenizer lacks; return their names."""
+    vocab = tokenizer.get_vocab()
+    missing = [name for name in sentinel_names(count) if name not in vocab]
+    if missing:
+        tokenizer.add_special_tokens({"extra_special_tokens": missing}, replace_extra_special_tokens=False)
+    return missing
+
+
+def add_mask_token(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Add `MASK_TOKEN` to a tokenizer without a mask token; return the names of what was added."""
+    if tokenizer.mask_token is not None:
+        return []
+    tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+    return [MASK_TOKEN]
 
 
 def _train(texts: Iterable[str], vocab_size: int, tokenizer_type: str) -> "PreTrainedTokenizerFast":

@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_hybrid.data.columns import check_texts, is_text, text_column
-from hf_hybrid.data.files import TEXT_EXTENSIONS, check_file
-from hf_hybrid.data.preprocessing import IGNORED_LABEL, group_into_blocks, sliding_windows, tokenize_texts
+from hf_hybrid.data.preprocessing import IGNORED_LABEL, group_into_blocks, sliding_windows
 from hf_hybrid.training.flags.command_line import parse_arguments
 from hf_hybrid.training.flags.data import PREFIXES, ClmArguments
 from hf_hybrid.training.flags.model import ModelArguments
@@ -31,8 +29,9 @@ from hf_hybrid.training.report.clm import report
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
 from hf_hybrid.training.run_folder.resume import check_resumed_model
 from hf_hybrid.training.scores.clm import METRICS, bits_per_byte, compute_metrics, joined_tokens, scores_by_example
-from hf_hybrid.training.splits import asked_splits, load_datasets, map_rows, used_splits
+from hf_hybrid.training.splits import asked_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, train
+from hf_hybrid.training.texts import TOKENS, check_streaming, comes_from_text_file, load_splits, tokenize_split
 from hf_hybrid.training.trainer.script_trainer import CausalTrainer
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 _ROLE = {"is_decoder": True, "is_encoder_decoder": False}
 _POSITIONS = ("max_position_embeddings", "max_decoder_position_embeddings")
 _DEFAULT_BLOCK = 1024
-_TOKENS = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -67,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model_args, config, resume_from, ends_texts=False)
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
-        _check_streaming(tokenizer, training_args)
+        check_streaming(tokenizer, training_args)
     check_resumed_model(config, resume_from, new=model_args.is_new)
 
     splits, column = load_splits(data_args, training_args, model_args)
@@ -96,13 +94,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     return metrics
 
 
-def _check_streaming(tokenizer: PreTrainedTokenizerBase | None, training_args: ScriptTrainingArguments) -> None:
-    if training_args.do_train and training_args.max_steps < 1:
-        raise ValueError("--streaming needs --max_steps, because the length of a stream is not known; got none")
-    if tokenizer is None:
-        raise ValueError("--streaming needs a tokenizer: give --tokenizer_name or --tokenizer_type bytes")
-
-
 def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments) -> dict[str, dict[str, int]]:
     """Choose the block size if it is not given, and return the lengths that the model's positions must have."""
     limits = [limit for name in _POSITIONS if isinstance(limit := getattr(config, name, None), int)]
@@ -121,71 +112,6 @@ def _fit_lengths(config: PreTrainedConfig, data_args: ClmArguments) -> dict[str,
 # ---- data ----
 
 
-def load_splits(
-    data_args: ClmArguments, training_args: ScriptTrainingArguments, model_args: ModelArguments
-) -> tuple[DatasetDict, str]:
-    """Load the splits that a run needs, with a text in every row, and the name of the column of texts.
-
-    A missing validation split is cut from the training split: the first rows, or in a stream the first of every
-    hundred.
-
-    Raises:
-        ValueError: A split or a column that the run needs is missing, or a row has no text.
-    """
-    raw = load_datasets(
-        data_args,
-        training_args,
-        model_args,
-        keep_linebreaks=data_args.keep_linebreaks,
-        streaming=data_args.streaming,
-    )
-    if training_args.do_eval and "validation" not in raw and "train" in raw:
-        raw["validation"], raw["train"] = _cut(raw["train"], data_args.validation_split_percentage)
-    used = used_splits(raw, training_args, model_args)
-    column = text_column({name: _columns(raw[name], name) for name in used}, data_args.text_column)
-    for name in used:
-        rows = raw[name].select_columns([column])
-        if not data_args.streaming:
-            rows = check_texts(rows, [column], name=name, drop_empty=data_args.drop_empty_rows, may_be_blank=True)
-        elif data_args.drop_empty_rows:
-            rows = rows.filter(_has_text, fn_kwargs={"column": column})
-        raw[name] = rows
-    return raw, column
-
-
-def _cut(rows: Dataset | IterableDataset, percentage: int) -> tuple[Any, Any]:
-    """Divide a training split into a validation part and a training part."""
-    if isinstance(rows, IterableDataset):
-        return tuple(
-            rows.filter(_is_among_first, with_indices=True, fn_kwargs={"percentage": percentage, "wanted": wanted})
-            for wanted in (True, False)
-        )
-    count = max(1, len(rows) * percentage // 100)
-    if count == len(rows):
-        raise ValueError(
-            "split 'train' must hold at least two rows for a validation split to be cut from it; got one: give "
-            "--validation_file"
-        )
-    return rows.select(range(count)), rows.select(range(count, len(rows)))
-
-
-def _is_among_first(row: dict[str, Any], index: int, *, percentage: int, wanted: bool) -> bool:
-    return (index % 100 < percentage) == wanted
-
-
-def _has_text(row: dict[str, Any], *, column: str) -> bool:
-    return row[column] is not None
-
-
-def _columns(rows: Dataset | IterableDataset, name: str) -> dict[str, bool]:
-    """Return the columns of a split, and whether they hold text; a stream's first row tells."""
-    if isinstance(rows, Dataset):
-        return {column: is_text(feature) for column, feature in rows.features.items()}
-    if (first := next(iter(rows), None)) is None:
-        raise ValueError(f"split {name!r} must hold at least one row; got none")
-    return {column: isinstance(value, str) for column, value in first.items()}
-
-
 def _tokenize(
     split: Dataset | IterableDataset,
     name: str,
@@ -195,24 +121,18 @@ def _tokenize(
     training_args: ScriptTrainingArguments,
 ) -> Dataset | IterableDataset:
     """Tokenize each text; of a stream to score, read only what is needed, into memory."""
-    path = data_args.files.get(name) or data_args.files.get("train")
-    is_text_file = path is not None and check_file("train_file", path, TEXT_EXTENSIONS) == ".txt"
-    arguments = {"tokenizer": tokenizer, "column": column, "are_lines": is_text_file and data_args.keep_linebreaks}
-    if isinstance(split, Dataset):
-        return map_rows(
-            split, tokenize_texts, arguments, data_args, training_args, desc=f"Tokenizing {name}", features=_TOKENS
-        )
-    stream = split.map(tokenize_texts, batched=True, fn_kwargs=arguments, remove_columns=[column])
-    if name == "train":
-        return stream
+    are_lines = data_args.keep_linebreaks and comes_from_text_file(name, data_args)
+    tokens = tokenize_split(split, name, tokenizer, column, data_args, training_args, are_lines=are_lines)
+    if isinstance(tokens, Dataset) or name == "train":
+        return tokens
     limit, length = data_args.limits[name], data_args.eval_sequence_length or data_args.block_size or 0
     rows, count = [], 0
-    for row in stream:
+    for row in tokens:
         rows.append(row)
         count += len(row["input_ids"])
         if limit is not None and count >= limit * length:
             break
-    return Dataset.from_list(rows, features=_TOKENS)
+    return Dataset.from_list(rows, features=TOKENS)
 
 
 def _examples(
@@ -222,7 +142,7 @@ def _examples(
     limit, block_size = data_args.limits[name], data_args.block_size
     if isinstance(rows, IterableDataset):
         arguments = {"block_size": block_size}
-        blocks = rows.map(group_into_blocks, batched=True, fn_kwargs=arguments, remove_columns=list(_TOKENS))
+        blocks = rows.map(group_into_blocks, batched=True, fn_kwargs=arguments, remove_columns=list(TOKENS))
         if next(iter(blocks), None) is None:
             raise ValueError(_too_short(name, f"--block_size {block_size}", "fewer in every thousand texts"))
         return blocks if limit is None else blocks.take(limit)

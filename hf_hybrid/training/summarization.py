@@ -6,17 +6,16 @@ resuming or overwriting it, loads weights in float32, trains a tokenizer if none
 ``--max_target_length`` by default, and computes ROUGE as the mean over the examples instead of a bootstrap estimate.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_hybrid.data.columns import check_texts, is_blank, summarization_columns
-from hf_hybrid.data.preprocessing import IGNORED_LABEL, tokenize_summarization
+from hf_hybrid.data.preprocessing import tokenize_summarization
+from hf_hybrid.training.collating import sequence_collator
 from hf_hybrid.training.flags.command_line import parse_arguments
 from hf_hybrid.training.flags.data import SPLITS, SummarizationArguments
 from hf_hybrid.training.flags.model import ModelArguments
@@ -86,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         train_dataset=datasets.get("train"),
         eval_dataset=datasets.get("validation"),
         processing_class=tokenizer,
-        data_collator=_collator(model, tokenizer, data_args, training_args),
+        data_collator=sequence_collator(
+            model, tokenizer, training_args, ignores_padding=data_args.ignore_pad_token_for_loss
+        ),
         compute_metrics=partial(compute_metrics, tokenizer) if training_args.predict_with_generate else None,
     )
 
@@ -184,33 +185,6 @@ def _tokenize(
         training_args,
         desc=f"Tokenizing {name}",
     )
-
-
-def _collator(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    data_args: SummarizationArguments,
-    training_args: SummarizationTrainingArguments,
-) -> Callable[[list[dict[str, Any]]], Any]:
-    collate = DataCollatorForSeq2Seq(
-        tokenizer,
-        model=model,
-        label_pad_token_id=IGNORED_LABEL if data_args.ignore_pad_token_for_loss else tokenizer.pad_token_id,
-        pad_to_multiple_of=8 if training_args.fp16 else None,
-    )
-    has_global_attention = "global_attention_mask" in inspect.signature(model.forward).parameters
-    return partial(_collate, collate, has_global_attention)
-
-
-def _collate(collate: DataCollatorForSeq2Seq, has_global_attention: bool, examples: list[dict[str, Any]]) -> Any:
-    """Make a batch; let LED's first token see everything, by its authors' convention: it does not learn otherwise."""
-    batch = collate(examples)
-    if batch["labels"] is None:  # documents without summaries
-        del batch["labels"]
-    if has_global_attention:
-        batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
-        batch["global_attention_mask"][:, 0] = 1
-    return batch
 
 
 # ---- tokens and generation ----

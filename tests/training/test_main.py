@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hf_hybrid.training import clm, glue, summarization
+from hf_hybrid.training import clm, glue, pretrain, summarization
 from hf_hybrid.training.__main__ import TASKS, main
 from hf_hybrid.training.flags.command_line import show_command
 
@@ -24,6 +24,17 @@ def test_a_task_is_its_script(module, monkeypatch):
     assert show_command(f"run_{task}.py", ["--do_train"]) == [f"python -m hf_hybrid.training {task}", "--do_train"]
     monkeypatch.setattr(sys, "argv", ["python -m hf_hybrid.training demo"])  # which calls a script itself
     assert show_command(f"run_{task}.py", ["--do_train"]) == [f"python run_{task}.py", "--do_train"]
+
+
+def test_a_task_without_a_script_is_shown_as_it_is_run(monkeypatch):
+    called = []
+    monkeypatch.setattr(pretrain, "main", lambda flags: called.append(flags) or {})
+    assert main(["pretrain", "--do_train"]) == {}
+    assert called == [["--do_train"]]
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    assert show_command("pretrain", ["--do_train"]) == ["python -m hf_hybrid.training pretrain", "--do_train"]
+    monkeypatch.setattr(sys, "argv", ["hf-hybrid train pretrain"])
+    assert show_command("pretrain", ["--do_train"]) == ["hf-hybrid train pretrain", "--do_train"]
 
 
 @pytest.mark.parametrize(

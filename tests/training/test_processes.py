@@ -19,7 +19,9 @@ from ..torchrun import once, printed, torchrun
 from .children import pair
 from .conftest import MODELS, NO_DROPOUT
 
-SUMMARIZATION, GLUE, CLM = (f"hf_hybrid.training.{name}" for name in ("summarization", "glue", "clm"))
+SUMMARIZATION, GLUE, CLM, PRETRAIN = (
+    f"hf_hybrid.training.{name}" for name in ("summarization", "glue", "clm", "pretrain")
+)
 TIMED = re.compile(r"runtime|per_second|^epoch")
 _WORDS = ["river", "stone", "forest", "cloud", "winter", "summer", "bridge"]
 
@@ -76,6 +78,13 @@ def _jobs(folder, *batch, cache):
             "spade", "--config_overrides", spade.replace("num_decoder_layers=1,", ""), "--tokenizer_type", "bytes",
             "--eval_sequence_length", "80", "--eval_context_window", "20", "--max_eval_samples", "7"]),
     }  # fmt: skip
+    pretrain = [
+        *_files(folder, "jsonl", "train", "validation"), "--text_column", "document", *common, "--model_type", "t5",
+        "--config_overrides", f"{MODELS['t5']},{NO_DROPOUT['t5']}", "--tokenizer_type", "bytes", "--max_seq_length",
+        "48", "--max_train_samples", "16",
+    ]  # fmt: skip
+    # into a second epoch, whose noise is another
+    jobs |= {"pretrain": (PRETRAIN, pretrain), "pretrain stream": (PRETRAIN, [*pretrain, "--streaming"])}
     return {
         name: (module, [*argv, "--output_dir", str(folder / f"{cache}-{name}")])
         for name, (module, argv) in jobs.items()
@@ -112,7 +121,7 @@ def _scores(metrics):
     return {name: value for name, value in metrics.items() if not TIMED.search(name) and name != "total_flos"}
 
 
-@pytest.mark.parametrize("name", ["spade", "t5", "mnli", "clm"])
+@pytest.mark.parametrize("name", ["spade", "t5", "mnli", "clm", "pretrain", "pretrain stream"])
 def test_two_processes_give_what_one_gives(name, folder, outcomes):
     """Losses at each step, weights, scores and predictions, from the same global batch."""
     module, argv = _jobs(folder, "--per_device_train_batch_size", "8", cache="one")[name]

@@ -11,7 +11,8 @@ import hf_hybrid
 ROOT = Path(hf_hybrid.__file__).parent / "training"
 # from the bottom to the top: each imports of those before it alone
 ORDER = ["processes", "errors", "flags", "run_folder", "model", "trainer", "splits", "scores", "report", "steps"]
-TASKS = ["summarization", "glue", "clm"]
+ORDER += ["texts", "collating"]
+TASKS = ["summarization", "glue", "clm", "pretrain"]
 ORDER += [*TASKS, "demo", "__main__", "arguments"]
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 

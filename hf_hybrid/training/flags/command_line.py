@@ -86,11 +86,12 @@ def show_command(script: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of a run for a shell, without secrets: the program, then each flag with its values.
 
     The program is the script, or ``python -m hf_hybrid.training TASK`` or ``hf-hybrid train TASK`` if the user ran
-    that.
+    that, or if `script` is the name of a task that has no script.
     """
     task = script.removeprefix("run_").removesuffix(".py")
     others = (f"python -m hf_hybrid.training {task}", f"hf-hybrid train {task}")
-    shown = [sys.argv[0] if sys.argv[0] in others else f"python {script}"]
+    usual = f"python {script}" if script.endswith(".py") else others[0]
+    shown = [sys.argv[0] if sys.argv[0] in others else usual]
     for argument in map(shlex.quote, without_secrets(arguments)):
         if argument.lstrip("'").startswith("--"):
             shown.append(argument)

@@ -1,5 +1,6 @@
 """Flags of the data: those that all scripts share, and one dataclass for each script."""
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -7,6 +8,7 @@ from transformers import TrainingArguments
 
 from hf_hybrid.data.classification import GLUE_TASKS
 from hf_hybrid.data.corpora import EMBEDDED
+from hf_hybrid.data.denoising import DENSITIES, MEAN_SPAN_LENGTH, OBJECTIVES
 from hf_hybrid.data.files import EXTENSIONS, TEXT_EXTENSIONS, check_file
 from hf_hybrid.data.loading import embedded_name
 from hf_hybrid.training.flags.checks import check_choice_flag, check_positive_flags, flag
@@ -159,30 +161,47 @@ class GlueArguments(DataArguments):
 
 
 @dataclass
-class ClmArguments(DataArguments):
-    """Flags of texts, their blocks, and how they are scored."""
+class TextArguments(DataArguments):
+    """Flags of the scripts that read texts alone."""
 
     corpora = ("text",)
-    small_run: ClassVar = {
-        "block_size": 256, "max_train_samples": 300, "max_eval_samples": 50, "max_predict_samples": 50,
-    }  # fmt: skip
     extensions = TEXT_EXTENSIONS
     cut_from_train = ("validation",)
+    keep_linebreaks: ClassVar[bool] = True
+    """Whether the lines of txt files keep their breaks."""
 
     text_column: str | None = flag(None, "Column with the texts.")
     streaming: bool = flag(False, "Read data while training, without storing them; needs --max_steps.")
+    validation_split_percentage: int = flag(
+        5, "Share of the training split to validate on if there is no validation split."
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation_split_percentage < 100:
+            raise ValueError(
+                "--validation_split_percentage must lie between 0 and 100, both excluded; got "
+                f"{self.validation_split_percentage}"
+            )
+        super().__post_init__()
+
+
+@dataclass
+class ClmArguments(TextArguments):
+    """Flags of texts, their blocks, and how they are scored."""
+
+    small_run: ClassVar = {
+        "block_size": 256, "max_train_samples": 300, "max_eval_samples": 50, "max_predict_samples": 50,
+    }  # fmt: skip
+
     block_size: int | None = flag(
         None,
         "Tokens of a training example; texts are joined and cut into such blocks. Default: 1024, or as many as the "
         "model takes.",
     )
-    keep_linebreaks: bool = flag(
+    keep_linebreaks: bool = flag(  # type: ignore[misc]  # a constant of the other scripts
         True,
         "Keep the line breaks of txt files. False: each line is a text of its own, which the tokenizer may end with "
         "a token.",
-    )
-    validation_split_percentage: int = flag(
-        5, "Share of the training split to validate on if there is no validation split."
     )
     eval_sequence_length: int | None = flag(
         None,
@@ -200,11 +219,6 @@ class ClmArguments(DataArguments):
         for name in ("block_size", "eval_sequence_length"):
             if getattr(self, name) == 1:
                 raise ValueError(f"--{name} must be at least 2: a token is predicted from the one before it; got 1")
-        if not 0 < self.validation_split_percentage < 100:
-            raise ValueError(
-                "--validation_split_percentage must lie between 0 and 100, both excluded; got "
-                f"{self.validation_split_percentage}"
-            )
         if self.eval_context_window is not None:
             if self.eval_sequence_length is None:
                 raise ValueError("--eval_context_window needs --eval_sequence_length, the length of a window")
@@ -214,6 +228,76 @@ class ClmArguments(DataArguments):
                     f"got {self.eval_context_window}"
                 )
         super().__post_init__()
+
+
+@dataclass
+class PretrainArguments(TextArguments):
+    """Flags of texts, their pieces, and what is hidden in them."""
+
+    small_run: ClassVar = {
+        "max_seq_length": 128, "max_train_samples": 300, "max_eval_samples": 50, "max_predict_samples": 50,
+    }  # fmt: skip
+
+    objective: str = flag(
+        "span_corruption",
+        "What a model learns: span_corruption (T5's: write the hidden spans) or text_infilling (BART's: write the "
+        "whole text) for an encoder-decoder, masked_words (BERT's: name the hidden words) for an encoder.",
+        choices=OBJECTIVES,
+    )
+    noise_density: float | None = flag(
+        None,
+        "Share of the tokens that is hidden. Default: that of the objective's paper, 0.15, of text_infilling 0.3.",
+        alias="--mlm_probability",
+    )
+    mean_noise_span_length: float | None = flag(
+        None, f"Tokens of a hidden span, on average. Default: that of the papers, {MEAN_SPAN_LENGTH:g}."
+    )
+    max_seq_length: int | None = flag(
+        None,
+        "Tokens of the pieces that documents are cut into, special tokens included, before anything is hidden. "
+        "Default: 512, or as many as the model takes.",
+    )
+    packing: bool = flag(
+        False,
+        "Put several short pieces into a row of --max_seq_length, where they do not see each other; for masked_words "
+        "with an encoder of this package.",
+    )
+
+    def __post_init__(self) -> None:
+        check_choice_flag("objective", self.objective, OBJECTIVES)
+        check_positive_flags(self, "max_seq_length")
+        if not 0 < self.density < 1:
+            raise ValueError(f"--noise_density must lie between 0 and 1, both excluded; got {self.density}")
+        self._check_spans()
+        if self.packing and self.objective != "masked_words":
+            raise ValueError(
+                f"--packing needs --objective masked_words: an encoder-decoder reads pairs of sequences; got "
+                f"{self.objective}"
+            )
+        super().__post_init__()
+
+    @property
+    def density(self) -> float:
+        """Share of the tokens that is hidden."""
+        return DENSITIES[self.objective] if self.noise_density is None else self.noise_density
+
+    @property
+    def mean_length(self) -> float:
+        """Mean tokens of a hidden span."""
+        return MEAN_SPAN_LENGTH if self.mean_noise_span_length is None else self.mean_noise_span_length
+
+    def _check_spans(self) -> None:
+        if self.mean_noise_span_length is not None and self.objective == "masked_words":
+            raise ValueError(
+                "--mean_noise_span_length has no meaning for --objective masked_words, which hides single tokens; got "
+                f"{self.mean_noise_span_length}"
+            )
+        least = 1 if self.objective == "span_corruption" else 0.1
+        if not least <= self.mean_length < math.inf:
+            raise ValueError(
+                f"--mean_noise_span_length must be at least {least:g} for --objective {self.objective}; got "
+                f"{self.mean_length}"
+            )
 
 
 def check_split_sources(data_args: DataArguments, training_args: TrainingArguments) -> None:

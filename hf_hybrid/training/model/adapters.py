@@ -154,11 +154,11 @@ def attach_adapter(
     training_args: TrainingArguments,
     resume_from: str | None,
     *,
-    task_type: str,
+    task_type: str | None,
 ) -> PreTrainedModel | PeftModel:
     """Put the ``--peft`` adapter, or the one in ``--model_name_or_path``, on a model.
 
-    Call it after all resizing; the model changes in place. `task_type` is PEFT's name of the task.
+    Call it after all resizing; the model changes in place. `task_type` is PEFT's name of the task, if it has one.
 
     Returns:
         The model with the adapter, or the model itself if there is none.

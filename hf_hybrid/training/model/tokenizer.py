@@ -1,7 +1,7 @@
 """Load, make or train the tokenizer of a run, and fit a new model's configuration to it."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from datasets import Dataset
@@ -20,7 +20,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vo
 
 
 def load_tokenizer(
-    model_args: ModelArguments, config: PreTrainedConfig, resume_from: str | None, *, ends_texts: bool = True
+    model_args: ModelArguments,
+    config: PreTrainedConfig,
+    resume_from: str | None,
+    *,
+    ends_texts: bool = True,
+    complete: Callable[[PreTrainedTokenizerBase], object] | None = None,
 ) -> PreTrainedTokenizerBase | None:
     """Load the named tokenizer, or the checkpoint's, or make one of bytes, and fit a new model's configuration to it.
 
@@ -31,6 +36,7 @@ def load_tokenizer(
         config: The model's configuration.
         resume_from: The checkpoint to resume from.
         ends_texts: Whether a new tokenizer ends every text with the end token, or leaves it open to be continued.
+        complete: Adds tokens that the task needs and the tokenizer may lack.
 
     Returns:
         The tokenizer, or None if one must be trained on the data.
@@ -61,6 +67,8 @@ def load_tokenizer(
         except (OSError, ValueError) as error:
             raise ValueError(f"--{flag} {name}: no tokenizer could be loaded. {error}") from error
         _complete_special_tokens(tokenizer, f"--{flag} {name}")
+    if complete is not None:
+        complete(tokenizer)
     _fit_new_config(model_args, config, tokenizer)
     return tokenizer
 
@@ -78,8 +86,9 @@ def train_new_tokenizer(
     columns: Sequence[str],
     *,
     ends_texts: bool = True,
+    complete: Callable[[PreTrainedTokenizerBase], object] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer and fit a new model's configuration to it; `ends_texts` as in `load_tokenizer`.
+    """Train a tokenizer and fit a new model's configuration to it; the last arguments are those of `load_tokenizer`.
 
     Raises:
         ValueError: There is no training split, or the tokenizer is larger than the vocabulary.
@@ -101,6 +110,8 @@ def train_new_tokenizer(
     )
     if not ends_texts:
         leave_texts_open(tokenizer)
+    if complete is not None:
+        complete(tokenizer)
     _fit_new_config(model_args, config, tokenizer)
     return tokenizer
 

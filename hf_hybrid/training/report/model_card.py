@@ -36,8 +36,10 @@ SCRIPTS = {
     "summarization": "run_summarization.py",
     "text-classification": "run_glue.py",
     "text-generation": "run_clm.py",
+    "text2text-generation": "pretrain",
+    "fill-mask": "pretrain",
 }
-"""The Hub's name of a task, and its training script."""
+"""The Hub's name of a task, and its training script, or the task of ``python -m hf_hybrid.training``."""
 _METRIC_TYPES = {"pearson": "pearsonr"}  # the Hub's name of a metric, if it is not ours
 _NO_SCORES = ("runtime", "samples", "per_second", "epoch", "flos", "steps", "gen_len", "tokens")
 _SPLITS = {"train": "training", "eval": "validation", "predict": "test"}

@@ -17,11 +17,16 @@ _LARGEST = math.log(np.finfo(np.float64).max)
 
 
 def scores_by_example(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return the sums of `sums_by_row` over the tokens that are predicted from those before them: `(B, 3)`."""
+    return sums_by_row((logits[0] if isinstance(logits, tuple) else logits)[:, :-1], labels[:, 1:])
+
+
+def sums_by_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return summed loss in nats, right tokens and scored tokens: `(B, 3)`, computed row by row to save memory."""
     scores = []
-    for row, targets in zip(logits[0] if isinstance(logits, tuple) else logits, labels[:, 1:], strict=True):
+    for row, targets in zip(logits, labels, strict=True):
         scored = targets != IGNORED_LABEL
-        picked, wanted = row[:-1][scored].float(), targets[scored]
+        picked, wanted = row[scored].float(), targets[scored]
         right = (picked.argmax(-1) == wanted).sum()
         scores.append(torch.stack([F.cross_entropy(picked, wanted, reduction="sum"), right, scored.sum()]))
     return torch.stack(scores)

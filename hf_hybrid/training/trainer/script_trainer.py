@@ -29,6 +29,7 @@ from hf_hybrid.training.run_folder.files import CARD_FILE, CannotSave, explain_f
 from hf_hybrid.training.run_folder.hub import explain_hub_error
 from hf_hybrid.training.trainer.loss import ShiftingLabelSmoother, loss_counts_items
 from hf_hybrid.training.trainer.measuring import Measurements
+from hf_hybrid.training.trainer.noisy_data import NoisyRows, NoisyStream, SimilarLengths
 from hf_hybrid.training.trainer.non_finite import (
     NonFiniteLoss,
     NumberingCollator,
@@ -115,6 +116,16 @@ class ScriptTrainer(Trainer):
             sampler_fn = None if sample is None else lambda _: sample(rows)
             dataset = number_examples(rows)
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """Draw examples as Trainer does; texts with noise by lengths that are known without drawing the noise."""
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(rows, NoisyStream):  # has an order of its own
+            return None
+        if isinstance(rows, NoisyRows) and self.args.train_sampling_strategy == "group_by_length":
+            step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            return SimilarLengths(rows, step, self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        return super()._get_train_sampler(train_dataset)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         return NumberingCollator(super()._get_collator_with_removed_columns(data_collator, description))

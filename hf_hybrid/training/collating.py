@@ -1,0 +1,65 @@
+"""Make batches of sequences with labels that are sequences too."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from hf_hybrid.data.preprocessing import IGNORED_LABEL
+
+
+def sequence_collator(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    training_args: TrainingArguments,
+    *,
+    ignores_padding: bool = True,
+) -> Callable[[list[dict[str, Any]]], Any]:
+    """Return what pads inputs and labels to the longest of a batch, and adds what the model needs besides.
+
+    Args:
+        model: The model.
+        tokenizer: Pads the inputs.
+        training_args: Lengths are multiples of 8 in float16.
+        ignores_padding: Whether the loss skips the padding of the labels.
+    """
+    collate = DataCollatorForSeq2Seq(
+        tokenizer,
+        model=model,
+        label_pad_token_id=IGNORED_LABEL if ignores_padding else tokenizer.pad_token_id,
+        pad_to_multiple_of=8 if training_args.fp16 else None,
+    )
+    has_global_attention = "global_attention_mask" in inspect.signature(model.forward).parameters
+    return partial(_collate, collate, has_global_attention)
+
+
+def _collate(collate: DataCollatorForSeq2Seq, has_global_attention: bool, examples: list[dict[str, Any]]) -> Any:
+    """Make a batch; let LED's first token see everything, by its authors' convention: it does not learn otherwise."""
+    batch = collate(examples)
+    if batch["labels"] is None:  # documents without summaries
+        del batch["labels"]
+    if has_global_attention:
+        batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
+        batch["global_attention_mask"][:, 0] = 1
+    return batch
+
+
+def packing_collator(pad_token_id: int, size: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Return what stacks rows of packed sequences, told apart by positions that restart; padding is one more."""
+    return partial(_pack, pad_token_id, size)
+
+
+def _pack(pad_token_id: int, size: int, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    rest = [size - len(example["input_ids"]) for example in examples]
+    columns = {
+        "input_ids": [[*row["input_ids"], *[pad_token_id] * free] for row, free in zip(examples, rest, strict=True)],
+        "labels": [[*row["labels"], *[IGNORED_LABEL] * free] for row, free in zip(examples, rest, strict=True)],
+        "position_ids": [
+            [position for length in (*row.get("lengths", [size - free]), free) for position in range(length)]
+            for row, free in zip(examples, rest, strict=True)
+        ],
+    }
+    return {name: torch.tensor(rows) for name, rows in columns.items()}

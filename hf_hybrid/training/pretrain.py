@@ -1,0 +1,257 @@
+"""Pre-train an encoder-decoder or an encoder on texts: ``python -m hf_hybrid.training pretrain``.
+
+Parts of each text are hidden, and the model learns to restore them, as T5 does (span corruption), BART (text
+infilling) or BERT (masked words). It trains any `AutoModelForSeq2SeqLM` or `AutoModelForMaskedLM`, from scratch or
+from a checkpoint. Flags are named as in transformers' example scripts.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, most_spans
+from hf_hybrid.data.tokenizer import add_mask_token, add_sentinels
+from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.training.collating import packing_collator, sequence_collator
+from hf_hybrid.training.flags.command_line import given_flags, parse_arguments
+from hf_hybrid.training.flags.data import PREFIXES, PretrainArguments
+from hf_hybrid.training.flags.model import ModelArguments
+from hf_hybrid.training.flags.run import ScriptTrainingArguments
+from hf_hybrid.training.model.adapters import attach_adapter
+from hf_hybrid.training.model.config import fit_positions
+from hf_hybrid.training.model.tokenizer import check_tokenizer_source, load_tokenizer, train_new_tokenizer
+from hf_hybrid.training.model.weights import load_model
+from hf_hybrid.training.report.pretrain import report
+from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
+from hf_hybrid.training.run_folder.resume import check_resumed_model
+from hf_hybrid.training.scores.pretrain import METRICS, compute_metrics, scores_by_example
+from hf_hybrid.training.splits import asked_splits
+from hf_hybrid.training.steps import begin, finish, save_and_log, train
+from hf_hybrid.training.texts import check_streaming, comes_from_text_file, load_splits, tokenize_split
+from hf_hybrid.training.trainer.noisy_data import NoiseOfEpoch, NoisyRows, NoisyStream, Row, make_rows
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
+
+logger = logging.getLogger(__name__)
+
+_ENCODER = {"is_decoder": False, "is_encoder_decoder": False}
+_POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
+_DEFAULT_LENGTH = 512
+_SENTINELS = 100
+"""The fewest sentinels that a tokenizer gets: T5's number."""
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Run the script.
+
+    Args:
+        argv: The command line without the program's name; `sys.argv` when None. ``--help`` lists the flags.
+
+    Returns:
+        The metrics of everything that was done, as in ``all_results.json``: ``train_loss``, ``eval_loss``, ...
+
+    Raises:
+        ValueError: A flag, a file or a folder cannot be used. All flags are checked before any work starts.
+        KeyboardInterrupt: Training was stopped with Ctrl-C, after saving a checkpoint.
+    """
+    groups = (ModelArguments, PretrainArguments, ScriptTrainingArguments)
+    model_args, data_args, training_args = parse_arguments(groups, argv)
+    is_pair = data_args.objective != "masked_words"
+    auto_class = AutoModelForSeq2SeqLM if is_pair else AutoModelForMaskedLM
+    _fit_arguments(data_args, training_args, argv)
+    outputs, role = result_files(training_args), None if is_pair else _ENCODER
+    config, resume_from = begin(
+        argv, model_args, data_args, training_args, auto_class, metrics=METRICS, outputs=outputs, role=role
+    )
+    _check_model(config, data_args)
+    positions = fit_positions(model_args, config, auto_class, _fit_lengths(config, data_args))
+    add_tokens = partial(_add_tokens, data_args)
+    tokenizer = load_tokenizer(model_args, config, resume_from, complete=add_tokens)  # None: train it on the data
+    check_tokenizer_source(tokenizer, data_args)
+    if data_args.streaming:
+        check_streaming(tokenizer, training_args)
+    if model_args.init_from is None:
+        check_resumed_model(config, resume_from, new=model_args.is_new)
+
+    splits, column = load_splits(data_args, training_args, model_args)
+    if tokenizer is None:
+        tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column], complete=add_tokens)
+    denoise = Denoiser.of(tokenizer, data_args.objective, data_args.density, data_args.mean_length)
+    asked = asked_splits(training_args)
+    examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
+    model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
+    collate = _collator(model, tokenizer, data_args, training_args)
+    peft_task = "SEQ_2_SEQ_LM" if is_pair else None
+    adapted = attach_adapter(model, model_args, training_args, resume_from, task_type=peft_task)
+    trainer = _trainer(adapted, training_args, examples, tokenizer, collate)
+
+    clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
+    metrics = train(trainer, resume_from, argv) if training_args.do_train else {}
+    metrics |= _evaluate(trainer, examples)
+    shown = partial(report, trainer, examples, metrics)
+    task = "text2text-generation" if is_pair else "fill-mask"
+    finish(trainer, model_args, data_args, argv, task=task, metrics=metrics, report=shown)
+    return metrics
+
+
+# ---- flags ----
+
+
+def _fit_arguments(
+    data_args: PretrainArguments, training_args: ScriptTrainingArguments, argv: Sequence[str] | None
+) -> None:
+    """Put pieces of similar length together by default; let each process of several read a stream by itself."""
+    if "train_sampling_strategy" not in given_flags(argv):
+        training_args.train_sampling_strategy = "random" if data_args.packing else "group_by_length"
+    if data_args.packing:
+        training_args.remove_unused_columns = False  # the collator reads one that is not the model's
+    if data_args.streaming:
+        if training_args.dataloader_num_workers > 1:
+            raise ValueError(
+                "--dataloader_num_workers must be 0 or 1 with --streaming: one reader numbers the pieces; got "
+                f"{training_args.dataloader_num_workers}"
+            )
+        # accelerate would join batches of several processes, which differ in length, to divide them
+        accelerator_config: Any = training_args.accelerator_config
+        accelerator_config.dispatch_batches = False
+
+
+def _check_model(config: PreTrainedConfig, data_args: PretrainArguments) -> None:
+    """Raise a ValueError if the model cannot take the objective, or packed rows."""
+    if data_args.objective != "masked_words":
+        return
+    mapping, pairs = AutoModelForMaskedLM._model_mapping, AutoModelForSeq2SeqLM._model_mapping
+    known: Any = type(config) if type(config) in mapping and type(config) in pairs else None
+    if config.is_encoder_decoder or (known and mapping[known] is pairs[known]):
+        raise ValueError(
+            f"--objective masked_words needs an encoder; {config.model_type} is an encoder-decoder: give "
+            "--objective span_corruption or text_infilling"
+        )
+    if data_args.packing and config.model_type not in ARCHITECTURES:
+        able = [name for name, (_, classes) in ARCHITECTURES.items() if "AutoModelForMaskedLM" in classes]
+        raise ValueError(
+            f"--packing needs a model that keeps packed pieces apart ({' or '.join(able)}); got {config.model_type}"
+        )
+
+
+def _fit_lengths(config: PreTrainedConfig, data_args: PretrainArguments) -> dict[str, dict[str, int]]:
+    """Choose the length of pieces if it is not given, and return the lengths that the model's positions must have."""
+    if data_args.max_seq_length is None:
+        limits = [limit for name in _POSITIONS if isinstance(limit := getattr(config, name, None), int)]
+        data_args.max_seq_length = min([_DEFAULT_LENGTH, *limits])
+    return {name: {"max_seq_length": data_args.max_seq_length} for name in _POSITIONS}
+
+
+def _add_tokens(data_args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the special tokens of the objective that a tokenizer lacks."""
+    if data_args.objective == "span_corruption":
+        longest = max(2, data_args.max_seq_length or 0)
+        most = most_spans(longest, density=data_args.density, mean_length=data_args.mean_length)
+        added = add_sentinels(tokenizer, max(_SENTINELS, most))
+    else:
+        added = add_mask_token(tokenizer)
+    if added:
+        named = added[0] if len(added) == 1 else f"{added[0]} to {added[-1]}"
+        logger.info("--objective %s: the tokenizer gets %s.", data_args.objective, named)
+
+
+# ---- data ----
+
+
+def _examples(
+    splits: DatasetDict,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    column: str,
+    denoise: Denoiser,
+    data_args: PretrainArguments,
+    training_args: ScriptTrainingArguments,
+) -> NoisyRows | NoisyStream:
+    """Return rows of pieces with their noise; what is scored has the same noise in every run.
+
+    The tokenizer's special tokens are put around each piece, not around a document.
+    """
+    size = (data_args.max_seq_length or 0) - denoise.frame
+    if size < 2:
+        raise ValueError(
+            f"--max_seq_length must exceed the {denoise.frame} special tokens of the tokenizer by at least 2; got "
+            f"{data_args.max_seq_length}"
+        )
+    tokens = tokenize_split(splits[name], name, tokenizer, column, data_args, training_args, are_lines=True)
+    joined = comes_from_text_file(name, data_args)
+
+    def read() -> Iterator[Row]:
+        pieces = filter(denoise.takes, cut_into_pieces(_documents(tokens), size, joined=joined))
+        packed = data_args.max_seq_length if data_args.packing else None
+        return islice(make_rows(pieces, packed, denoise.frame), data_args.limits[name])
+
+    seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+    if next(read(), None) is None:
+        raise ValueError(f"split {name!r} must hold a text of at least two tokens; got none")
+    if isinstance(tokens, IterableDataset) and name == "train":
+        return NoisyStream(read, denoise, seed)
+    return NoisyRows(list(read()), denoise, seed if name == "train" else 0)
+
+
+def _documents(tokens: Dataset | IterableDataset) -> Iterable[np.ndarray[Any, Any]]:
+    """Yield the tokens of each row."""
+    if isinstance(tokens, IterableDataset):
+        for row in tokens:
+            yield np.asarray(row["input_ids"], dtype=np.int32)
+        return
+    for chunk in tokens.data.column("input_ids").chunks:
+        ids, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths().to_numpy())
+        yield from np.split(ids, ends[:-1])
+
+
+def _collator(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: PretrainArguments,
+    training_args: ScriptTrainingArguments,
+) -> Callable[[list[dict[str, Any]]], Any]:
+    if data_args.packing:
+        return packing_collator(tokenizer.pad_token_id, data_args.max_seq_length or 0)
+    return sequence_collator(model, tokenizer, training_args)
+
+
+def _trainer(
+    model: Any,
+    training_args: ScriptTrainingArguments,
+    examples: Mapping[str, NoisyRows | NoisyStream],
+    tokenizer: PreTrainedTokenizerBase,
+    collate: Callable[[list[dict[str, Any]]], Any],
+) -> ScriptTrainer:
+    rows = examples.get("train")
+    return ScriptTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=rows,
+        eval_dataset=examples.get("validation"),
+        processing_class=tokenizer,
+        data_collator=collate,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=partial(scores_by_example, tokenizer),
+        callbacks=[NoiseOfEpoch(rows)] if isinstance(rows, NoisyRows) else None,
+    )
+
+
+def _evaluate(trainer: ScriptTrainer, examples: dict[str, Any]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for split, prefix in PREFIXES.items():
+        if split in examples:
+            results: dict[str, float] = trainer.evaluate(examples[split], metric_key_prefix=prefix)
+            results[f"{prefix}_samples"] = len(examples[split])
+            save_and_log(trainer, prefix, results)
+            metrics |= results
+    return metrics

@@ -1,0 +1,116 @@
+"""Texts with noise as a Trainer reads them: the noise of a piece depends on seed, epoch and its number alone.
+
+So a run that is resumed in the middle of an epoch, several processes and workers all see what one process sees.
+A row holds the pieces of an example with their numbers: one piece, or several if they are packed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from hf_hybrid.data.denoising import Denoiser, noise_generator
+
+Row = Sequence[tuple[int, np.ndarray[Any, Any]]]
+
+
+def make_rows(pieces: Iterable[np.ndarray[Any, Any]], size: int | None, frame: int) -> Iterator[Row]:
+    """Number pieces, and put each into a row, or with a `size` as many as fit into one of so many tokens.
+
+    `frame` are the special tokens that each piece has besides its own.
+    """
+    row: list[tuple[int, np.ndarray[Any, Any]]] = []
+    used = 0
+    for number, piece in enumerate(pieces):
+        length = len(piece) + frame
+        if row and (size is None or used + length > size):
+            yield row
+            row, used = [], 0
+        row.append((number, piece))
+        used += length
+    if row:
+        yield row
+
+
+def add_noise(row: Row, denoise: Denoiser, seed: int, epoch: int) -> dict[str, Any]:
+    """Return ``input_ids`` and ``labels`` of a row, and of packed pieces ``lengths``."""
+    examples = [denoise(piece, noise_generator(seed, epoch, number)) for number, piece in row]
+    joined = {name: list(chain.from_iterable(example[name] for example in examples)) for name in examples[0]}
+    packed = {"lengths": [len(example["input_ids"]) for example in examples]} if len(row) > 1 else {}
+    return joined | packed
+
+
+class NoisyRows(Dataset[dict[str, Any]]):
+    """Rows with the noise of an epoch: 0, until `set_epoch` says another."""
+
+    def __init__(self, rows: Sequence[Row], denoise: Denoiser, seed: int) -> None:
+        self.rows, self.denoise, self.seed = rows, denoise, seed
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return add_noise(self.rows[index], self.denoise, self.seed, self.epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose noise is drawn."""
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the noise of another epoch from now on."""
+        self._epoch.fill_(epoch)
+
+
+class NoisyStream(IterableDataset[dict[str, Any]]):
+    """An endless stream of rows with noise: it is read again and again, each time with the noise of another epoch."""
+
+    def __init__(self, read: Callable[[], Iterator[Row]], denoise: Denoiser, seed: int) -> None:
+        self.read, self.denoise, self.seed = read, denoise, seed
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for epoch in count():
+            row = None
+            for row in self.read():
+                yield add_noise(row, self.denoise, self.seed, epoch)
+            if row is None:
+                return
+
+
+class NoiseOfEpoch(TrainerCallback):
+    """Tells `NoisyRows` the number of each epoch.
+
+    Note:
+        Accelerate calls a dataset's ``set_epoch`` only in one process and while no batches are skipped.
+    """
+
+    def __init__(self, rows: NoisyRows) -> None:
+        self.rows = rows
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the noise of the epoch that begins, or that goes on in a resumed run."""
+        self.rows.set_epoch(int(state.epoch or 0))
+
+
+class SimilarLengths(LengthGroupedSampler):
+    """Batches of rows of similar length, in an order that depends on seed and epoch alone.
+
+    Note:
+        The parent draws from torch's global generator, whose state at the start of an epoch a resumed run has lost.
+    """
+
+    def __init__(self, rows: NoisyRows, batch_size: int, seed: int) -> None:
+        frame = rows.denoise.frame
+        lengths = [sum(len(piece) + frame for _, piece in row) for row in rows.rows]
+        super().__init__(batch_size, lengths=lengths)
+        self.rows, self.seed = rows, seed
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.rows.epoch)
+        return super().__iter__()

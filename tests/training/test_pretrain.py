@@ -1,0 +1,245 @@
+"""Pre-training: each objective with a model of ours and a peer, the same noise for all, and what is refused."""
+
+import json
+import math
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, noise_generator
+from hf_hybrid.data.tokenizer import add_sentinels, byte_tokenizer
+from hf_hybrid.training import pretrain
+from hf_hybrid.training.trainer.noisy_data import NoisyRows, make_rows
+from tests.training.conftest import MODELS, NO_DROPOUT
+from tests.training.pages import read_page
+
+BERT = "hidden_size=32,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32"
+TINY = MODELS | {
+    "bert": BERT,
+    "chela": "hidden_size=32,num_hidden_layers=2,intermediate_size=32,short_kernel_sizes=[3],long_kernel_size=16",
+}
+WORDS = ["river", "stone", "forest", "cloud", "winter", "summer", "bridge", "market", "teacher", "music", "garden"]
+LENGTH = 32
+
+
+def _texts(count, seed):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(2, 20))) + "." for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for seed, (split, count) in enumerate({"train": 40, "validation": 9}.items()):
+        lines = [json.dumps({"text": text}) + "\n" for text in _texts(count, seed)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def command(files, data, tmp_path):
+    """A function: objective, model type and more flags to a small command line."""
+
+    def build(objective, model_type, *more, output="out"):
+        return [
+            "--objective", objective, "--model_type", model_type, "--config_overrides", TINY[model_type],
+            "--train_file", str(files / "train.jsonl"), "--validation_file", str(files / "validation.jsonl"),
+            "--tokenizer_type", "bytes", "--cache_dir", str(data["cache"]), "--max_seq_length", str(LENGTH),
+            "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--logging_steps", "1", "--use_cpu",
+            "--disable_tqdm", "true", "--report", "false", "--output_dir", str(tmp_path / output), *more,
+        ]  # fmt: skip
+
+    return build
+
+
+def _restart(argv, folder):
+    """The same command line for a checkpoint."""
+    start = argv.index("--model_type")
+    argv = [*argv[:start], "--model_name_or_path", str(folder), *argv[start + 4 :]]
+    start = argv.index("--tokenizer_type")
+    return argv[:start] + argv[start + 2 :]
+
+
+def _pieces(path, tokenizer, frame):
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return list(cut_into_pieces([np.array(row) for row in ids], LENGTH - frame))
+
+
+@pytest.mark.parametrize(
+    ("objective", "model_type"),
+    [
+        ("span_corruption", "spade"),
+        ("span_corruption", "t5"),
+        ("text_infilling", "spade"),
+        ("text_infilling", "bart"),
+        ("masked_words", "chela"),
+        ("masked_words", "bert"),
+    ],
+)
+def test_scores_are_those_of_the_saved_model(command, files, tmp_path, objective, model_type):
+    """Computed again row by row, with the noise of epoch 0 and seed 0, though the run has another seed."""
+    argv = command(objective, model_type, "--do_train", "--do_eval", "--max_steps", "2", "--seed", "5")
+    metrics = pretrain.main([*argv, "--report", "true"])
+    folder = tmp_path / "out"
+    auto_class = AutoModelForMaskedLM if objective == "masked_words" else AutoModelForSeq2SeqLM
+    model, tokenizer = auto_class.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    density = 0.3 if objective == "text_infilling" else 0.15
+    denoise = Denoiser.of(tokenizer, objective, density, 3.0)
+    nats = labels = right = size = 0
+    for number, piece in enumerate(_pieces(files / "validation.jsonl", tokenizer, denoise.frame)):
+        row = denoise(piece, noise_generator(0, 0, number))
+        targets = torch.tensor(row["labels"])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]]), labels=targets[None]).logits[0].float()
+        nats += F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100).item()
+        right += (logits.argmax(-1) == targets).sum().item()
+        labels += (targets != -100).sum().item()
+        size += sum(token not in tokenizer.all_special_ids for token in row["labels"] if token != -100)  # bytes
+        number += 1
+    assert metrics["eval_samples"] == number
+    assert metrics["eval_tokens"] == labels
+    assert metrics["eval_loss"] == pytest.approx(nats / labels, rel=1e-5)
+    assert metrics["eval_accuracy"] == pytest.approx(right / labels)
+    assert metrics["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    page = read_page(folder / "report.html")
+    assert page.problems == []
+    assert len(page.samples) == 3
+    assert all(set(sample) == {"corrupted text", "what labels hold", "filled in"} for sample in page.samples)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "python -m hf_hybrid.training pretrain" in card
+    assert "eval_bits_per_byte" in card or "bits_per_byte" in card
+
+
+@pytest.mark.parametrize("model_type", ["chela", "spade"])
+def test_packed_pieces_do_not_see_each_other(command, tmp_path, model_type):
+    """A model scores the same pieces with the same noise equally well, alone and packed."""
+    more = ["--do_eval", "--max_seq_length", "300", "--learning_rate", "0.01"]
+    train = ["--config_overrides", TINY[model_type].replace("num_decoder_layers=1,", ""), "--do_train"]
+    packed = pretrain.main(command("masked_words", model_type, *more, *train, "--max_steps", "2", "--packing"))
+    alone = pretrain.main(_restart(command("masked_words", model_type, *more, output="alone"), tmp_path / "out"))
+    assert packed["eval_samples"] < alone["eval_samples"]
+    for name in ("eval_loss", "eval_tokens", "eval_bits_per_byte"):
+        assert packed[name] == pytest.approx(alone[name], rel=1e-5)
+
+
+# ---- the same noise ----
+
+
+def _weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def _assert_equal(folder, other):
+    weights, others = _weights(folder), _weights(other)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("way", ["group_by_length", "random", "streaming"])
+def test_a_run_resumed_in_the_middle_of_its_second_epoch_ends_with_the_same_weights(command, tmp_path, way):
+    """32 rows, four to a step: the checkpoint is made two steps into the second epoch."""
+    flags = ["--streaming"] if way == "streaming" else ["--train_sampling_strategy", way]
+    flags += ["--do_train", "--max_train_samples", "32", "--max_steps", "12", "--save_steps", "10"]
+    pretrain.main(command("masked_words", "bert", *flags))
+    shutil.copytree(tmp_path / "out" / "checkpoint-10", tmp_path / "again" / "checkpoint-10")
+    pretrain.main([*command("masked_words", "bert", *flags, output="again"), "--resume_from_checkpoint", "auto"])
+    _assert_equal(tmp_path / "out", tmp_path / "again")
+
+
+def test_a_stream_has_the_noise_of_stored_data(command, tmp_path):
+    """In the second pass too; another seed has another noise."""
+    flags = ["--do_train", "--max_train_samples", "32", "--max_steps", "10", "--save_strategy", "no"]
+    flags += ["--config_overrides", f"{TINY['t5']},{NO_DROPOUT['t5']}"]  # drawn anew for each pass over stored data
+    pretrain.main(command("span_corruption", "t5", *flags, "--train_sampling_strategy", "sequential"))
+    streamed = command("span_corruption", "t5", *flags, "--streaming", output="streamed")
+    pretrain.main([*streamed, "--dataloader_num_workers", "1"])
+    _assert_equal(tmp_path / "out", tmp_path / "streamed")
+
+
+def _rows():
+    tokenizer = byte_tokenizer()
+    add_sentinels(tokenizer, 20)
+    denoise = Denoiser.of(tokenizer, "span_corruption", 0.15, 3.0)
+    return NoisyRows(list(make_rows((np.arange(10, 50) for _ in range(4)), None, denoise.frame)), denoise, seed=3)
+
+
+def test_each_epoch_has_its_noise_and_workers_that_live_on_draw_it_too():
+    rows = _rows()
+    loader = DataLoader(rows, batch_size=None, num_workers=1, persistent_workers=True)
+    seen = []
+    for epoch in (0, 1, 0):
+        rows.set_epoch(epoch)
+        seen.append(list(loader))
+        assert seen[-1] == [rows[number] for number in range(len(rows))]
+    assert seen[0] == seen[2] != seen[1]
+    assert len({tuple(row["input_ids"]) for row in seen[0] + seen[1]}) > 4  # of the same piece
+
+
+# ---- tokens, documents, and what is refused ----
+
+
+def test_a_checkpoint_gets_the_tokens_that_it_lacks(command, tmp_path):
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no"]
+    pretrain.main(command("span_corruption", "t5", *flags))
+    before = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").get_input_embeddings().weight
+    pretrain.main(_restart(command("text_infilling", "t5", *flags, output="more"), tmp_path / "out"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more")
+    after = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "more").get_input_embeddings().weight
+    assert tokenizer.mask_token_id == len(before)
+    assert len(after) == len(before) + 1 == len(tokenizer)
+    assert tokenizer.convert_tokens_to_ids("<extra_id_99>") < len(before)
+
+
+def test_a_txt_file_is_one_document(command, tmp_path):
+    text = "".join(f"{line}\n" for line in _texts(20, seed=3))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    argv = command("masked_words", "bert", "--do_eval", "--validation_file", str(tmp_path / "text.txt"))
+    trained = pretrain.main([*argv, "--do_train", "--max_steps", "1", "--save_strategy", "no"])
+    assert trained["eval_samples"] == math.ceil((len(text) - 1) / (LENGTH - 1))
+
+
+@pytest.mark.parametrize(
+    ("objective", "model_type", "more", "message"),
+    [
+        ("span_corruption", "t5", ["--objective", "spans"], "must be one of .*; got 'spans'|invalid choice"),
+        ("span_corruption", "t5", ["--noise_density", "1"], "--noise_density must lie between 0 and 1.*got 1.0"),
+        ("span_corruption", "t5", ["--mlm_probability", "0"], "--noise_density must lie between 0 and 1.*got 0.0"),
+        (
+            "span_corruption", "t5", ["--mean_noise_span_length", "0.5"],
+            "--mean_noise_span_length must be at least 1 for --objective span_corruption; got 0.5",
+        ),
+        (
+            "masked_words", "bert", ["--mean_noise_span_length", "3"],
+            "--mean_noise_span_length has no meaning for --objective masked_words",
+        ),
+        ("span_corruption", "t5", ["--packing"], "--packing needs --objective masked_words.*got span_corruption"),
+        ("masked_words", "bert", ["--packing"], r"--packing needs a model .*\(chela or spade\); got bert"),
+        ("masked_words", "bart", [], "--objective masked_words needs an encoder; bart is an encoder-decoder"),
+        ("span_corruption", "bert", [], "bert.* has no class for AutoModelForSeq2SeqLM|AutoModelForSeq2SeqLM"),
+        ("masked_words", "bert", ["--streaming", "--max_steps", "-1"], "--streaming needs --max_steps"),
+        (
+            "masked_words", "bert", ["--streaming", "--dataloader_num_workers", "2"],
+            "--dataloader_num_workers must be 0 or 1 with --streaming: .*; got 2",
+        ),
+        (
+            "masked_words", "bert", ["--do_eval", "--metric_for_best_model", "bits"],
+            "--metric_for_best_model must be one of .*bits_per_byte; got bits",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_refused_before_the_data(command, no_data, objective, model_type, more, message):
+    no_data()
+    with pytest.raises(ValueError, match=message):
+        pretrain.main(command(objective, model_type, "--do_train", "--max_steps", "1", *more))
+
+
+def test_a_length_that_leaves_nothing_of_a_text_is_refused(command):
+    with pytest.raises(ValueError, match=r"--max_seq_length must exceed the 1 special tokens .* by at least 2; got 2"):
+        pretrain.main(command("masked_words", "bert", "--do_train", "--max_seq_length", "2"))

@@ -1,6 +1,8 @@
 """``python -m hf_hybrid``, which is the program ``hf-hybrid``."""
 
-from hf_hybrid.commands.program import run
+from hf_hybrid.commands.program import main, run
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
     run()

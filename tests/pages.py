@@ -38,6 +38,7 @@ NOT_RUN = {
     "python -m benchmarks": "measures for minutes, in part on data that are not of the project",
     "python -m hf_hybrid.training": "is one of the scripts, which run; tests/training/test_main.py says so",
     "python -m hf_hybrid.run": "runs other programs; tests/clients does so where they are installed",
+    "python -m hf_hybrid": "is hf-hybrid",
     "hf-hybrid app": "shows a page until Ctrl-C; tests/clients does so in a browser",
     "hf-hybrid train": "is one of the scripts",
     "hf-hybrid demo": "trains for minutes",

@@ -82,6 +82,7 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
         count = sum(source.documents for source in sources)
         with Output(outputs, fields, settings, single=len(sources) == 1 and count == 1) as output:
             answerer = answerer_class(load_checkpoint(name, command, checkpoint_flags), documents, *own)
+            output.open()
             return _Run(answerer, output, outputs, count).answer(read_sources(sources, documents))
 
 
@@ -149,14 +150,14 @@ class _Run:
 
     def _answer_window(self, window: list[tuple[Document, Prompt]]) -> None:
         """Answer some documents, sorted by length, and write them in their order; what is answered is not lost."""
-        found = {index: self.output.row_of(document) for index, (document, _) in enumerate(window)}
-        rows = {index: row for index, row in found.items() if row is not None}
-        open_ = [index for index in found if index not in rows]
-        lengths = [len(window[index][1].ids) for index in open_]
+        kept = ((index, self.output.row_of(document)) for index, (document, _) in enumerate(window))
+        rows = {index: row for index, row in kept if row is not None}
+        asked = [index for index in range(len(window)) if index not in rows]
+        lengths = [len(window[index][1].ids) for index in asked]
         self.bar.update(len(rows))
         try:
             for batch in batches(lengths, self.flags.batch_size, self.flags.batch_tokens):
-                indices = [open_[place] for place in batch]
+                indices = [asked[number] for number in batch]
                 answers = zip(indices, self._rows([window[index] for index in indices]), strict=True)
                 new = {index: {**row, "tokens": window[index][1].tokens} for index, row in answers if row is not None}
                 self.output.keep([window[index][0] for index in new], list(new.values()))

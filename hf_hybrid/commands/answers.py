@@ -35,7 +35,7 @@ class Answerer:
         self.checkpoint = checkpoint
         given = (documents.max_source_length, self.positions())
         self.limit = min((limit for limit in given if limit is not None), default=None)
-        # models without positions of their own for padded batches read a text as alone only if it begins at the left
+        # many models count positions from the beginning of a row, where on the left padding would stand
         checkpoint.tokenizer.padding_side = self.padding_side
 
     def positions(self) -> int | None:

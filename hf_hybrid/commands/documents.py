@@ -50,7 +50,7 @@ def find_sources(
         arguments: A file, a folder (all files in it that can be read), ``-`` for standard input, or a text. Without
             any, standard input unless it is a terminal.
         flags: The flags of documents.
-        leave_out: Files that folders do not include, such as the output.
+        leave_out: The output and the file of its progress, which are no documents.
 
     Raises:
         ValueError: A file does not exist or is of no known kind, a folder has none that can be read, or a package is
@@ -70,7 +70,7 @@ def find_sources(
             sources += [_checked_source(file, flags) for file in _files_of(path, excluded)]
         elif _exists(path):
             if path.resolve() in excluded:  # a pattern such as *.txt names it from the second time on
-                if not excluded & {Path(f"{path.resolve()}.progress")} or not Path(f"{path}.progress").is_file():
+                if not all(file.is_file() for file in leave_out):
                     raise ValueError(f"{argument} is a document and the --output: name another --output")
                 continue
             if _kind(path) is None:

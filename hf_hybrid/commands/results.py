@@ -29,7 +29,9 @@ class Output:
     A file has a second one beside it, `progress_file`: its first line has the settings that made the output, and each
     further line either a document that is written, with the length of the output up to there, or the row of a document
     that waits for those before it. If a command is interrupted, what was written after the last length is cut off, and
-    the command continues with documents that have neither. One process at a time writes an output.
+    the command continues with documents that have neither.
+
+    Entering it locks the file, which one process at a time writes, and changes nothing; `open` does.
 
     Args:
         flags: The flags of the output.
@@ -38,8 +40,7 @@ class Output:
         single: Whether there is one document, whose name a text output leaves out.
 
     Raises:
-        ValueError: The format does not fit, the output exists and is not to be continued with these settings, it
-            cannot be written, or another process is writing it.
+        ValueError: The format does not fit, or there is no such folder.
     """
 
     def __init__(
@@ -55,13 +56,10 @@ class Output:
         self.done: set[str] = set()
         self.waiting: dict[str, dict[str, Any]] = {}
         self._length = self._progress_length = 0  # bytes
+        self._overwrites = flags.overwrite_output
+        if self.path is not None and not self.path.parent.is_dir():
+            raise ValueError(f"--output {self.path}: there is no folder {self.path.parent}")
         self._lock: FileLock | None = None
-        if self.path is not None:
-            if not self.path.parent.is_dir():
-                raise ValueError(f"--output {self.path}: there is no folder {self.path.parent}")
-            self._lock = _locked(self.path)
-            if self.path.exists() and not flags.overwrite_output:
-                self._read_progress(self.path)
         self._stream: IO[bytes] | None = None
         self._progress: IO[bytes] | None = None
 
@@ -74,6 +72,23 @@ class Output:
         return self.waiting.get(_key(document))
 
     def __enter__(self) -> "Output":
+        """Lock the file, and read how far it is.
+
+        Raises:
+            ValueError: The output exists and is not to be continued with these settings, it cannot be written, or
+                another process is writing it.
+        """
+        if self.path is not None:
+            self._lock = _locked(self.path)
+            if self.path.exists() and not self._overwrites:
+                try:
+                    self._read_progress(self.path)
+                except ValueError:
+                    self.__exit__()
+                    raise
+        return self
+
+    def open(self) -> None:
         """Open the file, without what an interruption left unfinished."""
         if self.path is not None:
             progress = progress_file(self.path)
@@ -83,8 +98,7 @@ class Output:
             else:
                 self.path.write_bytes(b"")
                 progress.write_text(json.dumps(self.settings) + "\n", encoding="utf-8")
-            self._stream, self._progress = open(self.path, "ab"), open(progress, "ab")
-        return self
+            self._stream, self._progress = self.path.open("ab"), progress.open("ab")
 
     def __exit__(self, *error: object) -> None:
         if self._stream is not None and self._progress is not None:
@@ -138,7 +152,8 @@ class Output:
                 raise ValueError(f"--output {path} was written with {name} {old!r}, and now it is {new!r}: {advice}")
         done = [record for record in records if isinstance(record, list)]
         self.done = {key for key, _ in done}
-        self.waiting = {record["document"]: record["row"] for record in records if isinstance(record, dict)}
+        kept = {record["document"]: record["row"] for record in records if isinstance(record, dict)}
+        self.waiting = {key: row for key, row in kept.items() if key not in self.done}
         self._length = done[-1][1] if done else 0
         self._progress_length = sum(map(len, lines))
         if path.stat().st_size < self._length:

@@ -78,9 +78,14 @@ def noise_mask(
     return np.repeat(np.arange(2 * spans) % 2 == 1, sizes)
 
 
+def _share(length: int, density: float, most: int) -> int:
+    """Return how many of so many tokens are hidden: round(L density), at least one if any may be."""
+    return min(max(round(length * density), 1), most)
+
+
 def _counts(length: int, density: float, mean_length: float) -> tuple[int, int]:
     """Return how many tokens are noise, and how many spans they form."""
-    count = min(max(round(length * density), 1), length - 1)
+    count = _share(length, density, length - 1)
     return count, min(max(round(count / mean_length), 1), count, length - count)
 
 
@@ -181,7 +186,7 @@ def infill_text(
         Inputs, and targets: the whole text.
     """
     text = np.asarray(tokens)
-    lengths = _span_lengths(min(max(round(len(text) * density), 1), len(text)), mean_length, generator)
+    lengths = _span_lengths(_share(len(text), density, len(text)), mean_length, generator)
     kept, spans = len(text) - lengths.sum(), len(lengths)
     places = np.sort(generator.choice(kept + spans, spans, replace=False))
     # before a hidden token stand the kept ones before its span, and the hidden ones before it
@@ -235,7 +240,7 @@ def mask_words(
     """
     text = np.asarray(tokens)
     free = np.flatnonzero(~np.isin(text, fixed))
-    chosen = generator.choice(free, min(max(round(len(text) * density), 1), len(free)), replace=False)
+    chosen = generator.choice(free, _share(len(text), density, len(free)), replace=False)
     fate = generator.random(len(chosen))
     inputs, labels = text.copy(), np.full(len(text), IGNORED_LABEL, dtype=text.dtype)
     labels[chosen] = text[chosen]

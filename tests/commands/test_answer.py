@@ -388,6 +388,21 @@ def test_an_interruption_keeps_every_answer(folders, tmp_path, monkeypatch, caps
     assert not list(tmp_path.glob("*.lock"))
 
 
+def test_a_model_that_cannot_be_loaded_leaves_the_output(folders, tmp_path):
+    broken, out = tmp_path / "broken", tmp_path / "out.jsonl"
+    arguments = ["embed", folders("chela", "AutoModelForCausalLM"), *TEXTS, "-o", str(out)]
+    assert main(arguments) == 0
+    before = out.read_bytes()
+    shutil.copytree(arguments[1], broken)
+    (broken / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="broken"):
+        main([arguments[0], str(broken), *arguments[2:], "--overwrite_output"])
+    with pytest.raises(ValueError, match="was written with pooling"):
+        main([*arguments, "--pooling", "last"])
+    assert out.read_bytes() == before
+    assert not list(tmp_path.glob("*.lock"))
+
+
 def test_one_process_writes_an_output(folders, tmp_path):
     out = tmp_path / "out.jsonl"
     arguments = ["embed", folders("chela", "AutoModelForCausalLM"), *TEXTS, "-o", str(out)]

@@ -11,7 +11,7 @@ from datasets import IterableDataset
 from hf_hybrid.data.preprocessing import IGNORED_LABEL, unigram_losses
 from hf_hybrid.training.flags.data import PREFIXES
 from hf_hybrid.training.report.page import Cell, Sample, Section, Table, excerpt
-from hf_hybrid.training.report.run_page import Contents, choose_rows
+from hf_hybrid.training.report.run_page import Contents, sample_rows
 from hf_hybrid.training.scores.clm import bits_per_byte, perplexity
 from hf_hybrid.training.trainer.script_trainer import CausalTrainer
 
@@ -27,6 +27,7 @@ _CURVES = {
 }
 _READ, _WRITTEN = 128, 64
 """The most tokens that a sample reads and writes."""
+_NOTE = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
 
 
 def report(
@@ -41,7 +42,7 @@ def report(
         curves=_CURVES,
         parts={
             "scores": lambda: _score_tables(trainer, examples, texts, metrics),
-            "samples": lambda: _samples(trainer, examples),
+            "samples": lambda: sample_rows(trainer, examples, _sample, note=_NOTE),
         },
     )
 
@@ -91,30 +92,17 @@ def _targets(rows: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
     return labels[labels != IGNORED_LABEL]
 
 
-def _samples(trainer: CausalTrainer, examples: Mapping[str, Any]) -> Section:
-    """Let the model continue the beginnings of blocks greedily."""
-    split = next((name for name in reversed(PREFIXES) if name in examples), None)
-    if split is None:
-        return Section("Samples")
-    title = f"Samples of the {split} split"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return Section(title, notes=["The model is sharded: one process cannot generate alone."])
-    model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
-    tokenizer: Any = trainer.processing_class
-    rows, samples = examples[split], []
-    for row in choose_rows(len(rows), 3):
-        ids = torch.as_tensor(np.asarray(rows[row]["input_ids"]), dtype=torch.long)
-        read = max(1, min(_READ, len(ids) // 2))
-        context, truth = ids[:read], ids[read : read + _WRITTEN]
-        with torch.no_grad():
-            written = model.generate(
-                context[None].to(model.device),
-                attention_mask=torch.ones_like(context[None]).to(model.device),
-                max_new_tokens=len(truth),
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-            )[0, read:]
-        parts = {"context": context, "true continuation": truth, "generated": written}
-        samples.append(Sample([(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()]))
-    note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
-    return Section(title, samples=samples, notes=[note])
+def _sample(model: Any, tokenizer: Any, row: Mapping[str, Any]) -> Sample:
+    """Let the model continue the beginning of a block greedily."""
+    ids = torch.as_tensor(np.asarray(row["input_ids"]), dtype=torch.long)
+    read = max(1, min(_READ, len(ids) // 2))
+    context, truth = ids[:read], ids[read : read + _WRITTEN]
+    written = model.generate(
+        context[None].to(model.device),
+        attention_mask=torch.ones_like(context[None]).to(model.device),
+        max_new_tokens=len(truth),
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )[0, read:]
+    parts = {"context": context, "true continuation": truth, "generated": written}
+    return Sample([(name, excerpt(tokenizer.decode(part))) for name, part in parts.items()])

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.training.flags.data import PREFIXES
 from hf_hybrid.training.report.page import Cell, Sample, Section, Table, excerpt
-from hf_hybrid.training.report.run_page import Contents, choose_rows
+from hf_hybrid.training.report.run_page import Contents, sample_rows
 from hf_hybrid.training.scores.clm import perplexity
 from hf_hybrid.training.trainer.noisy_data import NoisyRows
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
@@ -28,6 +28,7 @@ _CURVES = {
 }
 _WRITTEN = 256
 """The most tokens that a sample writes."""
+_NOTE = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
 
 
 def report(trainer: ScriptTrainer, examples: Mapping[str, Any], metrics: Mapping[str, float]) -> Contents:
@@ -40,7 +41,7 @@ def report(trainer: ScriptTrainer, examples: Mapping[str, Any], metrics: Mapping
         curves=_CURVES,
         parts={
             "scores": lambda: _score_tables(trainer, examples, metrics),
-            "samples": lambda: _samples(trainer, examples),
+            "samples": lambda: sample_rows(trainer, examples, partial(_sample, trainer.data_collator), note=_NOTE),
         },
     )
 
@@ -66,39 +67,23 @@ def _score_tables(trainer: ScriptTrainer, examples: Mapping[str, Any], metrics: 
     return Section("Scores", tables, notes=notes if tables else ["No split was scored."])
 
 
-def _samples(trainer: ScriptTrainer, examples: Mapping[str, Any]) -> Section:
+def _sample(collate: Any, model: Any, tokenizer: Any, row: Mapping[str, Any]) -> Sample:
     """Let the model restore what is hidden."""
-    split = next((name for name in reversed(PREFIXES) if name in examples), None)
-    if split is None:
-        return Section("Samples")
-    title = f"Samples of the {split} split"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return Section(title, notes=["The model is sharded: one process cannot read alone."])
-    model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
-    tokenizer: Any = trainer.processing_class
-    rows, samples = examples[split], []
-    for number in choose_rows(len(rows), 3):
-        row = rows[number]
-        hidden = [token for token in row["labels"] if token != IGNORED_LABEL]
-        batch = {name: value.to(model.device) for name, value in trainer.data_collator([row]).items()}
-        with torch.no_grad():
-            if rows.denoise.objective == "masked_words":
-                guesses = model(**batch).logits[0].argmax(-1).cpu().numpy()[: len(row["labels"])]
-                filled = guesses[np.array(row["labels"]) != IGNORED_LABEL]
-                shown = [" · ".join(map(tokenizer.decode, ids)) for ids in (hidden, filled.tolist())]
-            else:
-                length = min(len(hidden), _WRITTEN)
-                written = model.generate(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
-                    max_new_tokens=length,
-                    do_sample=False,
-                    num_beams=1,
-                    pad_token_id=tokenizer.pad_token_id,
-                )[0]
-                shown = [tokenizer.decode(hidden), tokenizer.decode(written)]
-        parts = {"corrupted text": tokenizer.decode(row["input_ids"]), "what labels hold": shown[0]}
-        parts["filled in"] = shown[1]
-        samples.append(Sample([(name, excerpt(part)) for name, part in parts.items()]))
-    note = f"Drawn at random; the likeliest token is taken each time, at most {_WRITTEN} of them."
-    return Section(title, samples=samples, notes=[note])
+    hidden = [token for token in row["labels"] if token != IGNORED_LABEL]
+    batch = {name: value.to(model.device) for name, value in collate([row]).items()}
+    if model.config.is_encoder_decoder:
+        written = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=min(len(hidden), _WRITTEN),
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=tokenizer.pad_token_id,
+        )[0]
+        shown = [tokenizer.decode(hidden), tokenizer.decode(written)]
+    else:
+        guesses = model(**batch).logits[0].argmax(-1).cpu().numpy()[: len(row["labels"])]
+        filled = guesses[np.array(row["labels"]) != IGNORED_LABEL]
+        shown = [" · ".join(map(tokenizer.decode, ids)) for ids in (hidden, filled.tolist())]
+    parts = {"corrupted text": tokenizer.decode(row["input_ids"]), "what labels hold": shown[0], "filled in": shown[1]}
+    return Sample([(name, excerpt(part)) for name, part in parts.items()])

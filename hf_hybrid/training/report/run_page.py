@@ -16,10 +16,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_hybrid.training.flags.data import DataArguments
+from hf_hybrid.training.flags.data import PREFIXES, DataArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.report.curves import draw_picture, find_panels
-from hf_hybrid.training.report.page import Cell, Page, Section, write_page
+from hf_hybrid.training.report.page import Cell, Page, Sample, Section, write_page
 from hf_hybrid.training.run_folder.files import CURVES_FILE, REPORT_FILE
 from hf_hybrid.training.trainer.measuring import peak_memory
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
@@ -36,6 +36,34 @@ _WORK = {"do_train": "trained", "do_eval": "evaluated", "do_predict": "predicted
 def choose_rows(count: int, wanted: int = _SAMPLES) -> list[int]:
     """Draw rows at random, the same ones each time, and return them in order."""
     return sorted(random.Random(_SEED).sample(range(count), min(wanted, count)))
+
+
+def sample_rows(
+    trainer: ScriptTrainer,
+    examples: Mapping[str, Any],
+    sample: Callable[[Any, Any, Mapping[str, Any]], Sample],
+    *,
+    note: str,
+) -> Section:
+    """Show what the model makes of some rows of the last split that is scored.
+
+    Args:
+        trainer: Has the model and its tokenizer.
+        examples: The rows of each split.
+        sample: Makes a sample of the model, the tokenizer and a row; no gradients are kept.
+        note: What it does.
+    """
+    split = next((name for name in reversed(PREFIXES) if name in examples), None)
+    if split is None:
+        return Section("Samples")
+    title = f"Samples of the {split} split"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return Section(title, notes=["The model is sharded: one process cannot generate alone."])
+    model: Any = trainer.accelerator.unwrap_model(trainer.model).eval()
+    rows = examples[split]
+    with torch.no_grad():
+        samples = [sample(model, trainer.processing_class, rows[row]) for row in choose_rows(len(rows), 3)]
+    return Section(title, samples=samples, notes=[note])
 
 
 def guarded(what: str, work: Callable[[], Any]) -> Any:

@@ -62,8 +62,8 @@ def costs(results: Path = RESULTS) -> list[Costs]:
 
 
 def overview(results: Path = RESULTS) -> list[Costs]:
-    """Return the first row of `costs`: time and memory of training an encoder-decoder."""
-    return costs(results)[:2]
+    """Return the first two rows of `costs`: time and memory of training."""
+    return costs(results)[:4]
 
 
 def _rows(path: Path) -> list[Row]:

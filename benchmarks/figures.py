@@ -9,7 +9,7 @@ Run it from the repository root after a new measurement::
   first score.
 - ``learning``: a panel for each file except those in ``benchmarks/results/curves``, with the validation loss over the
   steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
-- ``costs``: from the measurements on a CPU, see `costs`; ``cost`` has its first row, for the README.
+- ``costs``: from the measurements on a CPU, see `costs`; ``cost`` has its first two rows, for the README.
 
 A drawing contains a hash of its data, by which a test checks that it is current. With the same matplotlib, the same
 files give the same bytes.

@@ -18,8 +18,9 @@ from hf_hybrid.commands.answers import (
     Summarize,
     batches,
     is_out_of_memory,
+    predicts_numbers,
 )
-from hf_hybrid.commands.checkpoint import check_checkpoint, load_checkpoint, quiet
+from hf_hybrid.commands.checkpoint import check_checkpoint, check_generation, load_checkpoint, quiet, version_of
 from hf_hybrid.commands.documents import Document, find_sources, read_sources
 from hf_hybrid.commands.flags import (
     CheckpointArguments,
@@ -49,6 +50,7 @@ _COMMANDS = {
 # documents that are sorted by length together, and written together: so many batches, but in all no more tokens than
 # so many full batches of several documents have
 _BATCHES, _FULL_BATCHES = 16, 4
+_SAID_EVERY = 30.0  # seconds
 _NAMED = 5  # documents that are cut; more are counted
 
 
@@ -73,9 +75,12 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
     written = [] if outputs.output is None else [Path(outputs.output), progress_file(Path(outputs.output))]
     sources = find_sources(arguments, documents, leave_out=written)
     with quiet():
-        check_checkpoint(name, command, checkpoint_flags)
+        config = check_checkpoint(name, command, checkpoint_flags)
+        if isinstance(own[0], GenerationArguments):
+            check_generation(own[0], name, config, checkpoint_flags)
         settings = _settings(command, name, documents, checkpoint_flags, own)
-        if command == "classify" and own[0].top_k > 1:
+        settings["checkpoint_files"] = version_of(name, config)
+        if command == "classify" and (own[0].top_k > 1 or (predicts_numbers(config) and len(config.id2label or {}) > 1)):
             fields = (*fields, "labels")
         if getattr(own[0], "prompt_lookup_num_tokens", None) is not None:
             outputs.batch_size = 1  # transformers guesses for one text at a time
@@ -95,17 +100,22 @@ def _settings(
     return {"command": command, "model": model, **revision, **values}
 
 
+def _lengths(prompt: Prompt) -> dict[str, int]:
+    return {"tokens": prompt.tokens, "tokens_read": len(prompt.ids)}
+
+
 class _Run:
     """One pass over the documents."""
 
     def __init__(self, answerer: Answerer, output: Output, flags: OutputArguments, count: int) -> None:
         self.answerer, self.output, self.flags = answerer, output, flags
         self.bar = tqdm(total=count, unit="document", desc="Reading", disable=None, file=sys.stderr, smoothing=0.05)
+        self.count, self.seen = count, 0
+        self.begun = self.said = time.perf_counter()
         self.answered = self.skipped = self.done = self.cut = 0
 
     def answer(self, documents: Iterator[Document]) -> int:
         """Answer all documents; return the exit code."""
-        begun = time.perf_counter()
         try:
             for window in self._windows(documents):
                 self._answer_window(window)
@@ -116,7 +126,7 @@ class _Run:
             raise
         finally:
             self.bar.close()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - self.begun
             answered = f"{self.answered} document{'' if self.answered == 1 else 's'}"
             self._say(
                 f"{answered} in {seconds:.1f} s ({self.answered / seconds:.2f} per second)"
@@ -133,10 +143,10 @@ class _Run:
         for document in documents:
             if document.problem is not None:
                 self._skip(document, document.problem)
-                self.bar.update()
+                self._update(1)
             elif self.output.is_done(document):
                 self.done += 1
-                self.bar.update()
+                self._update(1)
             else:
                 prompt = self._prompt(document)
                 window.append((document, prompt))
@@ -154,15 +164,15 @@ class _Run:
         rows = {index: row for index, row in kept if row is not None}
         asked = [index for index in range(len(window)) if index not in rows]
         lengths = [len(window[index][1].ids) for index in asked]
-        self.bar.update(len(rows))
+        self._update(len(rows))
         try:
             for batch in batches(lengths, self.flags.batch_size, self.flags.batch_tokens):
                 indices = [asked[number] for number in batch]
                 answers = zip(indices, self._rows([window[index] for index in indices]), strict=True)
-                new = {index: {**row, "tokens": window[index][1].tokens} for index, row in answers if row is not None}
+                new = {index: row | _lengths(window[index][1]) for index, row in answers if row is not None}
                 self.output.keep([window[index][0] for index in new], list(new.values()))
                 rows |= new
-                self.bar.update(len(batch))
+                self._update(len(batch))
         finally:
             order = sorted(rows)
             self.output.write([window[index][0] for index in order], [rows[index] for index in order])
@@ -195,6 +205,16 @@ class _Run:
     def _skip(self, document: Document, why: str) -> None:
         self.skipped += 1
         self._say(f"{document.name} is skipped: {why}")
+
+    def _update(self, documents: int) -> None:
+        """Count documents; where no bar is shown, because nobody may be looking on, say now and then how far it is."""
+        self.bar.update(documents)
+        self.seen += documents
+        now = time.perf_counter()
+        if documents and self.bar.disable and now - self.said > _SAID_EVERY:
+            self.said = now
+            meter = tqdm.format_meter(self.seen, self.count, now - self.begun, unit="document", ncols=0)
+            self._say(f"Reading: {meter.strip()}")
 
     def _say(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)

@@ -14,6 +14,7 @@ from hf_hybrid.commands.flags import (
     GenerationArguments,
     SummarizeArguments,
 )
+from hf_hybrid.training.errors import one_line
 
 NEW_TOKENS = 128
 """Most tokens that are generated if neither the user nor the checkpoint says how many."""
@@ -68,11 +69,21 @@ class Generate(Answerer):
     prefix = ""
 
     def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, generation: GenerationArguments) -> None:
-        self.options = generation.given()
+        self.given = generation.given()
+        self.options = dict(self.given)
         self.continues = not checkpoint.config.is_encoder_decoder
         defaults = checkpoint.model.generation_config
         length = None if self.continues else defaults.max_length  # of a continuation it counts the prompt
-        self.new_tokens: int = self.options.get("max_new_tokens") or defaults.max_new_tokens or length or NEW_TOKENS
+        room = getattr(checkpoint.config, "max_decoder_position_embeddings", checkpoint.positions)
+        self.new_tokens: int = defaults.max_new_tokens or length or NEW_TOKENS
+        if generation.max_new_tokens is not None:
+            self.new_tokens = generation.max_new_tokens
+            if room is not None and self.new_tokens >= room:
+                raise ValueError(
+                    f"--max_new_tokens must be less than the model's {room} positions; got {self.new_tokens}"
+                )
+        elif room is not None and self.new_tokens >= room:
+            self.new_tokens = max(room // 2, 1)
         self.options["max_new_tokens"] = self.new_tokens
         if self.continues:
             self.cut_side = self.padding_side = "left"
@@ -80,15 +91,8 @@ class Generate(Answerer):
         set_seed(generation.seed)
 
     def positions(self) -> int | None:
-        """Leave room for a continuation.
-
-        Raises:
-            ValueError: The model has no positions for as many tokens as are to be generated.
-        """
+        """Leave room for a continuation."""
         limit = self.checkpoint.positions
-        room = getattr(self.checkpoint.config, "max_decoder_position_embeddings", limit)
-        if room is not None and self.new_tokens >= room:
-            raise ValueError(f"--max_new_tokens must be less than the model's {room} positions; got {self.new_tokens}")
         return limit if limit is None or not self.continues else limit - self.new_tokens
 
     def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
@@ -97,7 +101,13 @@ class Generate(Answerer):
 
     def outputs(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         """Return what `generate` returns, without the prompts; `options` are further ones of it."""
-        outputs: torch.Tensor = self.checkpoint.model.generate(**batch, **self.options, **options)
+        try:
+            outputs: torch.Tensor = self.checkpoint.model.generate(**batch, **self.options, **options)
+        except (ValueError, ImportError) as error:
+            if not self.given:
+                raise
+            flags = " ".join(f"--{name} {value}" for name, value in self.given.items())
+            raise ValueError(f"the model cannot generate with {flags}: {one_line(error)}") from error
         return outputs[:, batch["input_ids"].shape[1] :] if self.continues else outputs
 
     def texts(self, outputs: torch.Tensor) -> list[str]:
@@ -134,7 +144,7 @@ def source_prefix(checkpoint: Checkpoint) -> str:
 
 
 class Classify(Answerer):
-    """Give each document its likeliest label; if a document can have several, each has its own probability."""
+    """Give each document its likeliest label; if it can have several, each has its own probability; or its numbers."""
 
     def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, flags: ClassifyArguments) -> None:
         super().__init__(checkpoint, documents)
@@ -143,13 +153,13 @@ class Classify(Answerer):
 
     def answer(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Classify a batch."""
-        config = self.checkpoint.config
+        problem = self.checkpoint.config.problem_type
         with torch.inference_mode():
             logits = self.checkpoint.model(**self.pad(prompts)).logits.float()
-        if config.num_labels == 1:  # a number is predicted
-            return [{"label": self.labels[0], "score": value} for value in logits[:, 0].tolist()]
-        several = config.problem_type == "multi_label_classification"
-        scores, labels = (logits.sigmoid() if several else logits.softmax(-1)).topk(self.top_k)
+        if predicts_numbers(self.checkpoint.config):
+            return [self._row(list(self.labels.values()), _short(values)) for values in logits.tolist()]
+        scores = logits.sigmoid() if problem == "multi_label_classification" else logits.softmax(-1)
+        scores, labels = scores.topk(self.top_k)
         return [
             self._row([self.labels[label] for label in names], _short(values))
             for names, values in zip(labels.tolist(), scores.tolist(), strict=True)
@@ -157,7 +167,12 @@ class Classify(Answerer):
 
     def _row(self, names: list[str], scores: list[float]) -> dict[str, Any]:
         pairs = [{"label": name, "score": score} for name, score in zip(names, scores, strict=True)]
-        return pairs[0] if self.top_k == 1 else {**pairs[0], "labels": pairs}
+        return pairs[0] if len(pairs) == 1 else {**pairs[0], "labels": pairs}
+
+
+def predicts_numbers(config: Any) -> bool:
+    """Whether a classifier's labels are numbers that it predicts, one or several."""
+    return bool(config.num_labels == 1 or config.problem_type == "regression")
 
 
 class Embed(Answerer):

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     _check_port(flags)
     with quiet():
         for checked in names:
-            check_reader(checked, checkpoint)
+            check_reader(checked, checkpoint, generation)
         readers = [Reader(each, checkpoint, documents, generation, summarize) for each in names]
         with _temporary_folder(), _ended_by_signals():
             _serve(Desk(readers, documents), flags)

@@ -1,5 +1,6 @@
 """Load a checkpoint that a command uses: its model, its tokenizer, and how much it can read."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from hf_hybrid.commands.flags import CheckpointArguments
+from hf_hybrid.commands.flags import CheckpointArguments, GenerationArguments
+from hf_hybrid.training.errors import one_line
 from hf_hybrid.training.flags.model import ModelArguments
-from hf_hybrid.training.model.adapters import adapter_base, attach_loaded
-from hf_hybrid.training.model.config import load_config, read_config
+from hf_hybrid.training.model.adapters import adapter_base, adapter_folder, attach_loaded
+from hf_hybrid.training.model.config import hub_arguments, load_config, read_config
 from hf_hybrid.training.model.tokenizer import load_tokenizer
 from hf_hybrid.training.model.weights import load_model
 
@@ -30,9 +35,14 @@ _KINDS = {  # what the name of a checkpoint's class ends in -> what it is, and t
     "LMHeadModel": ("a language model", "generate"),
     "ForSequenceClassification": ("a classifier", "classify"),
     "EncoderModel": ("an encoder", "embed"),
+    # what PEFT calls the task of an adapter
+    "SEQ_2_SEQ_LM": ("an encoder-decoder", "summarize"),
+    "CAUSAL_LM": ("a language model", "generate"),
+    "SEQ_CLS": ("a classifier", "classify"),
 }
 _COMMANDS = {"summarize": ("summarize",), "generate": ("generate", "summarize"), "classify": ("classify",)}
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
+_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # of weights, configurations and tokenizers
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings")
 
 
@@ -76,16 +86,52 @@ def check_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Pre
     try:
         _, config = read_config(model_args)
         is_adapter = adapter_base(model_args) is not None
-        for architecture in () if is_adapter else config.architectures or ():
+        for architecture in [_adapter_task(model_args)] if is_adapter else config.architectures or ():
             for end, (kind, fitting) in _KINDS.items():
                 if architecture.endswith(end) and fitting not in _COMMANDS.get(command, (fitting,)):
-                    raise ValueError(f"{name} is {kind} ({architecture}): use hf-hybrid {fitting}")
+                    of = f"an adapter of {kind}" if is_adapter else kind
+                    raise ValueError(f"{name} is {of} ({architecture}): use hf-hybrid {fitting}")
         if is_adapter and command == "embed":
             raise ValueError(f"{name} is an adapter: merge it into its model (--merge_adapter) to embed with it")
         load_config(model_args, _auto_class(command, config))
     except ValueError as error:
         raise _named(error, name) from error
     return config
+
+
+def check_generation(
+    generation: GenerationArguments, name: str, config: PreTrainedConfig, flags: CheckpointArguments
+) -> None:
+    """Check the flags of generation together with what the checkpoint generates with.
+
+    Raises:
+        ValueError: They contradict each other, or one has no effect.
+    """
+    model_args = _model_arguments(name, flags)
+    base = adapter_base(model_args)
+    where = {key: value for key, value in hub_arguments(model_args, base).items() if key != "trust_remote_code"}
+    try:
+        own = GenerationConfig.from_pretrained(name if base is None else base.name, **where)
+    except (OSError, ValueError):  # it has none of its own
+        own = GenerationConfig.from_model_config(config)
+    given = generation.given()
+    for strict in (False, True):
+        try:
+            own.update(**given)
+            own.validate(strict=strict)
+        except ValueError as error:
+            if strict and not any(f"- `{flag}`" in str(error) for flag in given):
+                return  # what the checkpoint itself says without effect may stay
+            raise ValueError(f"the flags of generation: {one_line(error)}") from error
+
+
+def version_of(name: str, config: PreTrainedConfig) -> str:
+    """Return what tells a checkpoint from an older one of the same name: its commit, or its files' sizes and times."""
+    if not Path(name).is_dir():
+        return str(getattr(config, "_commit_hash", None))
+    files = sorted(path for path in Path(name).iterdir() if path.suffix in _FILES and path.is_file())
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return xxhash.xxh3_64_hexdigest(repr(states).encode())
 
 
 def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Checkpoint:
@@ -112,13 +158,24 @@ def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Chec
         raise ValueError(f"--device {flags.device}: {' '.join(str(error).split())}") from error
     if model.config.pad_token_id is None:  # by which classifiers of language models find the last token
         model.config.pad_token_id = tokenizer.pad_token_id
-    return Checkpoint(model, tokenizer, positions_of(config, tokenizer))
+    return Checkpoint(model, tokenizer, positions_of(model, tokenizer))
 
 
-def positions_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+def positions_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the most tokens that a model has positions for; None if it reads any number."""
-    limits = [value for name in _POSITIONS if isinstance(value := getattr(config, name, None), int) and value > 0]
-    return min(*limits, tokenizer.model_max_length) if limits else None
+    values = [getattr(model.config, name, None) for name in _POSITIONS]
+    limits = [value for value in values if isinstance(value, int) and value > 0]
+    if not limits:
+        return None
+    for name, module in model.named_modules():  # RoBERTa's positions begin behind that of padding
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(*limits, tokenizer.model_max_length)
+
+
+def _adapter_task(model_args: ModelArguments) -> str:
+    config = Path(str(adapter_folder(model_args)), ADAPTER_CONFIG_NAME)
+    return json.loads(config.read_text(encoding="utf-8")).get("task_type") or ""
 
 
 def _named(error: ValueError, name: str) -> ValueError:

@@ -13,7 +13,7 @@ from hf_hybrid.commands.readers import EXTENSIONS as FILES
 from hf_hybrid.commands.readers import Unreadable, check_packages, checked_text, decode_text, read_document
 from hf_hybrid.data.columns import text_column
 from hf_hybrid.data.files import EXTENSIONS as TABLES
-from hf_hybrid.data.files import iterate_rows
+from hf_hybrid.data.files import iterate_rows, iterate_rows_and_errors
 from hf_hybrid.suggestions import did_you_mean
 
 _COMPRESSED = (".gz", ".xz", ".bz2")
@@ -28,6 +28,8 @@ class Document(NamedTuple):
     name: str
     text: str = ""
     problem: str | None = None
+    identity: str | None = None
+    """What a document of a file is recognised by, however the file is named; of others it is the name."""
 
 
 class Source(NamedTuple):
@@ -66,25 +68,20 @@ def find_sources(
         path = Path(argument)
         if argument == STDIN:
             sources.append(Source(_STANDARD_INPUT, None, 1, text=sys.stdin.buffer.read()))
-        elif _exists(path) and path.is_dir():
+        elif argument and _exists(path) and path.is_dir():
             sources += [_checked_source(file, flags) for file in _files_of(path, excluded)]
-        elif _exists(path):
+        elif argument and _exists(path):
             if path.resolve() in excluded:  # a pattern such as *.txt names it from the second time on
                 if not all(file.is_file() for file in leave_out):
                     raise ValueError(f"{argument} is a document and the --output: name another --output")
                 continue
-            if _kind(path) is None:
-                known = ", ".join((*FILES, *TABLES))
-                raise ValueError(f"{argument}: the documents' files must end in one of {known}")
             sources.append(_checked_source(path, flags))
-        elif _looks_like_a_file(argument):
-            siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-            raise ValueError(f"{argument}: there is no such file or folder.{did_you_mean(path.name, siblings)}")
         else:
+            _check_text(argument)
             texts += 1
             sources.append(Source(f"text {texts}", None, 1, text=argument.encode("utf-8", errors="surrogateescape")))
     if sources and all(source.problem is not None for source in sources):
-        raise ValueError(sources[0].problem)
+        raise ValueError(f"{sources[0].name}: {sources[0].problem}")
     check_packages({source.path.suffix.lower() for source in sources if source.path is not None})
     named: dict[Path | str, Source] = {}  # what is named twice is read once
     for source in sources:
@@ -97,22 +94,24 @@ def read_sources(sources: Sequence[Source], flags: DocumentArguments) -> Iterato
     for source in sources:
         if source.problem is not None:
             yield Document(source.name, problem=source.problem)
-        elif source.column is not None:
-            for number, row in enumerate(iterate_rows(_TABLE, str(source.path)), start=1):
-                value = row.get(source.column)
-                yield _document(
-                    f"{source.name}:{number}", checked_text, value if isinstance(value, str) else "", flags
-                )
+        elif source.path is not None and source.column is not None:
+            for number, row in enumerate(iterate_rows_and_errors(_TABLE, str(source.path)), start=1):
+                name, place = (f"{path}:{number}" for path in (source.name, source.path.resolve()))
+                if isinstance(row, ValueError):
+                    yield Document(name, problem=_of_row(row, source.path))
+                else:
+                    value = row.get(source.column)
+                    yield _document(name, place, checked_text, value if isinstance(value, str) else "", flags)
         elif source.path is not None:
-            yield _document(source.name, read_document, source.path, flags)
+            yield _document(source.name, str(source.path.resolve()), read_document, source.path, flags)
         else:  # arguments are UTF-8, whatever files are
             own = flags if source.name == _STANDARD_INPUT else replace(flags, encoding=None)
-            yield _document(source.name, decode_text, source.text, own)
+            yield _document(source.name, None, decode_text, source.text, own)
 
 
-def _document(name: str, read: Callable[..., str], *arguments: Any) -> Document:
+def _document(name: str, identity: str | None, read: Callable[..., str], *arguments: Any) -> Document:
     try:
-        return Document(name, read(*arguments))
+        return Document(name, read(*arguments), identity=identity)
     except Unreadable as error:
         return Document(name, problem=str(error))
 
@@ -133,18 +132,30 @@ def _kind(path: Path) -> str | None:
     return "table" if inner in TABLES else None
 
 
-def _looks_like_a_file(text: str) -> bool:
-    """Whether a text that is no file was probably meant as one: no spaces, and a known ending or a slash."""
-    return not any(letter.isspace() for letter in text) and (_kind(Path(text)) is not None or "/" in text)
+def _check_text(argument: str) -> None:
+    """Refuse a text that was probably meant as a file, and say so of a single word.
+
+    Raises:
+        ValueError: It has the ending of a document, begins like a path, or the folder of the path exists.
+    """
+    path = Path(argument)
+    is_word = not any(letter.isspace() for letter in argument)
+    inside = "/" in argument and is_word and _exists(path.parent) and path.parent.is_dir()
+    if "\n" not in argument and (
+        _kind(path) is not None or inside or argument.startswith(("./", "../", "~/")) or argument.endswith("/")
+    ):
+        siblings = os.listdir(path.parent) if _exists(path.parent) and path.parent.is_dir() else []
+        raise ValueError(
+            f"{argument}: there is no such file or folder.{did_you_mean(path.name, siblings)} A text that looks like "
+            f"one is read from standard input ({STDIN})"
+        )
+    if is_word and argument:
+        print(f"{argument!r} is no file or folder here: it is read as a text", file=sys.stderr)
 
 
 def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
     """Return the files of a folder and of its folders that can be read, hidden ones left out."""
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()
-    )
+    files = sorted(_walk(folder, set()))
     found = [path for path in files if _kind(path) is not None and path.resolve() not in excluded]
     others = Counter(path.suffix.lower() or "no ending" for path in files if _kind(path) is None)
     if not found:
@@ -156,26 +167,60 @@ def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
     return found
 
 
+def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield the files of a folder and of its folders, links followed; a folder that is reached twice counts once."""
+    if (place := folder.resolve()) in seen:
+        return
+    seen.add(place)
+    try:
+        paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        print(f"{folder} cannot be read: {error.strerror or error}", file=sys.stderr)
+        return
+    for path in paths:
+        if path.is_dir():
+            yield from _walk(path, seen)
+        elif path.is_file():
+            yield path
+
+
 def _checked_source(path: Path, flags: DocumentArguments) -> Source:
     """Return the source of a file; one that cannot be read does not stop the others."""
     try:
         return _source(path, flags)
     except ValueError as error:
-        return Source(str(path), path, 1, problem=str(error))
+        return Source(str(path), path, 1, problem=_of_row(error, path))
 
 
 def _source(path: Path, flags: DocumentArguments) -> Source:
-    if _kind(path) == "file":
+    kind = _kind(path)
+    if kind is None:
+        raise ValueError(f"the documents' files must end in one of {', '.join((*FILES, *TABLES))}")
+    if kind == "file":
         return Source(str(path), path, 1)
     columns: dict[str, bool] = {}
     count = 0
-    for row in iterate_rows(_TABLE, str(path)):
+    for row in iterate_rows_and_errors(_TABLE, str(path)):
         count += 1
-        for name, value in row.items():
-            columns[name] = columns.get(name, False) or isinstance(value, str)
-    if not count:
-        raise ValueError(f"{path} must hold at least one row; got none")
+        for name, value in () if isinstance(row, ValueError) else row.items():
+            columns[name] = columns.get(name, False) or (isinstance(value, str) and not _is_number(value))
+    if not columns:  # then the first error is the whole file's
+        for _ in iterate_rows(_TABLE, str(path)):
+            break
+        raise ValueError("it must hold at least one row; got none")
+    return Source(str(path), path, count, column=text_column({"": columns}, flags.text_column))
+
+
+def _is_number(text: str) -> bool:
+    """Whether a field, which in CSV is always text, is blank or a number."""
     try:
-        return Source(str(path), path, count, column=text_column({"": columns}, flags.text_column))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        float(text)
+    except ValueError:
+        return not text.strip()
+    return True
+
+
+def _of_row(error: ValueError, path: Path) -> str:
+    """Return a table's error without its name, which stands before it."""
+    place = f"{_TABLE} {str(path)!r}"
+    return str(error).removeprefix(place).lstrip(",: ")

@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from hf_hybrid.training.flags.checks import check_choice_flag, check_positive_flags, flag
 from hf_hybrid.training.flags.command_line import FlagParser
 from hf_hybrid.training.flags.model import DTYPES
@@ -114,17 +112,16 @@ class GenerationArguments:
     seed: int = flag(42, "Seed of drawing.")
 
     def __post_init__(self) -> None:
-        """Check the flags as transformers does."""
+        """Check the flags one by one; together and with the checkpoint's own, transformers checks them."""
         check_positive_flags(self, "max_new_tokens", "num_beams")
+        fewest, most = self.min_new_tokens or 0, self.max_new_tokens
+        if most is not None and fewest > most:
+            raise ValueError(f"--min_new_tokens must be at most --max_new_tokens {most}; got {fewest}")
         for name in ("top_p", "min_p", "typical_p"):
             if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
                 raise ValueError(f"--{name} must be a probability between 0 and 1; got {value}")
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"--temperature must be a positive number; got {self.temperature}")
-        try:
-            GenerationConfig(**self.given()).validate(strict=True)
-        except ValueError as error:
-            raise ValueError(f"the flags of generation: {' '.join(str(error).split())}") from error
 
     def given(self) -> dict[str, Any]:
         """Return the fields of `GenerationConfig` that are given."""

@@ -3,14 +3,16 @@
 import codecs
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hf_hybrid.commands.flags import DocumentArguments
 
 TEXT_FILES = (".txt", ".text", ".md", ".markdown", ".rst")
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_MARKUP = 10  # a page with more markup than this for its text is not parsed, which takes seconds for each megabyte
 _NOT_READ = ("script", "style", "noscript", "template", "svg")  # elements of HTML
 _BLOCKS = (
     r"address|article|aside|blockquote|br|d[dlt]|div|fig\w+|footer|h[1-6]|header|hr|li|main|nav|ol|p|pre|section|table|"
@@ -103,10 +105,18 @@ def _read_pdf(path: Path, flags: DocumentArguments) -> str:
     pdf = PdfReader(path)
     if pdf.is_encrypted and not pdf.decrypt(""):
         raise Unreadable("it is protected by a password; save a copy without one")
-    text = "\n\n".join(page.extract_text() for page in pdf.pages)
+    pages, size = [], 0
+    for page in pdf.pages:  # a page takes a while, so that one that is too much ends it
+        pages.append(page.extract_text())
+        size += len(pages[-1])
+        if size > flags.max_document_mb * 1e6:
+            break
+    text = "\n\n".join(pages)
     if pdf.pages and not text.strip():
-        pages = f"{len(pdf.pages)} pages have" if len(pdf.pages) > 1 else "page has"
-        raise Unreadable(f"its {pages} no text, only pictures of it: run a text recognition first, such as ocrmypdf")
+        all_pages = f"{len(pdf.pages)} pages have" if len(pdf.pages) > 1 else "page has"
+        raise Unreadable(
+            f"its {all_pages} no text, only pictures of it: run a text recognition first, such as ocrmypdf"
+        )
     return checked_text(text, flags)
 
 
@@ -114,18 +124,31 @@ def _read_docx(path: Path, flags: DocumentArguments) -> str:
     import docx
     from docx.table import Table
 
-    parts = []
+    parts: list[str] = []
     for part in docx.Document(str(path)).iter_inner_content():
         if isinstance(part, Table):
-            parts += ["\t".join(cell.text for cell in row.cells) for row in part.rows]
+            parts += _table_lines(part)
         else:
             parts.append(part.text)
     return checked_text("\n".join(parts), flags)
 
 
+def _table_lines(table: Any) -> Iterator[str]:
+    """Yield a table's rows; a cell that spans several columns or rows is listed in each, and given once."""
+    seen: set[Any] = set()
+    for row in table.rows:
+        cells = {cell._tc: cell for cell in row.cells if cell._tc not in seen}
+        seen |= cells.keys()
+        yield "\t".join(cell.text for cell in cells.values())
+
+
 def _read_html(path: Path, flags: DocumentArguments) -> str:
     from bs4 import BeautifulSoup
 
+    if (size := path.stat().st_size / 1e6) > _MARKUP * flags.max_document_mb:
+        raise Unreadable(
+            f"it has {size:.1f} MB, more than {_MARKUP} times --max_document_mb {flags.max_document_mb:g}"
+        )
     content = path.read_bytes()
     if flags.encoding is None and b"\0" in content and not content.startswith(tuple(_BYTE_ORDER_MARKS)):
         raise Unreadable("it is no text but binary data (it has zero bytes)")

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from hf_hybrid.commands.answers import Generate, Prompt, Summarize, is_out_of_memory
 from hf_hybrid.commands.attended import Attended, NotShown, attended
-from hf_hybrid.commands.checkpoint import check_checkpoint, load_checkpoint
+from hf_hybrid.commands.checkpoint import check_checkpoint, check_generation, load_checkpoint
 from hf_hybrid.commands.flags import (
     CheckpointArguments,
     DocumentArguments,
@@ -54,9 +54,9 @@ class Reading(NamedTuple):
     """Why there is no `attended`, once that is known."""
 
 
-def check_reader(name: str, flags: CheckpointArguments) -> None:
-    """Raise a ValueError if a checkpoint does not write texts; nothing large is loaded."""
-    check_checkpoint(name, _COMMAND, flags)
+def check_reader(name: str, flags: CheckpointArguments, generation: GenerationArguments) -> None:
+    """Raise a ValueError if a checkpoint does not write texts, or not with these flags; nothing large is loaded."""
+    check_generation(generation, name, check_checkpoint(name, _COMMAND, flags), flags)
 
 
 def document_text(text: str, path: Path | None, flags: DocumentArguments) -> str:

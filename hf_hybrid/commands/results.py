@@ -47,10 +47,12 @@ class Output:
         self, flags: OutputArguments, fields: Sequence[str], settings: Mapping[str, Any], *, single: bool
     ) -> None:
         self.path = None if flags.output is None else Path(flags.output)
-        self.fields = ("document", *fields, "tokens")
+        self.fields = ("document", *fields, "tokens", "tokens_read")
         self.single = single
         self.format = _format(flags, self.path, "jsonl" if "embedding" in fields else "text")
         self.settings = dict(settings) | {"format": self.format}
+        if self.format == "text":  # whose documents have headings if there are several
+            self.settings |= {"single": single}
         if self.format == "text" and "embedding" in fields:
             raise ValueError("--output_format must be jsonl or csv for vectors; got text")
         self.done: set[str] = set()
@@ -137,11 +139,13 @@ class Output:
     def _read_progress(self, path: Path) -> None:
         advice = "name another --output, or give --overwrite_output to replace it"
         file = progress_file(path)
-        if not file.is_file():
-            raise ValueError(f"--output {path} exists and is not the output of such a command: {advice}")
-        lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        if len(lines) < 2:
+        size, is_file = path.stat().st_size, file.is_file()
+        lines = file.read_bytes().splitlines(keepends=True) if is_file else []
+        lines = [line for line in lines if line.endswith(b"\n")]
+        if not size and len(lines) < 2:  # nothing is answered yet
             return
+        if not is_file:
+            raise ValueError(f"--output {path} exists and is not the output of such a command: {advice}")
         try:
             settings, *records = map(json.loads, lines)
         except ValueError as error:
@@ -152,12 +156,14 @@ class Output:
                 raise ValueError(f"--output {path} was written with {name} {old!r}, and now it is {new!r}: {advice}")
         done = [record for record in records if isinstance(record, list)]
         self.done = {key for key, _ in done}
+        self._length = done[-1][1] if done else 0
         kept = {record["document"]: record["row"] for record in records if isinstance(record, dict)}
         self.waiting = {key: row for key, row in kept.items() if key not in self.done}
-        self._length = done[-1][1] if done else 0
         self._progress_length = sum(map(len, lines))
-        if path.stat().st_size < self._length:
+        if size < self._length:
             raise ValueError(f"--output {path} is shorter than it was when it was written: {advice}")
+        if size > self._length and not self.waiting:  # only rows that wait can be half written
+            raise ValueError(f"--output {path} was changed after it was written: {advice}")
 
     def _shown(self, row: Mapping[str, Any], *, begins: bool) -> str:
         if self.format == "jsonl":
@@ -200,8 +206,9 @@ def _cell(value: Any) -> Any:
 
 
 def _key(document: Document) -> str:
-    """Return what a document is recognised by: its name and a hash of its text."""
-    return f"{document.name} {xxhash.xxh3_64_hexdigest(document.text.encode('utf-8', errors='surrogatepass'))}"
+    """Return what a document is recognised by: its file or name, and a hash of its text."""
+    text = xxhash.xxh3_64_hexdigest(document.text.encode("utf-8", errors="surrogatepass"))
+    return f"{document.identity or document.name} {text}"
 
 
 def _format(flags: OutputArguments, path: Path | None, on_terminal: str) -> str:

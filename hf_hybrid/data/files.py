@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = ["EXTENSIONS", "TEXT_EXTENSIONS", "check_file", "iterate_rows", "read_table"]
+__all__ = ["EXTENSIONS", "TEXT_EXTENSIONS", "check_file", "iterate_rows", "iterate_rows_and_errors", "read_table"]
 
 EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 TEXT_EXTENSIONS = (*EXTENSIONS, ".txt")
@@ -40,6 +40,8 @@ _JSON_RULE = "must be one JSON object on each line, or the file one array of obj
 
 Row = tuple[str, dict[str, Any]]
 """Where a row is, such as ``line 3``, and the row."""
+_Read = tuple[str, dict[str, Any] | ValueError]
+"""The same of a row that is being read, or why it cannot be."""
 _Kinds = dict[tuple[Any, ...], str]
 """What kind of value stands where: a column's name, then `list` for the items of a list and the names of fields."""
 
@@ -99,9 +101,9 @@ def read_table(
         if extension == ".parquet":
             table = _parquet(place, stream).read()
         elif extension in (".csv", ".tsv"):
-            table = _numbers_parsed(_table(place, _table_rows(place, extension, stream, tsv_header)))
+            table = _numbers_parsed(_table(place, _checked(_table_rows(place, extension, stream, tsv_header))))
         else:
-            table = _table(place, _rows(place, extension, stream, keep_linebreaks))
+            table = _table(place, _checked(_rows(place, extension, stream, keep_linebreaks), stream))
             if extension == ".json" and table.num_rows == 1 and (advice := _around(table.to_pylist()[0])):
                 raise ValueError(f"{place}: {_JSON_RULE}{advice}")
     if not table.num_rows or not table.num_columns:
@@ -116,19 +118,36 @@ def iterate_rows(
 
     Arguments and errors are those of `read_table`.
     """
+    with _reading(flag, path, tsv_header, keep_linebreaks) as (stream, rows):
+        for _, row in _checked(rows, stream):
+            yield row
+
+
+def iterate_rows_and_errors(flag: str, path: str) -> Iterator[dict[str, Any] | ValueError]:
+    """Yield the rows of a data file like `iterate_rows`; a row that cannot be read is its error, if others can.
+
+    These are lines of JSON, and lines of CSV and TSV with another number of fields than the header.
+    """
+    with _reading(flag, path, None, None) as (_, rows):
+        for _, row in rows:
+            yield row
+
+
+@contextmanager
+def _reading(
+    flag: str, path: str, tsv_header: Sequence[str] | None, keep_linebreaks: bool | None
+) -> Iterator[tuple[IO[bytes], Iterator[_Read]]]:
+    """Open a file that is read row by row."""
     place = f"{flag} {path!r}"
     extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     with _opened(place, path) as stream:
         if extension == ".parquet":
-            for batch in _parquet(place, stream).iter_batches(_BATCH_ROWS):
-                yield from batch.to_pylist()
-            return
-        if extension in (".csv", ".tsv"):
-            rows = _table_rows(place, extension, stream, tsv_header)
+            batches = _parquet(place, stream).iter_batches(_BATCH_ROWS)
+            yield stream, (("", row) for batch in batches for row in batch.to_pylist())
+        elif extension in (".csv", ".tsv"):
+            yield stream, _table_rows(place, extension, stream, tsv_header)
         else:
-            rows = _rows(place, extension, stream, keep_linebreaks)
-        for _, row in rows:
-            yield row
+            yield stream, _rows(place, extension, stream, keep_linebreaks)
 
 
 @contextmanager
@@ -169,28 +188,38 @@ def _text(place: str, number: int, line: bytes) -> str:
     return text
 
 
-def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool | None) -> Iterator[Row]:
-    """Yield the rows of a text or JSON file."""
-    lines = ((number, _text(place, number, line)) for number, line in enumerate(stream, start=1))
-    for number, line in lines:
-        here = f"line {number}"
-        if extension == ".txt":
-            yield here, {"text": line if keep_linebreaks else line.rstrip("\r\n")}
-        elif line.lstrip().startswith("["):
-            array = _parsed(place, number, "".join([line, *(text for _, text in lines)]), "must be valid JSON")
-            for count, row in enumerate(array, start=1):
-                yield f"row {count}", _checked_object(f"{place}, row {count}", row)
-        elif line.strip():
-            try:
-                row = _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), _JSON_RULE))
-            except ValueError as error:
-                if number > 1 or not line.startswith("{"):
-                    raise
-                whole, advice = "".join([line, *(text for _, text in lines)]), ""
+def _checked(rows: Iterator[_Read], stream: IO[bytes] | None = None) -> Iterator[Row]:
+    """Yield rows up to the first that cannot be read, and raise its error; of JSON, `stream` is the file."""
+    for where, row in rows:
+        if isinstance(row, ValueError):
+            advice = ""
+            if where == "line 1" and stream is not None:
+                stream.seek(0)
                 with suppress(ValueError, RecursionError):
-                    advice = _around(json.loads(whole))
-                raise ValueError(f"{error}{advice}") from error
-            yield here, row
+                    advice = _around(json.loads(stream.read()))
+            raise ValueError(f"{row}{advice}") from row
+        yield where, row
+
+
+def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool | None) -> Iterator[_Read]:
+    """Yield the rows of a text or JSON file, and the errors of its lines."""
+    begins = True
+    for number, content in enumerate(stream, start=1):
+        here = f"line {number}"
+        try:
+            line = _text(place, number, content)
+            is_array, begins = begins and line.lstrip().startswith("["), begins and not line.strip()
+            if extension == ".txt":
+                yield here, {"text": line if keep_linebreaks else line.rstrip("\r\n")}
+            elif is_array:
+                rest = (_text(place, later, content) for later, content in enumerate(stream, start=number + 1))
+                array = _parsed(place, number, "".join([line, *rest]), "must be valid JSON")
+                for count, row in enumerate(array, start=1):
+                    yield f"row {count}", _checked_object(f"{place}, row {count}", row)
+            elif line.strip():
+                yield here, _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), _JSON_RULE))
+        except ValueError as error:
+            yield here, error
 
 
 def _around(row: Any) -> str:
@@ -222,8 +251,10 @@ def _checked_object(where: str, row: Any) -> dict[str, Any]:
     return row
 
 
-def _table_rows(place: str, extension: str, stream: IO[bytes], default_header: Sequence[str] | None) -> Iterator[Row]:
-    """Yield the rows of a CSV or TSV file, whose fields are all text."""
+def _table_rows(
+    place: str, extension: str, stream: IO[bytes], default_header: Sequence[str] | None
+) -> Iterator[_Read]:
+    """Yield the rows of a CSV or TSV file, whose fields are all text, and the errors of rows of another length."""
     records = _records(place, extension, stream)
     number, header = next(records, (0, []))
     names = default_header if extension == ".tsv" and len(header) == len(default_header or "") else None
@@ -235,12 +266,15 @@ def _table_rows(place: str, extension: str, stream: IO[bytes], default_header: S
     if number and (not all(columns) or len(set(columns)) != len(columns)):
         raise ValueError(f"{place}, line {number}: the header must name each column once; got {_brief(header)}")
     for number, fields in records:
-        if len(fields) != len(header):
-            raise ValueError(
-                f"{place}, line {number}: must have the header's {len(header)} columns ({_brief(', '.join(header))}); "
+        here = f"line {number}"
+        if len(fields) == len(header):
+            yield here, dict(zip(columns, fields[1:] if indexed else fields, strict=True))
+        else:
+            error = (
+                f"{place}, {here}: must have the header's {len(header)} columns ({_brief(', '.join(header))}); "
                 f"got {len(fields)} (in CSV, put double quotes around text that holds commas or line breaks)"
             )
-        yield f"line {number}", dict(zip(columns, fields[1:] if indexed else fields, strict=True))
+            yield here, ValueError(error)
 
 
 def _records(place: str, extension: str, stream: IO[bytes]) -> Iterator[tuple[int, list[str]]]:

@@ -285,15 +285,29 @@ def test_only_uploads_are_read(single, visit):
     secret = single.folders["work"].parent / "secret.txt"
     secret.write_text("a secret", encoding="utf-8")
     number = page.evaluate("gradio_config.dependencies.find(one => one.inputs.length == 2).id")
-    file = {"path": str(secret), "meta": {"_type": "gradio.FileData"}}
-    events = page.evaluate(
-        """async body => {
-            const headers = {"Content-Type": "application/json"};
-            await fetch("gradio_api/queue/join", {method: "POST", body, headers});
-            return await (await fetch("gradio_api/queue/data?session_hash=other")).text();
-        }""",
-        json.dumps({"data": ["", file], "fn_index": number, "session_hash": "other"}),
+
+    def asked(path, session):
+        file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        return page.evaluate(
+            """async ([body, session]) => {
+                const headers = {"Content-Type": "application/json"};
+                await fetch("gradio_api/queue/join", {method: "POST", body, headers});
+                return await (await fetch("gradio_api/queue/data?session_hash=" + session)).text();
+            }""",
+            [json.dumps({"data": ["", file], "fn_index": number, "session_hash": session}), session],
+        )
+
+    (uploaded,) = page.evaluate(
+        """async () => {
+            const body = new FormData();
+            body.append("files", new File(["an upload"], "upload.txt"));
+            return await (await fetch("gradio_api/upload", {method: "POST", body})).json();
+        }"""
     )
+    events = asked(uploaded, "uploads")  # so that the refusal below is one of the path, not of the request
+    assert '"success":true' in events
+    assert "Tokens read" in events
+    events = asked(str(secret), "other")
     assert '"success":false' in events
     assert "Tokens read" not in events
 

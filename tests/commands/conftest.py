@@ -9,6 +9,11 @@ _SIZES = {"vocab_size": 260, "initializer_range": 0.2}
 PEERS = {
     "bert": {**_SIZES, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
     "gpt2": {**_SIZES, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "roberta": {
+        **_SIZES,
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+        "max_position_embeddings": 64,
+    },
     "t5": {"vocab_size": 260, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 48},
 }
 """Tiny models of transformers itself."""

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 from hf_hybrid import peft_config
@@ -30,6 +31,8 @@ from hf_hybrid.commands.answers import Embed, Generate, batches
 from hf_hybrid.commands.program import main
 from hf_hybrid.commands.results import progress_file
 from hf_hybrid.training.errors import run_command_line
+
+from .conftest import PEERS
 
 TEXTS = ["A first document.", "b", "The third one is by far the longest of the four.", "Four"]
 NEW = ["--max_new_tokens", "5"]
@@ -71,9 +74,10 @@ def test_summaries_are_those_of_generate(model_type, folders, capsys):
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     for number, (row, text) in enumerate(zip(got, TEXTS, strict=True), start=1):
         inputs = tokenizer(text, return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
         ids = model.generate(**inputs, max_new_tokens=5, num_beams=2)
         summary = tokenizer.decode(ids[0], skip_special_tokens=True).strip()
-        assert row == {"document": f"text {number}", "summary": summary, "tokens": inputs["input_ids"].shape[1]}
+        assert row == {"document": f"text {number}", "summary": summary, "tokens": length, "tokens_read": length}
 
 
 @pytest.mark.parametrize("model_type", ["bst", "chela", "spade", "gpt2"])
@@ -122,6 +126,16 @@ def test_a_model_of_numbers_gives_the_number(folders, capsys):
     assert row["score"] == pytest.approx(logits.item(), abs=1e-5)
 
 
+def test_a_model_of_several_numbers_gives_them_all(folders, capsys):
+    checkpoint = folders("chela", "AutoModelForSequenceClassification", num_labels=3, problem_type="regression")
+    (row,) = rows("classify", checkpoint, TEXTS[0], capsys=capsys)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        logits = model(**AutoTokenizer.from_pretrained(checkpoint)(TEXTS[0], return_tensors="pt")).logits[0]
+    assert [pair["label"] for pair in row["labels"]] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert [pair["score"] for pair in row["labels"]] == pytest.approx(logits.tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
 @pytest.mark.parametrize(
     ("model_type", "auto_class"),
@@ -160,6 +174,8 @@ def test_an_adapter_is_used_with_its_base(folders, tmp_path, capsys):
     assert row["text"] == tokenizer.decode(ids, skip_special_tokens=True).strip()
     with pytest.raises(ValueError, match="is an adapter: merge it"):
         main(["embed", str(tmp_path / "adapter"), "text"])
+    with pytest.raises(ValueError, match=r"is an adapter of a language model \(CAUSAL_LM\): use hf-hybrid generate"):
+        main(["classify", str(tmp_path / "adapter"), "text"])
 
 
 def test_drawing_is_repeatable_by_its_seed(folders, capsys):
@@ -182,7 +198,8 @@ def test_everything_is_read_unless_the_model_lacks_positions(folders, capsys):
     call("summarize", checkpoint, long, *NEW, "--output_format", "jsonl")
     captured = capsys.readouterr()
     assert f"text 1: {positions:,} of its 3,001 tokens are read" in captured.err
-    assert json.loads(captured.out)["tokens"] == 3001
+    row = json.loads(captured.out)
+    assert (row["tokens"], row["tokens_read"]) == (3001, positions)
     call("summarize", folders("spade", "AutoModelForSeq2SeqLM"), long, *NEW, "--max_source_length", "10")
     assert "10 of its 3,001 tokens are read" in capsys.readouterr().err
 
@@ -210,6 +227,43 @@ def test_a_continuation_sees_the_end_of_a_text_that_is_too_long(folders, capsys)
     end = "y" * (positions - 5)
     cut, whole = rows("generate", checkpoint, "x" * 100 + end, end, *NEW, "--batch_size", "1", capsys=capsys)
     assert cut["text"] == whole["text"]
+
+
+def test_a_continuation_has_room_also_if_nobody_says_how_long(folders, capsys):
+    checkpoint = folders("gpt2", "AutoModelForCausalLM")
+    positions = AutoModelForCausalLM.from_pretrained(checkpoint).config.max_position_embeddings
+    long, short = rows("generate", checkpoint, "x" * 2 * positions, "x", "--min_new_tokens", "9", capsys=capsys)
+    assert (long["tokens_read"], short["tokens_read"]) == (positions // 2, 1)
+
+
+def test_positions_that_begin_behind_padding_are_not_counted(folders, capsys):
+    checkpoint = folders("roberta", "AutoModelForSequenceClassification")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.model_max_length > 1e9
+    (row,) = rows("classify", checkpoint, "x" * 200, capsys=capsys)
+    assert row["tokens_read"] == PEERS["roberta"]["max_position_embeddings"] - tokenizer.pad_token_id - 1
+
+
+def test_flags_of_generation_are_checked_with_those_of_the_checkpoint(folders, tmp_path, capsys):
+    folder = tmp_path / "t5"
+    shutil.copytree(folders("t5", "AutoModelForSeq2SeqLM"), folder)
+    arguments = ["summarize", str(folder), TEXTS[0], "--length_penalty", "2.0", *NEW]
+    with pytest.raises(ValueError, match=r"the flags of generation: .*only used in beam-based generation"):
+        main(arguments)
+    assert "generation flags" not in capsys.readouterr().err  # transformers' own words
+    config = GenerationConfig.from_pretrained(folder)
+    config.num_beams = 2
+    config.save_pretrained(folder)
+    assert main(arguments) == 0
+    contents = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(contents | {"temperature": 0.5}))
+    assert main(arguments) == 0  # what the checkpoint says without effect is its own
+
+
+def test_flags_that_generation_refuses_are_one_line(folders):
+    flags = ["--cache_implementation", "quantized"]  # needs a package
+    with pytest.raises(ValueError, match=r"^the model cannot generate with --cache_implementation quantized: .*need"):
+        main(["generate", folders("gpt2", "AutoModelForCausalLM"), TEXTS[0], *flags])
 
 
 def test_the_prefix_is_what_the_checkpoint_was_trained_with(folders, tmp_path, capsys):
@@ -275,7 +329,7 @@ def test_csv_has_a_header_and_vectors_as_json(folders, tmp_path):
     out = tmp_path / "out.csv"
     call("embed", folders("spade", "AutoModelForTextEncoding"), "one, two", "three", "-o", out)
     first, second = csv.DictReader(io.StringIO(out.read_text(encoding="utf-8")))
-    assert list(first) == ["document", "embedding", "tokens"]
+    assert list(first) == ["document", "embedding", "tokens", "tokens_read"]
     assert len(json.loads(first["embedding"])) == len(json.loads(second["embedding"])) > 1
 
 
@@ -300,7 +354,9 @@ def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsy
             records = [json.loads(line) for line in lines[1:kept]]
             length = max([0, *(record[1] for record in records if isinstance(record, list))])
             known = {record["document"] if isinstance(record, dict) else record[0] for record in records}
-            for cut in {length, length + 1, len(whole)}:  # the output may be ahead of what is written down
+            waits = len(known) > sum(isinstance(record, list) for record in records)
+            # the output may be ahead of what is written down, with rows that wait
+            for cut in {length, length + 1, len(whole)} if waits else {length}:
                 for torn in (b"", b'["torn'):
                     out.write_bytes(whole[:cut])
                     progress_file(out).write_bytes(b"".join(lines[:kept]) + torn)
@@ -333,12 +389,59 @@ def test_an_output_of_other_settings_is_kept(folders, tmp_path):
         with pytest.raises(ValueError, match=message):
             main(["generate", checkpoint, *TEXTS, *flags, "-o", str(out)])
         assert out.read_bytes() == before
+    with out.open("ab") as stream:
+        stream.write(b"a line of somebody\n")
+    with pytest.raises(ValueError, match="was changed after it was written: name another --output"):
+        main(["generate", checkpoint, *TEXTS, *NEW, "-o", str(out)])
+    assert out.read_bytes() == before + b"a line of somebody\n"
+    out.write_bytes(before)
     progress_file(out).unlink()
     with pytest.raises(ValueError, match="exists and is not the output of such a command"):
         main(["generate", checkpoint, *TEXTS, *NEW, "-o", str(out)])
     assert out.read_bytes() == before
     call("generate", checkpoint, TEXTS[1], *NEW, "-o", out, "--overwrite_output")
     assert [row["document"] for row in written(out)] == ["text 1"]
+
+
+def test_an_output_of_an_older_checkpoint_is_kept(folders, tmp_path):
+    checkpoint, out = tmp_path / "model", tmp_path / "out.jsonl"
+    shutil.copytree(folders("chela", "AutoModelForCausalLM"), checkpoint)
+    arguments = ["generate", str(checkpoint), *TEXTS[:2], *NEW, "-o", str(out)]
+    call(*arguments)
+    call(*arguments)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.lm_head.weight.data.neg_()
+    model.save_pretrained(checkpoint)  # as training that goes on does
+    with pytest.raises(ValueError, match="was written with checkpoint_files"):
+        main(arguments)
+
+
+def test_one_text_has_no_heading_and_several_have(folders, tmp_path):
+    out = tmp_path / "out.txt"
+    arguments = ["generate", folders("chela", "AutoModelForCausalLM")]
+    call(*arguments, TEXTS[0], *NEW, "-o", out)
+    with pytest.raises(ValueError, match="was written with single True, and now it is False"):
+        main([*arguments, *TEXTS[:2], *NEW, "-o", str(out)])
+
+
+def test_files_are_the_same_by_any_name(folders, folder, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    (folder / "2b.txt").unlink()
+    (folder / "rows.csv").write_text("text\none\ntwo\n")
+    arguments = ["generate", folders("chela", "AutoModelForCausalLM"), *NEW, "-o", str(out)]
+    call(*arguments, folder)
+    before = out.read_bytes()
+    monkeypatch.chdir(folder)
+    call(*arguments, *sorted(os.listdir(folder)), tmp_path / "documents" / ".." / "documents")
+    assert out.read_bytes() == before
+
+
+def test_without_a_terminal_some_lines_say_how_far_it_is(folders, capsys, monkeypatch):
+    monkeypatch.setattr(answer, "_SAID_EVERY", 0.0)
+    call("embed", folders("chela", "AutoModel"), *TEXTS, "--batch_size", "2")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Reading:")]
+    assert len(said) == 2
+    assert re.match(r"Reading: +50%.* 2/4 \[\S+<\S+, .*document", said[0])
 
 
 def test_batches_and_devices_may_change(folders, tmp_path):
@@ -501,6 +604,10 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
         (["summarize", "{tmp}", "text"], r"is not a checkpoint: config\.json"),
         (["generate", "{causal}", "text", "--num_beam", "3"], "unknown flag --num_beam. Did you mean 'num_beams'"),
         (["generate", "{causal}", "text", "--num_beams", "x"], "invalid int value: 'x'"),
+        (
+            ["generate", "{causal}", "text", "--min_new_tokens", "9", "--max_new_tokens", "5"],
+            "at most --max_new_tokens 5",
+        ),
         (["generate", "{causal}", "text", "--max_new_tokens", "0"], "--max_new_tokens must be a positive integer"),
         (["generate", "{causal}", "text", "--top_p", "2", "--do_sample"], "--top_p must be a probability"),
         (["generate", "{causal}", "text", "--temperature", "-1", "--do_sample"], "--temperature must be a positive"),

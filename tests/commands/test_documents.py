@@ -2,11 +2,14 @@
 
 import gzip
 import io
+import re
 import sys
 
+import docx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pypdf import PageObject
 
 from hf_hybrid.commands import readers
 from hf_hybrid.commands.documents import find_sources, read_sources
@@ -36,7 +39,7 @@ def problem(path, **flags):
 def test_text_files_are_one_document(name, tmp_path):
     (tmp_path / name).write_text("Zwei Zeilen,\nnicht mehr — ß.\n", encoding="utf-8")
     (document,) = read(tmp_path / name)
-    assert document == (str(tmp_path / name), "Zwei Zeilen,\nnicht mehr — ß.\n", None)
+    assert document[:3] == (str(tmp_path / name), "Zwei Zeilen,\nnicht mehr — ß.\n", None)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
@@ -83,6 +86,34 @@ def test_a_pdf_of_pictures_is_named(tmp_path):
 def test_docx(tmp_path):
     write_docx(tmp_path / "a.docx")
     assert texts(tmp_path / "a.docx") == ["A heading\nA first paragraph.\nleft\tright\nA last one."]
+
+
+def test_cells_that_span_others_are_read_once(tmp_path):
+    document = docx.Document()
+    table = document.add_table(rows=2, cols=3)
+    for number, cell in enumerate(cell for row in table.rows for cell in row.cells):
+        cell.text = str(number)
+    table.cell(0, 0).merge(table.cell(0, 1)).text = "wide"
+    table.cell(0, 2).merge(table.cell(1, 2)).text = "high"
+    document.save(str(tmp_path / "a.docx"))
+    assert texts(tmp_path / "a.docx") == ["wide\thigh\n3\t4"]
+
+
+def test_a_long_pdf_is_read_no_further_than_the_limit(tmp_path, monkeypatch):
+    write_pdf(tmp_path / "a.pdf", *["x" * 90] * 30)
+    read_pages = []
+    extract = PageObject.extract_text
+    monkeypatch.setattr(PageObject, "extract_text", lambda page: read_pages.append(page) or extract(page))
+    assert "more than --max_document_mb 0.001" in problem(tmp_path / "a.pdf", max_document_mb=0.001)
+    assert len(read_pages) == 12  # of 90 letters each
+
+
+def test_a_page_with_too_much_markup_is_not_parsed(tmp_path, monkeypatch):
+    (tmp_path / "a.html").write_text("<p>a</p>" * 2000)
+    monkeypatch.setattr("bs4.BeautifulSoup", None)
+    assert problem(tmp_path / "a.html", max_document_mb=0.001) == (
+        "it has 0.0 MB, more than 10 times --max_document_mb 0.001"
+    )
 
 
 def test_html(tmp_path):
@@ -139,6 +170,12 @@ def test_folders_are_read_to_their_depths(tmp_path, capsys):
     (tmp_path / "out.jsonl").write_text('{"text": "old"}\n')
     assert texts(tmp_path, leave_out=[tmp_path / "out.jsonl"]) == ["a/c.md", "b.txt"]
     assert texts(tmp_path / "b.txt", tmp_path / "a", tmp_path / "a" / "c.md") == ["b.txt", "a/c.md"]  # each once
+    elsewhere = tmp_path / ".elsewhere"
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "deep" / "f.txt").write_text("f")
+    (elsewhere / "deep" / "around").symlink_to(elsewhere)
+    (tmp_path / "a" / "link").symlink_to(elsewhere)
+    assert texts(tmp_path / "a") == ["a/c.md", "f"]
     assert "files of other kinds are left out: 1 no ending, 1 .png" in capsys.readouterr().err
 
 
@@ -160,23 +197,62 @@ def test_the_column_of_a_table_is_chosen_or_asked_for(tmp_path):
     with pytest.raises(ValueError, match=r"a\.csv: text_column must be one of the columns .*: title, body"):
         read(tmp_path / "a.csv")
     assert texts(tmp_path / "a.csv", text_column="body") == ["B"]
+    (tmp_path / "a.csv").write_text("number,share\n12,0.5\n13,\n")
+    with pytest.raises(ValueError, match=r"text_column must be one of the columns .*: number, share"):
+        read(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text("number,body\n12,B\n13,\n")
+    assert [document.text for document in read(tmp_path / "a.csv")] == ["B", ""]
 
 
-def test_a_broken_table_stops_a_command_only_if_it_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text"\n')
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", '{"text": "one"}\n{"text"\n{"text": "three"}\n', "line 2: must be one JSON object on each line"),
+        ("a.jsonl", '{"text": "one"}\n[2]\n{"text": "three"}\n', "line 2: must be a JSON object"),
+        ("a.csv", "id,text\n1,one\n2,two,2\n3,three\n", "line 3: must have the header's 2 columns"),
+    ],
+)
+def test_a_broken_row_is_one_document(name, content, why, tmp_path):
+    (tmp_path / name).write_text(content)
+    one, two, three = read(tmp_path / name)
+    assert (one.text, two.text, three.text) == ("one", "", "three")
+    assert two.name == f"{tmp_path / name}:2"
+    assert two.problem.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.csv", b'text\n"one\n', r"line 2: must be valid CSV"),
+        ("a.csv", b"text\none\n\xff\n", r"line 3: must be UTF-8 text"),
+        ("a.jsonl", b'{"text"\n{"text"\n', r"line 1: must be one JSON object"),
+        ("a.jsonl", b'{\n"data": [{"text": "one"}]}\n', r"field 'data' holds 1 rows: save that list as a file"),
+        ("a.jsonl", b"\n", r"it must hold at least one row; got none"),
+        ("a.png", b"x", r"the documents' files must end in one of \.txt"),
+    ],
+)
+def test_a_file_that_cannot_be_read_stops_a_command_only_if_it_is_alone(name, content, why, tmp_path):
+    (tmp_path / name).write_bytes(content)
     (tmp_path / "b.txt").write_text("b")
-    with pytest.raises(ValueError, match=r"a\.jsonl', line 2: must be one JSON object"):
-        read(tmp_path / "a.jsonl")
-    broken, fine = read(tmp_path)
-    assert "line 2: must be one JSON object" in broken.problem
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / name))}: .*{why}"):
+        read(tmp_path / name)
+    broken, fine = read(tmp_path / name, tmp_path / "b.txt")
+    assert re.search(why, broken.problem)
     assert fine.text == "b"
 
 
-def test_texts_and_standard_input(monkeypatch):
+def test_texts_and_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße\n".encode())))
-    documents = read("a text, not a file", "-", "x" * 5000, "and/or what?")
-    assert [document.name for document in documents] == ["text 1", "standard input", "text 2", "text 3"]
-    assert [document.text for document in documents][:2] == ["a text, not a file", "Grüße\n"]
+    given = ["a text, not a file", "-", "x" * 5000, "and/or what?", "yes/no", "It says a.txt\nand b.txt", ""]
+    documents = read(*given)
+    assert [document.name for document in documents] == [
+        "text 1",
+        "standard input",
+        *(f"text {n}" for n in range(2, 7)),
+    ]
+    assert [document.text for document in documents] == [given[0], "Grüße\n", *given[2:]]
+    assert documents[-1].problem == "it has no text"
+    assert capsys.readouterr().err.splitlines()[-1] == "'yes/no' is no file or folder here: it is read as a text"
 
 
 def test_without_arguments_standard_input_is_read_unless_it_is_a_terminal(monkeypatch):
@@ -196,8 +272,11 @@ def test_without_arguments_standard_input_is_read_unless_it_is_a_terminal(monkey
     ("argument", "message"),
     [
         ("{}/b.txt", r"there is no such file or folder\. Did you mean 'a\.txt'\?"),
-        ("nowhere/report", "there is no such file or folder"),
-        ("{}/picture.png", "must end in one of .txt"),
+        ("{}/my report.pdf", "there is no such file or folder"),
+        ("my report.pdf", "there is no such file or folder.* read from standard input"),
+        ("{}/reports", "there is no such file or folder"),
+        ("reports/", "there is no such file or folder"),
+        ("./reports", "there is no such file or folder"),
         ("{}/pictures", r"no file in this folder can be read as a document; it has 1 \.png"),
         ("{}/empty", "it has none at all"),
     ],

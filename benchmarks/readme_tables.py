@@ -125,7 +125,10 @@ def jobs() -> str:
         ["your T5 or BART, decoding faster", "SRformer: `patch_cross_attention`", "your model's", swapped, "yours"],
         ["a language model that trains fast", *_job("chela", "AutoModelForCausalLM", decoder("chela"))],
         ["a language model with a small cache", *_job("spade", "AutoModelForCausalLM", decoder("spade"))],
-        ["local attention with a memory of all the text before", *_job("bst", "AutoModelForCausalLM", decoder("bst-sh-s4"))],
+        [
+            "local attention with a memory of all the text before",
+            *_job("bst", "AutoModelForCausalLM", decoder("bst-sh-s4")),
+        ],
         ["labels of long texts", *_job("chela", "AutoModelForSequenceClassification", "not measured beside a peer")],
     ]
     return _table(rows)

@@ -80,8 +80,9 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
             check_generation(own[0], name, config, checkpoint_flags)
         settings = _settings(command, name, documents, checkpoint_flags, own)
         settings["checkpoint_files"] = version_of(name, config)
-        if command == "classify" and (own[0].top_k > 1 or (predicts_numbers(config) and len(config.id2label or {}) > 1)):
-            fields = (*fields, "labels")
+        if command == "classify":
+            shown = len(config.id2label or {}) if predicts_numbers(config) else own[0].top_k
+            fields = (*fields, "labels") if shown > 1 else fields
         if getattr(own[0], "prompt_lookup_num_tokens", None) is not None:
             outputs.batch_size = 1  # transformers guesses for one text at a time
         count = sum(source.documents for source in sources)

@@ -108,6 +108,8 @@ def init_shared(module: nn.Module, config: PreTrainedConfig):
     elif isinstance(module, nn.Linear | nn.Embedding) and hasattr(module, "init_std"):
         # an attribute of the module, since transformers does not initialise modules without own tensors
         init.normal_(module.weight, std=module.init_std)
+    elif hasattr(module, "init_gain"):
+        init.constant_(module.weight, module.init_gain)
     elif isinstance(module, LocalAttention) and module.score_scale is not None:
         init.constant_(module.score_scale, float(config.score_scale_init))
 

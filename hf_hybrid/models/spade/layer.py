@@ -121,7 +121,8 @@ class SpadeTokenMixer(nn.Module):
     """Local attention l, in a global layer joined with a state space model g of the same input x.
 
     `config.combine_mode` joins them (SPADE, section 3.2): concat ``W [LN(l(x)), LN(g(x))] + b``,
-    add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``, residual ``l(x) + W LN(g(x))`` with W zero at first.
+    add ``(1 - α) LN(l(x)) + α LN(g(x))``, stack ``l(g(x))``, residual ``l(x) + W LN(g(x))`` with W zero at first
+    and LN's gain small.
 
     Args:
         config: The stack's config.
@@ -153,6 +154,8 @@ class SpadeTokenMixer(nn.Module):
         if config.combine_mode == "residual":
             self.global_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
             self.global_proj.init_std = 0  # the layer starts as local attention
+            # Adam moves W by its rate whatever the gradients; behind a norm of gain 1 that is noise at high rates
+            self.global_norm.init_gain = 0.1
 
     def forward(
         self,

@@ -17,6 +17,7 @@ from hf_hybrid.commands.answers import (
     Prompt,
     Summarize,
     batches,
+    is_finite,
     is_out_of_memory,
     predicts_numbers,
 )
@@ -32,7 +33,8 @@ from hf_hybrid.commands.flags import (
     SummarizeArguments,
     parse_command,
 )
-from hf_hybrid.commands.results import Output, progress_file
+from hf_hybrid.commands.results import FILES_OF_THE_MODEL, Output, progress_file
+from hf_hybrid.training.errors import one_line
 
 
 class _Command(NamedTuple):
@@ -79,7 +81,7 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
         if isinstance(own[0], GenerationArguments):
             check_generation(own[0], name, config, checkpoint_flags)
         settings = _settings(command, name, documents, checkpoint_flags, own)
-        settings["checkpoint_files"] = version_of(name, config)
+        settings[FILES_OF_THE_MODEL] = version_of(name, checkpoint_flags, config)
         if command == "classify":
             shown = len(config.id2label or {}) if predicts_numbers(config) else own[0].top_k
             fields = (*fields, "labels") if shown > 1 else fields
@@ -95,10 +97,11 @@ def main(command: str, description: str, argv: Sequence[str]) -> int:
 def _settings(
     command: str, model: str, documents: DocumentArguments, checkpoint: CheckpointArguments, own: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return what the rows depend on, by flag."""
-    values = {name: value for flags in (documents, *own) for name, value in asdict(flags).items()}
+    """Return what the rows depend on, by flag, besides the texts, by which documents are recognised."""
+    values = {name: value for flags in own for name, value in asdict(flags).items()}
     revision = {name: getattr(checkpoint, name) for name in ("model_revision", "tokenizer_name", "dtype")}
-    return {"command": command, "model": model, **revision, **values}
+    model = str(Path(model).resolve()) if Path(model).is_dir() else model
+    return {"command": command, "model": model, **revision, "max_source_length": documents.max_source_length, **values}
 
 
 def _lengths(prompt: Prompt) -> dict[str, int]:
@@ -112,6 +115,8 @@ class _Run:
         self.answerer, self.output, self.flags = answerer, output, flags
         self.bar = tqdm(total=count, unit="document", desc="Reading", disable=None, file=sys.stderr, smoothing=0.05)
         self.count, self.seen = count, 0
+        self.works = False  # whether the model has answered to any document
+        self.failed: list[tuple[Document, Exception]] = []
         self.begun = self.said = time.perf_counter()
         self.answered = self.skipped = self.done = self.cut = 0
 
@@ -149,6 +154,8 @@ class _Run:
                 self.done += 1
                 self._update(1)
             else:
+                if document.note is not None:
+                    self._say(f"{document.name}: {document.note}")
                 prompt = self._prompt(document)
                 window.append((document, prompt))
                 tokens += len(prompt.ids)
@@ -163,7 +170,8 @@ class _Run:
         """Answer some documents, sorted by length, and write them in their order; what is answered is not lost."""
         kept = ((index, self.output.row_of(document)) for index, (document, _) in enumerate(window))
         rows = {index: row for index, row in kept if row is not None}
-        asked = [index for index in range(len(window)) if index not in rows]
+        left = {index for index in range(len(window)) if index not in rows}
+        asked = sorted(left)
         lengths = [len(window[index][1].ids) for index in asked]
         self._update(len(rows))
         try:
@@ -173,9 +181,12 @@ class _Run:
                 new = {index: row | _lengths(window[index][1]) for index, row in answers if row is not None}
                 self.output.keep([window[index][0] for index in new], list(new.values()))
                 rows |= new
+                left.difference_update(indices)
                 self._update(len(batch))
-        finally:
-            order = sorted(rows)
+                self._skip_failed(is_last=False)
+            self._skip_failed(is_last=True)
+        finally:  # what stands behind a document without an answer waits for it
+            order = [index for index in sorted(rows) if index < min(left, default=len(window))]
             self.output.write([window[index][0] for index in order], [rows[index] for index in order])
             self.answered += len(order)
 
@@ -190,18 +201,41 @@ class _Run:
         return prompt
 
     def _rows(self, batch: list[tuple[Document, Prompt]]) -> list[dict[str, Any] | None]:
-        """Return the rows of a batch; if it needs too much memory, try its halves, and at last skip a document."""
+        """Return the rows of a batch; where it fails, as by too much memory, try its halves, and at last skip one."""
         try:
-            return list(self.answerer.answer([prompt for _, prompt in batch]))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+            rows = self.answerer.answer([prompt for _, prompt in batch])
+            self.works = True
+            return [self._checked(row, document) for (document, _), row in zip(batch, rows, strict=True)]
+        except Exception as error:
+            failed = error
         if len(batch) > 1:
             half = len(batch) // 2
             return self._rows(batch[:half]) + self._rows(batch[half:])
         ((document, prompt),) = batch
-        self._skip(document, f"there is not enough memory for its {len(prompt.ids):,} tokens; try --max_source_length")
+        if is_out_of_memory(failed):
+            tokens = f"{len(prompt.ids):,} tokens"
+            self._skip(document, f"there is not enough memory for its {tokens}; try --max_source_length")
+        else:
+            self.failed.append((document, failed))
         return [None]
+
+    def _skip_failed(self, *, is_last: bool) -> None:
+        """Skip the documents on which the model failed, once it has answered to another.
+
+        Raises:
+            Exception: It has answered to none: then it is not the documents.
+        """
+        if self.failed and is_last and not self.works:
+            raise self.failed[0][1]
+        for document, error in self.failed if self.works else ():
+            self._skip(document, f"the model fails on it: {type(error).__name__}: {one_line(error)}")
+        self.failed = self.failed if not self.works else []
+
+    def _checked(self, row: dict[str, Any], document: Document) -> dict[str, Any] | None:
+        if is_finite(row):
+            return row
+        self._skip(document, "the model's answer is no number (it is not finite); try --dtype float32")
+        return None
 
     def _skip(self, document: Document, why: str) -> None:
         self.skipped += 1

@@ -1,12 +1,13 @@
 """What a model answers to a batch of documents: a summary, a continuation, a label, a vector."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import set_seed
 
-from hf_hybrid.commands.checkpoint import Checkpoint
+from hf_hybrid.commands.checkpoint import Checkpoint, new_tokens
 from hf_hybrid.commands.flags import (
     ClassifyArguments,
     DocumentArguments,
@@ -15,9 +16,6 @@ from hf_hybrid.commands.flags import (
     SummarizeArguments,
 )
 from hf_hybrid.training.errors import one_line
-
-NEW_TOKENS = 128
-"""Most tokens that are generated if neither the user nor the checkpoint says how many."""
 
 
 class Prompt(NamedTuple):
@@ -72,10 +70,8 @@ class Generate(Answerer):
         self.given = generation.given()
         self.options = dict(self.given)
         self.continues = not checkpoint.config.is_encoder_decoder
-        defaults = checkpoint.model.generation_config
-        length = None if self.continues else defaults.max_length  # of a continuation it counts the prompt
-        room = getattr(checkpoint.config, "max_decoder_position_embeddings", checkpoint.positions)
-        self.new_tokens: int = defaults.max_new_tokens or length or NEW_TOKENS
+        room = decoder_positions(checkpoint)
+        self.new_tokens = new_tokens(checkpoint.model.generation_config, checkpoint.config)
         if generation.max_new_tokens is not None:
             self.new_tokens = generation.max_new_tokens
             if room is not None and self.new_tokens >= room:
@@ -116,6 +112,15 @@ class Generate(Answerer):
         return [text.strip() for text in texts]
 
 
+def decoder_positions(checkpoint: Checkpoint) -> int | None:
+    """Return the most tokens that a model has positions for where it writes; None if it writes any number."""
+    config: Any = checkpoint.config
+    if hasattr(config, "decoder"):  # two models that were put together
+        limit: int | None = getattr(config.decoder, "max_position_embeddings", None)
+        return limit
+    return getattr(config, "max_decoder_position_embeddings", checkpoint.positions)
+
+
 class Summarize(Generate):
     """Summarize documents with an encoder-decoder."""
 
@@ -147,6 +152,8 @@ class Classify(Answerer):
     """Give each document its likeliest label; if it can have several, each has its own probability; or its numbers."""
 
     def __init__(self, checkpoint: Checkpoint, documents: DocumentArguments, flags: ClassifyArguments) -> None:
+        if getattr(checkpoint.config, "summary_type", None) == "last":  # XLNet reads the last position, not token
+            self.padding_side = "left"
         super().__init__(checkpoint, documents)
         self.labels: dict[Any, str] = checkpoint.config.id2label or {}
         self.top_k = min(flags.top_k, len(self.labels))
@@ -172,7 +179,13 @@ class Classify(Answerer):
 
 def predicts_numbers(config: Any) -> bool:
     """Whether a classifier's labels are numbers that it predicts, one or several."""
-    return bool(config.num_labels == 1 or config.problem_type == "regression")
+    return config.problem_type == "regression" or (config.num_labels == 1 and config.problem_type is None)
+
+
+def is_finite(row: Mapping[str, Any]) -> bool:
+    """Whether the numbers of an answer are numbers: in low precision a model can overflow."""
+    scores = [pair["score"] for pair in row.get("labels") or [row] if "score" in pair]
+    return all(map(math.isfinite, [*scores, *row.get("embedding", ())]))
 
 
 class Embed(Answerer):

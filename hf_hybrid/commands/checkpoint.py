@@ -1,6 +1,7 @@
 """Load a checkpoint that a command uses: its model, its tokenizer, and how much it can read."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
@@ -42,7 +44,12 @@ _KINDS = {  # what the name of a checkpoint's class ends in -> what it is, and t
 }
 _COMMANDS = {"summarize": ("summarize",), "generate": ("generate", "summarize"), "classify": ("classify",)}
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
-_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # of weights, configurations and tokenizers
+_FILES = re.compile(  # of weights, configurations and tokenizers, as transformers names them
+    r".*\.(safetensors|bin|index\.json|model|py|jinja)|(adapter_|generation_|tokenizer_)?config\.json|"
+    r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt"
+)
+NEW_TOKENS = 128
+"""Most tokens that are generated if neither the user nor the checkpoint says how many."""
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings")
 
 
@@ -110,10 +117,13 @@ def check_generation(
     model_args = _model_arguments(name, flags)
     base = adapter_base(model_args)
     where = {key: value for key, value in hub_arguments(model_args, base).items() if key != "trust_remote_code"}
+    source = name if base is None else base.name
     try:
-        own = GenerationConfig.from_pretrained(name if base is None else base.name, **where)
-    except (OSError, ValueError):  # it has none of its own
-        own = GenerationConfig.from_model_config(config)
+        own = GenerationConfig.from_pretrained(source, **where)
+    except Exception as error:
+        if Path(source, GENERATION_CONFIG_NAME).is_file() or not isinstance(error, OSError):
+            raise ValueError(f"{source}: its {GENERATION_CONFIG_NAME} cannot be read: {one_line(error)}") from error
+        own = GenerationConfig.from_model_config(config)  # it has none
     given = generation.given()
     for strict in (False, True):
         try:
@@ -121,16 +131,30 @@ def check_generation(
             own.validate(strict=strict)
         except ValueError as error:
             if strict and not any(f"- `{flag}`" in str(error) for flag in given):
-                return  # what the checkpoint itself says without effect may stay
+                break  # what the checkpoint itself says without effect may stay
             raise ValueError(f"the flags of generation: {one_line(error)}") from error
+    fewest, most = generation.min_new_tokens or 0, new_tokens(own, config)
+    if fewest > most:
+        raise ValueError(f"--min_new_tokens must be at most the {most} of --max_new_tokens; got {fewest}")
 
 
-def version_of(name: str, config: PreTrainedConfig) -> str:
-    """Return what tells a checkpoint from an older one of the same name: its commit, or its files' sizes and times."""
-    if not Path(name).is_dir():
-        return str(getattr(config, "_commit_hash", None))
-    files = sorted(path for path in Path(name).iterdir() if path.suffix in _FILES and path.is_file())
-    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+def new_tokens(generation: GenerationConfig, config: PreTrainedConfig) -> int:
+    """Return the most tokens that are generated."""
+    length = generation.max_length if config.is_encoder_decoder else None  # of a continuation it counts the prompt
+    return generation.max_new_tokens or length or NEW_TOKENS
+
+
+def version_of(name: str, flags: CheckpointArguments, config: PreTrainedConfig) -> str:
+    """Return what tells a checkpoint from an older one of the same name: commits, or the sizes and times of its files.
+
+    The base of an adapter and the folder of a tokenizer belong to it.
+    """
+    base = adapter_base(_model_arguments(name, flags))
+    names = [name, *([] if base is None else [base.name]), *filter(None, [flags.tokenizer_name])]
+    states: list[Any] = [getattr(config, "_commit_hash", None)]
+    for folder in (Path(each) for each in names if Path(each).is_dir()):
+        files = sorted(path for path in folder.iterdir() if _FILES.fullmatch(path.name) and path.is_file())
+        states += [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return xxhash.xxh3_64_hexdigest(repr(states).encode())
 
 
@@ -163,13 +187,14 @@ def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Chec
 
 def positions_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the most tokens that a model has positions for; None if it reads any number."""
-    values = [getattr(model.config, name, None) for name in _POSITIONS]
+    config = getattr(model.config, "encoder", model.config)  # of two models that were put together
+    values = [getattr(config, name, None) for name in _POSITIONS]
     limits = [value for value in values if isinstance(value, int) and value > 0]
     if not limits:
         return None
     for name, module in model.named_modules():  # RoBERTa's positions begin behind that of padding
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            limits.append(module.num_embeddings - module.padding_idx - 1)
+            limits.append(module.weight.shape[0] - module.padding_idx - 1)
     return min(*limits, tokenizer.model_max_length)
 
 

@@ -1,6 +1,7 @@
 """What the arguments of a command name: texts, files, folders, rows of tables, standard input."""
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ class Document(NamedTuple):
     problem: str | None = None
     identity: str | None = None
     """What a document of a file is recognised by, however the file is named; of others it is the name."""
+    note: str | None = None
+    """What of it is not read."""
 
 
 class Source(NamedTuple):
@@ -95,18 +98,32 @@ def read_sources(sources: Sequence[Source], flags: DocumentArguments) -> Iterato
         if source.problem is not None:
             yield Document(source.name, problem=source.problem)
         elif source.path is not None and source.column is not None:
-            for number, row in enumerate(iterate_rows_and_errors(_TABLE, str(source.path)), start=1):
-                name, place = (f"{path}:{number}" for path in (source.name, source.path.resolve()))
-                if isinstance(row, ValueError):
-                    yield Document(name, problem=_of_row(row, source.path))
-                else:
-                    value = row.get(source.column)
-                    yield _document(name, place, checked_text, value if isinstance(value, str) else "", flags)
+            yield from _read_table(source, source.path, source.column, flags)
         elif source.path is not None:
-            yield _document(source.name, str(source.path.resolve()), read_document, source.path, flags)
+            notes: list[str] = []
+            place = str(source.path.resolve())
+            document = _document(source.name, place, read_document, source.path, flags, notes.append)
+            yield document._replace(note="; ".join(notes) or None)
         else:  # arguments are UTF-8, whatever files are
             own = flags if source.name == _STANDARD_INPUT else replace(flags, encoding=None)
             yield _document(source.name, None, decode_text, source.text, own)
+
+
+def _read_table(source: Source, path: Path, column: str, flags: DocumentArguments) -> Iterator[Document]:
+    number, place = 0, path.resolve()
+    try:
+        for number, row in enumerate(iterate_rows_and_errors(_TABLE, str(path), column=column), start=1):
+            name = f"{source.name}:{number}"
+            if isinstance(row, ValueError):
+                yield Document(name, problem=_of_row(row, path))
+            elif isinstance(value := row.get(column), str):
+                yield _document(name, f"{place}:{number}", checked_text, value, flags)
+            else:
+                got = "nothing" if value is None else f"{type(value).__name__} {value!r:.80}"
+                yield Document(name, problem=f"column {column!r} must hold text; got {got}")
+    except ValueError as error:  # it has changed since it was found
+        for left in range(number + 1, source.documents + 1):
+            yield Document(f"{source.name}:{left}", problem=_of_row(error, path))
 
 
 def _document(name: str, identity: str | None, read: Callable[..., str], *arguments: Any) -> Document:
@@ -142,22 +159,26 @@ def _check_text(argument: str) -> None:
     is_word = not any(letter.isspace() for letter in argument)
     inside = "/" in argument and is_word and _exists(path.parent) and path.parent.is_dir()
     if "\n" not in argument and (
-        _kind(path) is not None or inside or argument.startswith(("./", "../", "~/")) or argument.endswith("/")
+        _kind(path) is not None
+        or inside
+        or argument.startswith(("./", "../", "~/"))
+        or (is_word and argument.endswith("/"))
     ):
         siblings = os.listdir(path.parent) if _exists(path.parent) and path.parent.is_dir() else []
         raise ValueError(
             f"{argument}: there is no such file or folder.{did_you_mean(path.name, siblings)} A text that looks like "
             f"one is read from standard input ({STDIN})"
         )
-    if is_word and argument:
+    if (is_word and argument) or re.fullmatch(r".*\w\.\w{1,4}", argument):
         print(f"{argument!r} is no file or folder here: it is read as a text", file=sys.stderr)
 
 
 def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
-    """Return the files of a folder and of its folders that can be read, hidden ones left out."""
-    files = sorted(_walk(folder, set()))
-    found = [path for path in files if _kind(path) is not None and path.resolve() not in excluded]
-    others = Counter(path.suffix.lower() or "no ending" for path in files if _kind(path) is None)
+    """Return the files of a folder and of its folders that can be read, hidden ones left out; and what is no file."""
+    paths = sorted(_walk(folder, set()))
+    found = [path for path in paths if not path.is_file() or _kind(path) is not None]
+    found = [path for path in found if path.resolve() not in excluded]
+    others = Counter(path.suffix.lower() or "no ending" for path in paths if path.is_file() and _kind(path) is None)
     if not found:
         has = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common()) or "none at all"
         raise ValueError(f"{folder}: no file in this folder can be read as a document; it has {has}")
@@ -168,19 +189,22 @@ def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
 
 
 def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """Yield the files of a folder and of its folders, links followed; a folder that is reached twice counts once."""
+    """Yield the files of a folder and of its folders, links followed; folders that cannot be opened, and dead links.
+
+    A folder that is reached twice counts once.
+    """
     if (place := folder.resolve()) in seen:
         return
     seen.add(place)
     try:
         paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError as error:
-        print(f"{folder} cannot be read: {error.strerror or error}", file=sys.stderr)
+    except OSError:
+        yield folder
         return
     for path in paths:
         if path.is_dir():
             yield from _walk(path, seen)
-        elif path.is_file():
+        elif path.is_file() or (path.is_symlink() and _kind(path) is not None):
             yield path
 
 
@@ -194,6 +218,10 @@ def _checked_source(path: Path, flags: DocumentArguments) -> Source:
 
 def _source(path: Path, flags: DocumentArguments) -> Source:
     kind = _kind(path)
+    if not path.exists():
+        raise ValueError("it is a link to a file that does not exist")
+    if path.is_dir():
+        raise ValueError("this folder cannot be opened")
     if kind is None:
         raise ValueError(f"the documents' files must end in one of {', '.join((*FILES, *TABLES))}")
     if kind == "file":

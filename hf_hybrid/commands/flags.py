@@ -1,11 +1,12 @@
 """The flags of the commands that answer, and how a command line becomes the model, the documents and the flags."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.training.flags.checks import check_choice_flag, check_positive_flags, flag
+from hf_hybrid.training.flags.checks import check_choice_flag, check_not_negative_flags, check_positive_flags, flag
 from hf_hybrid.training.flags.command_line import FlagParser
 from hf_hybrid.training.flags.model import DTYPES
 
@@ -37,7 +38,9 @@ class DocumentArguments:
     text_column: str | None = flag(
         None, "Column of the documents in tables. Default: text, or the only column of text."
     )
-    encoding: str | None = flag(None, "Encoding of text and HTML files. Default: UTF-8, or what a file itself says.")
+    encoding: str | None = flag(
+        None, "Encoding of text and HTML files; tables are UTF-8. Default: what a file itself says, else UTF-8."
+    )
     max_document_mb: float = flag(10.0, "Size of the longest text that is read, in megabytes.")
     max_source_length: int | None = flag(
         None, "Tokens that are read of each document. Default: all, or as many as the model has positions for."
@@ -113,15 +116,18 @@ class GenerationArguments:
 
     def __post_init__(self) -> None:
         """Check the flags one by one; together and with the checkpoint's own, transformers checks them."""
-        check_positive_flags(self, "max_new_tokens", "num_beams")
-        fewest, most = self.min_new_tokens or 0, self.max_new_tokens
-        if most is not None and fewest > most:
-            raise ValueError(f"--min_new_tokens must be at most --max_new_tokens {most}; got {fewest}")
+        check_positive_flags(self, "max_new_tokens", "num_beams", "prompt_lookup_num_tokens")
+        check_not_negative_flags(self, "min_new_tokens", "no_repeat_ngram_size")
         for name in ("top_p", "min_p", "typical_p"):
             if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
                 raise ValueError(f"--{name} must be a probability between 0 and 1; got {value}")
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"--temperature must be a positive number; got {self.temperature}")
+        for name in ("temperature", "repetition_penalty", "max_time"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name} must be a positive number; got {value}")
+        if self.length_penalty is not None and not math.isfinite(self.length_penalty):
+            raise ValueError(f"--length_penalty must be a number; got {self.length_penalty}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be between 0 and {2**32 - 1}; got {self.seed}")
 
     def given(self) -> dict[str, Any]:
         """Return the fields of `GenerationConfig` that are given."""

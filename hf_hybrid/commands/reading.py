@@ -74,7 +74,7 @@ def document_text(text: str, path: Path | None, flags: DocumentArguments) -> str
             raise Unreadable(f"the text: {error}") from error
     try:
         check_packages({path.suffix.lower()})
-        return read_document(path, flags)
+        return read_document(path, flags, lambda note: None)
     except (Unreadable, ValueError) as error:
         raise Unreadable(f"{path.name}: {one_line(error)}") from error
 

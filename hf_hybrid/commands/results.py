@@ -15,6 +15,11 @@ from filelock import FileLock, Timeout
 from hf_hybrid.commands.documents import Document
 from hf_hybrid.commands.flags import OutputArguments
 
+FILES_OF_THE_MODEL, _SINGLE = "files_of_the_model", "one_document"  # settings that are no flags
+_CHANGES = {
+    FILES_OF_THE_MODEL: "was written before the files of the model were changed",
+    _SINGLE: "holds one document without its name, and now there are several; or the other way round",
+}
 _FORMATS = {".txt": "text", ".jsonl": "jsonl", ".csv": "csv"}
 
 
@@ -26,10 +31,11 @@ def progress_file(output: Path) -> Path:
 class Output:
     """Where the rows of a command go: a file or the terminal.
 
-    A file has a second one beside it, `progress_file`: its first line has the settings that made the output, and each
-    further line either a document that is written, with the length of the output up to there, or the row of a document
-    that waits for those before it. If a command is interrupted, what was written after the last length is cut off, and
-    the command continues with documents that have neither.
+    A file has a second one beside it, `progress_file`: its first line has the settings that made the output. Each
+    further line is a document that is written, with the length of the output up to there; or the row of a document
+    that waits for those before it; or the length up to which rows are about to be written. If a command is
+    interrupted, what was written after a document's last length is cut off, and the command continues with documents
+    that are neither written nor wait.
 
     Entering it locks the file, which one process at a time writes, and changes nothing; `open` does.
 
@@ -52,7 +58,7 @@ class Output:
         self.format = _format(flags, self.path, "jsonl" if "embedding" in fields else "text")
         self.settings = dict(settings) | {"format": self.format}
         if self.format == "text":  # whose documents have headings if there are several
-            self.settings |= {"single": single}
+            self.settings[_SINGLE] = single
         if self.format == "text" and "embedding" in fields:
             raise ValueError("--output_format must be jsonl or csv for vectors; got text")
         self.done: set[str] = set()
@@ -119,22 +125,24 @@ class Output:
 
     def write(self, documents: Sequence[Document], rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of some documents."""
-        records = []
-        for document, row in zip(documents, rows, strict=True):
-            shown = self._shown({"document": document.name, **row}, begins=self._length == 0)
-            content = shown.encode("utf-8", errors="replace")
-            self._length += len(content)
-            if self._stream is None:
+        if self._stream is None or self._progress is None:
+            for document, row in zip(documents, rows, strict=True):
+                shown = self._shown({"document": document.name, **row}, begins=self._length == 0)
+                self._length += len(shown)
                 encoding = sys.stdout.encoding or "utf-8"  # a terminal may lack letters that a name or a text has
                 sys.stdout.write(shown.encode(encoding, errors="backslashreplace").decode(encoding))
-            else:
-                self._stream.write(content)
-                records.append(json.dumps([_key(document), self._length]) + "\n")
-        if self._stream is None or self._progress is None:
             sys.stdout.flush()
             return
-        _append(self._stream, b"")
-        _append(self._progress, "".join(records).encode())
+        contents, records = [], []
+        for document, row in zip(documents, rows, strict=True):
+            shown = self._shown({"document": document.name, **row}, begins=self._length == 0)
+            contents.append(shown.encode("utf-8", errors="replace"))
+            self._length += len(contents[-1])
+            records.append(json.dumps([_key(document), self._length]) + "\n")
+        if contents:
+            _append(self._progress, f"{self._length}\n".encode())
+            _append(self._stream, b"".join(contents))
+            _append(self._progress, "".join(records).encode())
 
     def _read_progress(self, path: Path) -> None:
         advice = "name another --output, or give --overwrite_output to replace it"
@@ -148,21 +156,27 @@ class Output:
             raise ValueError(f"--output {path} exists and is not the output of such a command: {advice}")
         try:
             settings, *records = map(json.loads, lines)
-        except ValueError as error:
+            done = [(str(key), int(length)) for key, length in (one for one in records if isinstance(one, list))]
+            kept = {str(one["document"]): dict(one["row"]) for one in records if isinstance(one, dict)}
+            self._length, begun = (
+                done[-1][1] if done else 0,
+                max((one for one in records if type(one) is int), default=0),
+            )
+            names = (name for name in {**settings, **self.settings} if settings.get(name) != self.settings.get(name))
+            changed = next(names, None)
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--output {path}: {file} is damaged: {advice}") from error
-        for name in {**settings, **self.settings}:
-            old, new = settings.get(name), self.settings.get(name)
-            if old != new:
-                raise ValueError(f"--output {path} was written with {name} {old!r}, and now it is {new!r}: {advice}")
-        done = [record for record in records if isinstance(record, list)]
+        if changed is not None:
+            why = _CHANGES.get(changed) or (
+                f"was written with {changed} {settings.get(changed)!r}, and now it is {self.settings.get(changed)!r}"
+            )
+            raise ValueError(f"--output {path} {why}: {advice}")
         self.done = {key for key, _ in done}
-        self._length = done[-1][1] if done else 0
-        kept = {record["document"]: record["row"] for record in records if isinstance(record, dict)}
         self.waiting = {key: row for key, row in kept.items() if key not in self.done}
         self._progress_length = sum(map(len, lines))
         if size < self._length:
             raise ValueError(f"--output {path} is shorter than it was when it was written: {advice}")
-        if size > self._length and not self.waiting:  # only rows that wait can be half written
+        if size > max(self._length, begun):  # nothing that this program left half written
             raise ValueError(f"--output {path} was changed after it was written: {advice}")
 
     def _shown(self, row: Mapping[str, Any], *, begins: bool) -> str:

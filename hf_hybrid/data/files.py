@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from types import NoneType
 from typing import IO, TYPE_CHECKING, Any
@@ -123,27 +123,32 @@ def iterate_rows(
             yield row
 
 
-def iterate_rows_and_errors(flag: str, path: str) -> Iterator[dict[str, Any] | ValueError]:
+def iterate_rows_and_errors(
+    flag: str, path: str, *, column: str | None = None
+) -> Iterator[dict[str, Any] | ValueError]:
     """Yield the rows of a data file like `iterate_rows`; a row that cannot be read is its error, if others can.
 
-    These are lines of JSON, and lines of CSV and TSV with another number of fields than the header.
+    Of Parquet only `column` is read, if it is given. The other formats are read whole anyway.
     """
-    with _reading(flag, path, None, None) as (_, rows):
+    with _reading(flag, path, column=column) as (_, rows):
         for _, row in rows:
             yield row
 
 
 @contextmanager
 def _reading(
-    flag: str, path: str, tsv_header: Sequence[str] | None, keep_linebreaks: bool | None
+    flag: str,
+    path: str,
+    tsv_header: Sequence[str] | None = None,
+    keep_linebreaks: bool | None = None,
+    column: str | None = None,
 ) -> Iterator[tuple[IO[bytes], Iterator[_Read]]]:
     """Open a file that is read row by row."""
     place = f"{flag} {path!r}"
     extension = check_file(flag, path, EXTENSIONS if keep_linebreaks is None else TEXT_EXTENSIONS)
     with _opened(place, path) as stream:
         if extension == ".parquet":
-            batches = _parquet(place, stream).iter_batches(_BATCH_ROWS)
-            yield stream, (("", row) for batch in batches for row in batch.to_pylist())
+            yield stream, _parquet_rows(place, _parquet(place, stream), column)
         elif extension in (".csv", ".tsv"):
             yield stream, _table_rows(place, extension, stream, tsv_header)
         else:
@@ -175,6 +180,30 @@ def _parquet(place: str, stream: IO[bytes]) -> "pq.ParquetFile":
     if len(set(names)) != len(names):
         raise ValueError(f"{place}: must name each column once; got {_brief(names)}")
     return file
+
+
+def _parquet_rows(place: str, file: "pq.ParquetFile", column: str | None) -> Iterator[_Read]:
+    """Yield the rows of a Parquet file, of one column if it is named, and the errors of what Python cannot hold."""
+    import pyarrow as pa
+
+    read = 0
+    try:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=None if column is None else [column]):
+            try:
+                yield from (("", row) for row in batch.to_pylist())
+            except (ValueError, OverflowError):
+                yield from _one_by_one(place, batch, read)
+            read += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{place} must be a Parquet file; it cannot be read ({_brief(error)})") from error
+
+
+def _one_by_one(place: str, batch: "pa.RecordBatch", before: int) -> Iterator[_Read]:
+    for index in range(batch.num_rows):
+        try:
+            yield "", {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+        except (ValueError, OverflowError) as error:
+            yield "", ValueError(f"{place}, row {before + index + 1}: {_brief(error)}")
 
 
 def _text(place: str, number: int, line: bytes) -> str:
@@ -212,14 +241,28 @@ def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool |
             if extension == ".txt":
                 yield here, {"text": line if keep_linebreaks else line.rstrip("\r\n")}
             elif is_array:
-                rest = (_text(place, later, content) for later, content in enumerate(stream, start=number + 1))
-                array = _parsed(place, number, "".join([line, *rest]), "must be valid JSON")
-                for count, row in enumerate(array, start=1):
-                    yield f"row {count}", _checked_object(f"{place}, row {count}", row)
+                yield from _array_rows(place, extension, number, line, stream)
             elif line.strip():
                 yield here, _checked_object(f"{place}, {here}", _parsed(place, number, line.rstrip(), _JSON_RULE))
         except ValueError as error:
             yield here, error
+
+
+def _array_rows(place: str, extension: str, number: int, line: str, stream: IO[bytes]) -> Iterator[_Read]:
+    """Yield the rows of an array that begins in a line, and the errors of its items; it takes the lines it needs."""
+    array = None
+    if extension == ".jsonl":  # a first line that is no object may have lines of objects behind it
+        with suppress(ValueError, RecursionError):
+            array = json.loads(line)
+    if array is None:
+        rest = (_text(place, later, content) for later, content in enumerate(stream, start=number + 1))
+        array = _parsed(place, number, "".join([line, *rest]), "must be valid JSON")
+    for count, row in enumerate(array, start=1):
+        where = f"row {count}"
+        try:
+            yield where, _checked_object(f"{place}, {where}", row)
+        except ValueError as error:
+            yield where, error
 
 
 def _around(row: Any) -> str:
@@ -257,6 +300,7 @@ def _table_rows(
     """Yield the rows of a CSV or TSV file, whose fields are all text, and the errors of rows of another length."""
     records = _records(place, extension, stream)
     number, header = next(records, (0, []))
+    _check_fields(place, number, header)
     names = default_header if extension == ".tsv" and len(header) == len(default_header or "") else None
     if names and set(header).isdisjoint(names):
         records, header = chain([(number, header)], records), list(names)
@@ -267,19 +311,30 @@ def _table_rows(
         raise ValueError(f"{place}, line {number}: the header must name each column once; got {_brief(header)}")
     for number, fields in records:
         here = f"line {number}"
-        if len(fields) == len(header):
+        try:
+            _check_fields(place, number, fields)
+            if len(fields) != len(header):
+                raise ValueError(
+                    f"{place}, {here}: must have the header's {len(header)} columns ({_brief(', '.join(header))}); "
+                    f"got {len(fields)} (in CSV, put double quotes around text that holds commas or line breaks)"
+                )
             yield here, dict(zip(columns, fields[1:] if indexed else fields, strict=True))
-        else:
-            error = (
-                f"{place}, {here}: must have the header's {len(header)} columns ({_brief(', '.join(header))}); "
-                f"got {len(fields)} (in CSV, put double quotes around text that holds commas or line breaks)"
-            )
-            yield here, ValueError(error)
+        except ValueError as error:
+            yield here, error
+
+
+def _check_fields(place: str, number: int, fields: Sequence[str]) -> None:
+    for field in fields:
+        _text(place, number, field.encode("utf-8", "surrogateescape"))
 
 
 def _records(place: str, extension: str, stream: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the lines of a CSV or TSV file as fields, each with the number of its first line; skip empty ones."""
-    lines = (_text(place, number, line) for number, line in enumerate(stream, start=1))
+    """Yield the lines of a CSV or TSV file as fields, each with the number of its first line; skip empty ones.
+
+    What is no text is in the fields, for `_check_fields`.
+    """
+    encodings = chain(["utf-8-sig"], repeat("utf-8"))
+    lines = (line.decode(encoding, "surrogateescape") for line, encoding in zip(stream, encodings, strict=False))
     if extension == ".tsv":
         fields = (line.rstrip("\r\n").split("\t") for line in lines)
         yield from ((number, texts) for number, texts in enumerate(fields, start=1) if texts != [""])

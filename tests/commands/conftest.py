@@ -14,6 +14,7 @@ PEERS = {
         **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
         "max_position_embeddings": 64,
     },
+    "xlnet": {"vocab_size": 260, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "initializer_range": 0.2},
     "t5": {"vocab_size": 260, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 48},
 }
 """Tiny models of transformers itself."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from filelock import FileLock
 from peft import get_peft_model
 from transformers import (
@@ -349,14 +350,15 @@ def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsy
         command = ["generate", checkpoint, str(folder), *NEW, "--batch_size", "2", "-o", str(out)]
         assert main(command) == 1
         whole, lines = out.read_bytes(), progress_file(out).read_bytes().splitlines(keepends=True)
-        assert len(lines) == 9  # each of four documents is first answered, then written
-        for kept in range(1, 10):
+        assert len(lines) == 11  # two batches, whose documents are answered, about to be written, written
+        for kept in range(1, 12):
             records = [json.loads(line) for line in lines[1:kept]]
             length = max([0, *(record[1] for record in records if isinstance(record, list))])
-            known = {record["document"] if isinstance(record, dict) else record[0] for record in records}
-            waits = len(known) > sum(isinstance(record, list) for record in records)
-            # the output may be ahead of what is written down, with rows that wait
-            for cut in {length, length + 1, len(whole)} if waits else {length}:
+            begun = max([length, *(record for record in records if isinstance(record, int))])
+            known = {
+                one["document"] if isinstance(one, dict) else one[0] for one in records if not isinstance(one, int)
+            }
+            for cut in {length, (length + begun) // 2, begun}:  # the output may be ahead of what is written down
                 for torn in (b"", b'["torn'):
                     out.write_bytes(whole[:cut])
                     progress_file(out).write_bytes(b"".join(lines[:kept]) + torn)
@@ -364,6 +366,10 @@ def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsy
                     assert main(command) == 1
                     assert out.read_bytes() == whole
                     assert len(answered) == 4 - len(known)  # nothing twice
+            out.write_bytes(whole[:begun] + b"somebody's")
+            progress_file(out).write_bytes(b"".join(lines[:kept]))
+            with pytest.raises(ValueError, match=r"was changed after it was written|is not the output of such"):
+                main(command)
 
 
 def test_documents_that_are_new_or_changed_are_added(folders, folder, tmp_path):
@@ -412,15 +418,116 @@ def test_an_output_of_an_older_checkpoint_is_kept(folders, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     model.lm_head.weight.data.neg_()
     model.save_pretrained(checkpoint)  # as training that goes on does
-    with pytest.raises(ValueError, match="was written with checkpoint_files"):
+    with pytest.raises(ValueError, match="was written before the files of the model were changed"):
         main(arguments)
+
+
+def test_a_changed_base_of_an_adapter_is_noticed_and_what_stands_beside_a_model_is_not(folders, tmp_path):
+    base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "base" / "out.txt"
+    shutil.copytree(folders("chela", "AutoModelForCausalLM"), base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, peft_config(model, "lora")).save_pretrained(adapter)
+    AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
+    arguments = ["generate", str(adapter), *TEXTS[:2], *NEW, "-o", str(out)]
+    call(*arguments)
+    (base / "notes.txt").write_text("a note")
+    call(arguments[0], f"{adapter}/", *arguments[2:])
+    model.save_pretrained(base)
+    with pytest.raises(ValueError, match="was written before the files of the model were changed"):
+        main(arguments)
+
+
+def test_one_odd_file_is_answered_with_another_encoding_into_the_same_output(folders, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.txt").write_text("Gr\xfc\xdfe", encoding="latin-1")
+    arguments = ["generate", folders("chela", "AutoModelForCausalLM"), str(tmp_path), *NEW, "-o", str(out)]
+    assert main(arguments) == 1
+    assert main([*arguments, "--encoding", "latin-1"]) == 0
+    assert [Path(row["document"]).name for row in written(out)] == ["a.txt", "b.txt"]
+    assert "1 were there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", ["[]", '{"a": 1}', "[1, 2, 3]", '["a", "b"]', "{"])
+def test_a_damaged_progress_file_is_named(record, folders, tmp_path):
+    out = tmp_path / "out.jsonl"
+    arguments = ["generate", folders("chela", "AutoModelForCausalLM"), *TEXTS[:2], *NEW, "-o", str(out)]
+    call(*arguments)
+    with progress_file(out).open("a") as stream:
+        stream.write(f"{record}\n")
+    with pytest.raises(ValueError, match=r"out\.jsonl\.progress is damaged: name another --output"):
+        main(arguments)
+
+
+def test_a_document_on_which_the_model_fails_is_skipped(folders, tmp_path, capsys, monkeypatch):
+    respond = Generate.answer
+
+    def picky(self, prompts):
+        if any(len(prompt.ids) == 1 for prompt in prompts):
+            raise ValueError("no such short texts")
+        return respond(self, prompts)
+
+    monkeypatch.setattr(Generate, "answer", picky)
+    arguments = ["generate", folders("chela", "AutoModelForCausalLM")]
+    for texts in (TEXTS, TEXTS[1:]):  # also if it is the first
+        assert main([*arguments, *texts, *NEW, "--batch_size", "4", "--output_format", "jsonl"]) == 1
+        captured = capsys.readouterr()
+        assert len(captured.out.splitlines()) == len(texts) - 1
+        assert "is skipped: the model fails on it: ValueError: no such short texts" in captured.err
+    with pytest.raises(ValueError, match="no such short texts"):
+        main([*arguments, "a", "b", *NEW])
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModel"])
+def test_what_is_no_number_is_no_answer(auto_class, folders, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("bert", auto_class), folder)
+    model = getattr(transformers, auto_class).from_pretrained(folder)
+    (number,) = AutoTokenizer.from_pretrained(folder)("z", add_special_tokens=False)["input_ids"]
+    model.get_input_embeddings().weight.data[number].fill_(torch.nan)
+    model.save_pretrained(folder)
+    command = "embed" if auto_class == "AutoModel" else "classify"
+    assert main([command, str(folder), "A B", "z", "--output_format", "jsonl"]) == 1
+    captured = capsys.readouterr()
+    assert [json.loads(line)["document"] for line in captured.out.splitlines()] == ["text 1"]
+    assert "text 2 is skipped: the model's answer is no number" in captured.err
+
+
+def test_a_model_that_reads_the_last_position_gets_no_padding_there(folders, tmp_path):
+    checkpoint = folders("xlnet", "AutoModelForSequenceClassification")
+    for size in (1, 4):
+        call("classify", checkpoint, *TEXTS, "--batch_size", size, "-o", tmp_path / f"{size}.jsonl")
+    alone, together = (written(tmp_path / f"{size}.jsonl") for size in (1, 4))
+    assert [row["score"] for row in alone] == pytest.approx([row["score"] for row in together], abs=1e-5)
+
+
+def test_two_models_that_were_put_together_have_their_own_positions(folders, tmp_path, capsys):
+    parts = [folders("bert", auto_class) for auto_class in ("AutoModel", "AutoModelForMaskedLM")]
+    model = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(*parts)
+    tokenizer = AutoTokenizer.from_pretrained(parts[0])
+    model.config.decoder_start_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.save_pretrained(tmp_path / "pair")
+    tokenizer.save_pretrained(tmp_path / "pair")
+    positions = model.config.encoder.max_position_embeddings
+    (row,) = rows("summarize", tmp_path / "pair", "x" * 2 * positions, capsys=capsys)
+    assert row["tokens_read"] == positions
+
+
+@pytest.mark.parametrize("content", ['{"max_new_tokens": 3,', "[1]", '{"max_new_tokens": "three"}'])
+def test_a_damaged_generation_config_is_named(content, folders, tmp_path):
+    folder = tmp_path / "gpt2"
+    shutil.copytree(folders("gpt2", "AutoModelForCausalLM"), folder)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"its generation_config\.json cannot be read"):
+        main(["generate", str(folder), "text"])
 
 
 def test_one_text_has_no_heading_and_several_have(folders, tmp_path):
     out = tmp_path / "out.txt"
     arguments = ["generate", folders("chela", "AutoModelForCausalLM")]
     call(*arguments, TEXTS[0], *NEW, "-o", out)
-    with pytest.raises(ValueError, match="was written with single True, and now it is False"):
+    with pytest.raises(ValueError, match="holds one document without its name, and now there are several"):
         main([*arguments, *TEXTS[:2], *NEW, "-o", str(out)])
 
 
@@ -483,11 +590,19 @@ def test_an_interruption_keeps_every_answer(folders, tmp_path, monkeypatch, caps
     with pytest.raises(KeyboardInterrupt):
         main([*arguments, "--overwrite_output"])
     assert "the same command without --overwrite_output goes on" in capsys.readouterr().err
-    assert len(written(out)) == 24
-    monkeypatch.setattr(Embed, "answer", respond)
+    before = written(out)  # in the documents' order: what stands behind one without an answer waits for it
+    assert [row["document"] for row in before] == [f"text {number}" for number in range(1, len(before) + 1)]
+    answered = 0
+
+    def counted(self, batch):
+        nonlocal answered
+        answered += len(batch)
+        return respond(self, batch)
+
+    monkeypatch.setattr(Embed, "answer", counted)
     assert main(arguments) == 0
-    assert sorted(row["document"] for row in written(out)) == sorted(f"text {number}" for number in range(1, 41))
-    assert "24 were there already" in capsys.readouterr().err
+    assert [row["document"] for row in written(out)] == [f"text {number}" for number in range(1, 41)]
+    assert answered == 40 - 24  # nothing twice
     assert not list(tmp_path.glob("*.lock"))
 
 
@@ -606,8 +721,14 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
         (["generate", "{causal}", "text", "--num_beams", "x"], "invalid int value: 'x'"),
         (
             ["generate", "{causal}", "text", "--min_new_tokens", "9", "--max_new_tokens", "5"],
-            "at most --max_new_tokens 5",
+            "must be at most the 5 of --max_new_tokens; got 9",
         ),
+        (["generate", "{causal}", "text", "--min_new_tokens", "200"], "must be at most the 128 of --max_new_tokens"),
+        (["generate", "{causal}", "text", "--min_new_tokens", "-3"], "--min_new_tokens must not be negative; got -3"),
+        (["generate", "{causal}", "text", "--max_time", "-1"], "--max_time must be a positive number; got -1.0"),
+        (["generate", "{causal}", "text", "--length_penalty", "nan"], "--length_penalty must be a number; got nan"),
+        (["generate", "{causal}", "text", "--temperature", "inf"], "--temperature must be a positive number; got inf"),
+        (["generate", "{causal}", "text", "--seed", "-1"], "--seed must be between 0 and 4294967295; got -1"),
         (["generate", "{causal}", "text", "--max_new_tokens", "0"], "--max_new_tokens must be a positive integer"),
         (["generate", "{causal}", "text", "--top_p", "2", "--do_sample"], "--top_p must be a probability"),
         (["generate", "{causal}", "text", "--temperature", "-1", "--do_sample"], "--temperature must be a positive"),

@@ -27,7 +27,7 @@ from hf_hybrid.commands.flags import CheckpointArguments, GenerationArguments
 from hf_hybrid.training.errors import one_line
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.model.adapters import adapter_base, adapter_folder, attach_loaded
-from hf_hybrid.training.model.config import hub_arguments, load_config, read_config
+from hf_hybrid.training.model.config import hub_arguments, load_config, positions_of_padding, read_config
 from hf_hybrid.training.model.tokenizer import load_tokenizer
 from hf_hybrid.training.model.weights import load_model
 
@@ -190,12 +190,7 @@ def positions_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
     config = getattr(model.config, "encoder", model.config)  # of two models that were put together
     values = [getattr(config, name, None) for name in _POSITIONS]
     limits = [value for value in values if isinstance(value, int) and value > 0]
-    if not limits:
-        return None
-    for name, module in model.named_modules():  # RoBERTa's positions begin behind that of padding
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            limits.append(module.weight.shape[0] - module.padding_idx - 1)
-    return min(*limits, tokenizer.model_max_length)
+    return min(min(limits) - positions_of_padding(model), tokenizer.model_max_length) if limits else None
 
 
 def _adapter_task(model_args: ModelArguments) -> str:

@@ -184,8 +184,13 @@ def infill_text(
 
     Returns:
         Inputs, and targets: the whole text.
+
+    Raises:
+        ValueError: The text is empty.
     """
     text = np.asarray(tokens)
+    if not len(text):
+        raise ValueError("tokens must hold at least one; got none")
     lengths = _span_lengths(_share(len(text), density, len(text)), mean_length, generator)
     kept, spans = len(text) - lengths.sum(), len(lengths)
     places = np.sort(generator.choice(kept + spans, spans, replace=False))

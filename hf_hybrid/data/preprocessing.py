@@ -127,7 +127,12 @@ def tokenize_sentences(
 
 
 def tokenize_texts(
-    batch: Mapping[str, Sequence[str]], tokenizer: "PreTrainedTokenizerBase", *, column: str, are_lines: bool = False
+    batch: Mapping[str, Sequence[str]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    column: str,
+    are_lines: bool = False,
+    as_text: bool = False,
 ) -> dict[str, Any]:
     """Tokenize a batch of texts for a language model.
 
@@ -139,6 +144,7 @@ def tokenize_texts(
         column: Column of the texts.
         are_lines: Whether each text is one line with its line break. Otherwise the tokenizer adds its special tokens,
             or the end token if it is one of `leave_texts_open`.
+        as_text: Whether names of special tokens in a text are text like any other.
 
     Returns:
         For each row ``input_ids``, of any length, and ``num_bytes``, the length of the text in UTF-8.
@@ -152,8 +158,9 @@ def tokenize_texts(
             raise ValueError(f"column {column!r} must hold text in every row; got {type(text).__name__}: {text!r:.80}")
     tokens: list[Any] = []
     ends = not are_lines and tokenizer.init_kwargs.get("separate_documents", False)
+    options = {"split_special_tokens": True} if as_text else {}
     for some in _by_size(texts):
-        encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False)["input_ids"]
+        encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False, **options)["input_ids"]
         rows = ([*row, tokenizer.eos_token_id] for row in encoded) if ends else encoded
         tokens += (np.asarray(row, dtype=np.int32) for row in rows)
     return {"input_ids": tokens, "num_bytes": [len(text.encode()) for text in texts]}

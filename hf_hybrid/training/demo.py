@@ -22,7 +22,7 @@ from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.flags.command_line import parse_arguments
 from hf_hybrid.training.flags.data import SummarizationArguments
 from hf_hybrid.training.flags.model import ModelArguments
-from hf_hybrid.training.flags.run import SummarizationTrainingArguments
+from hf_hybrid.training.flags.run import SummarizationTrainingArguments, computes_bfloat16_fast
 from hf_hybrid.training.report.curves import draw_picture, find_panels
 from hf_hybrid.training.report.page import Cell, Page, Sample, Section, Table, write_page
 from hf_hybrid.training.report.run_page import choose_rows, environment, guarded
@@ -232,13 +232,10 @@ def _argv(recipe: Recipe, folder: Path, *, train: bool, resume: bool = False) ->
         flags |= {"save_total_limit": 1, **recipe.training}
         if resume:
             flags["resume_from_checkpoint"] = "auto"
-    if torch.cuda.is_available():
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        # other accelerators lack float64, and transformers accepts --bf16 on a CPU only with this flag
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":  # also where there are other accelerators, which lack float64
         flags["use_cpu"] = True
-        has_bf16 = torch.cpu._is_avx512_bf16_supported()
-    if not has_bf16:
+    if not computes_bfloat16_fast(device):
         flags.pop("bf16", None)
     return [f"--{name}={value}" for name, value in flags.items()]
 

@@ -80,13 +80,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
         check_streaming(tokenizer, training_args)
+        _check_validation_of_stream(data_args, training_args)
+    if tokenizer is not None:
+        _size(tokenizer, data_args)
     if model_args.init_from is None:
         check_resumed_model(config, resume_from, new=model_args.is_new)
 
     splits, column = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column], complete=add_tokens)
-    denoise = Denoiser.of(tokenizer, data_args.objective, data_args.density, data_args.mean_length)
+    denoise = _denoiser(tokenizer, data_args)
     asked = asked_splits(training_args)
     examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
     model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
@@ -110,9 +113,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 def _fit_arguments(
     data_args: PretrainArguments, training_args: ScriptTrainingArguments, argv: Sequence[str] | None
 ) -> None:
-    """Put pieces of similar length together by default; let each process of several read a stream by itself."""
+    """Put pieces of similar length together and compute in bfloat16 by default; let each process read a stream."""
     if "train_sampling_strategy" not in given_flags(argv):
         training_args.train_sampling_strategy = "random" if data_args.packing else "group_by_length"
+    if not given_flags(argv) & {"bf16", "fp16"}:
+        training_args.use_bfloat16_where_it_is_fast()
     if data_args.packing:
         training_args.remove_unused_columns = False  # the collator reads one that is not the model's
     if data_args.streaming:
@@ -165,7 +170,36 @@ def _add_tokens(data_args: PretrainArguments, tokenizer: PreTrainedTokenizerBase
         logger.info("--objective %s: the tokenizer gets %s.", data_args.objective, named)
 
 
+def _check_validation_of_stream(data_args: PretrainArguments, training_args: ScriptTrainingArguments) -> None:
+    """Raise a ValueError if a validation split would be cut from all of a stream, or out of the midst of a text."""
+    if not training_args.do_eval or "validation" in data_args.files:
+        return
+    if comes_from_text_file("train", data_args):
+        raise ValueError("--streaming of a txt file needs --validation_file for --do_eval: it is one text; got none")
+    if data_args.max_eval_samples is None:
+        raise ValueError(
+            "--streaming needs --validation_file or --max_eval_samples for --do_eval, or all of the stream is read to "
+            "divide it; got neither"
+        )
+
+
 # ---- data ----
+
+
+def _size(tokenizer: PreTrainedTokenizerBase, data_args: PretrainArguments) -> int:
+    """Return the tokens of a text in a piece, or raise a ValueError if there is room for none."""
+    frame = _denoiser(tokenizer, data_args).frame
+    size = (data_args.max_seq_length or 0) - frame
+    if size < 2:
+        raise ValueError(
+            f"--max_seq_length must exceed the {frame} special tokens of the tokenizer by at least 2; got "
+            f"{data_args.max_seq_length}"
+        )
+    return size
+
+
+def _denoiser(tokenizer: PreTrainedTokenizerBase, data_args: PretrainArguments) -> Denoiser:
+    return Denoiser.of(tokenizer, data_args.objective, data_args.density, data_args.mean_length)
 
 
 def _examples(
@@ -181,13 +215,10 @@ def _examples(
 
     The tokenizer's special tokens are put around each piece, not around a document.
     """
-    size = (data_args.max_seq_length or 0) - denoise.frame
-    if size < 2:
-        raise ValueError(
-            f"--max_seq_length must exceed the {denoise.frame} special tokens of the tokenizer by at least 2; got "
-            f"{data_args.max_seq_length}"
-        )
-    tokens = tokenize_split(splits[name], name, tokenizer, column, data_args, training_args, are_lines=True)
+    size = _size(tokenizer, data_args)
+    tokens = tokenize_split(
+        splits[name], name, tokenizer, column, data_args, training_args, are_lines=True, as_text=True
+    )
     joined = comes_from_text_file(name, data_args)
 
     def read() -> Iterator[Row]:

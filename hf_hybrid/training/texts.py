@@ -43,10 +43,12 @@ def load_splits(
         keep_linebreaks=data_args.keep_linebreaks,
         streaming=data_args.streaming,
     )
+    advice = ""
     if training_args.do_eval and "validation" not in raw and "train" in raw:
+        advice = " (a validation split is cut from it: give --validation_file)"
         raw["validation"], raw["train"] = _cut(raw["train"], data_args.validation_split_percentage)
     used = used_splits(raw, training_args, model_args)
-    column = text_column({name: _columns(raw[name], name) for name in used}, data_args.text_column)
+    column = text_column({name: _columns(raw[name], name, advice) for name in used}, data_args.text_column)
     for name in used:
         rows = raw[name].select_columns([column])
         if not data_args.streaming:
@@ -81,12 +83,12 @@ def _has_text(row: dict[str, Any], *, column: str) -> bool:
     return row[column] is not None
 
 
-def _columns(rows: Dataset | IterableDataset, name: str) -> dict[str, bool]:
+def _columns(rows: Dataset | IterableDataset, name: str, advice: str) -> dict[str, bool]:
     """Return the columns of a split, and whether they hold text; a stream's first row tells."""
     if isinstance(rows, Dataset):
         return {column: is_text(feature) for column, feature in rows.features.items()}
     if (first := next(iter(rows), None)) is None:
-        raise ValueError(f"split {name!r} must hold at least one row; got none")
+        raise ValueError(f"split {name!r} must hold at least one row; got none{advice}")
     return {column: isinstance(value, str) for column, value in first.items()}
 
 
@@ -105,9 +107,10 @@ def tokenize_split(
     training_args: ScriptTrainingArguments,
     *,
     are_lines: bool,
+    as_text: bool = False,
 ) -> Dataset | IterableDataset:
-    """Tokenize each text of a split, with special tokens unless `are_lines`; the rows have the columns `TOKENS`."""
-    arguments = {"tokenizer": tokenizer, "column": column, "are_lines": are_lines}
+    """Tokenize each text of a split, as `tokenize_texts` does; the rows have the columns `TOKENS`."""
+    arguments = {"tokenizer": tokenizer, "column": column, "are_lines": are_lines, "as_text": as_text}
     if isinstance(split, Dataset):
         return map_rows(
             split, tokenize_texts, arguments, data_args, training_args, desc=f"Tokenizing {name}", features=TOKENS

@@ -254,3 +254,8 @@ def test_each_objective_frames_its_texts(tokenizer):
         assert not set(denoise.vocabulary) & set(tokenizer.all_special_ids)
         assert denoise.takes(text)
         assert not denoise.takes(np.array([end, mask]))
+
+
+def test_an_empty_text_is_not_infilled():
+    with pytest.raises(ValueError, match="tokens must hold at least one; got none"):
+        infill_text(np.array([], dtype=np.int64), noise_generator(0, 0, 0), 1)

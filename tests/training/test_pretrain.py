@@ -9,20 +9,31 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, noise_generator
 from hf_hybrid.data.tokenizer import add_sentinels, byte_tokenizer
 from hf_hybrid.training import pretrain
+from hf_hybrid.training.flags import run
+from hf_hybrid.training.scores.pretrain import hidden_bytes
 from hf_hybrid.training.trainer.noisy_data import NoisyRows, make_rows
+from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 from tests.training.conftest import MODELS, NO_DROPOUT
 from tests.training.pages import read_page
 
 BERT = "hidden_size=32,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32"
 TINY = MODELS | {
     "bert": BERT,
+    "roberta": BERT,
     "chela": "hidden_size=32,num_hidden_layers=2,intermediate_size=32,short_kernel_sizes=[3],long_kernel_size=16",
 }
 WORDS = ["river", "stone", "forest", "cloud", "winter", "summer", "bridge", "market", "teacher", "music", "garden"]
@@ -53,7 +64,8 @@ def command(files, data, tmp_path):
             "--train_file", str(files / "train.jsonl"), "--validation_file", str(files / "validation.jsonl"),
             "--tokenizer_type", "bytes", "--cache_dir", str(data["cache"]), "--max_seq_length", str(LENGTH),
             "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--logging_steps", "1", "--use_cpu",
-            "--disable_tqdm", "true", "--report", "false", "--output_dir", str(tmp_path / output), *more,
+            "--disable_tqdm", "true", "--report", "false", "--bf16", "false", "--output_dir", str(tmp_path / output),
+            *more,
         ]  # fmt: skip
 
     return build
@@ -224,6 +236,7 @@ def test_a_txt_file_is_one_document(command, tmp_path):
         ("masked_words", "bart", [], "--objective masked_words needs an encoder; bart is an encoder-decoder"),
         ("span_corruption", "bert", [], "bert.* has no class for AutoModelForSeq2SeqLM|AutoModelForSeq2SeqLM"),
         ("masked_words", "bert", ["--streaming", "--max_steps", "-1"], "--streaming needs --max_steps"),
+        ("masked_words", "bert", ["--data_seed", "-1"], "--data_seed must not be negative; got -1"),
         (
             "masked_words", "bert", ["--streaming", "--dataloader_num_workers", "2"],
             "--dataloader_num_workers must be 0 or 1 with --streaming: .*; got 2",
@@ -240,6 +253,119 @@ def test_bad_flags_are_refused_before_the_data(command, no_data, objective, mode
         pretrain.main(command(objective, model_type, "--do_train", "--max_steps", "1", *more))
 
 
-def test_a_length_that_leaves_nothing_of_a_text_is_refused(command):
+def test_a_length_that_leaves_nothing_of_a_text_is_refused_before_the_data(command, no_data):
+    no_data()
     with pytest.raises(ValueError, match=r"--max_seq_length must exceed the 1 special tokens .* by at least 2; got 2"):
         pretrain.main(command("masked_words", "bert", "--do_train", "--max_seq_length", "2"))
+
+
+def test_a_stream_is_not_read_for_a_validation_split(command, no_data, tmp_path):
+    no_data()
+    (tmp_path / "text.txt").write_text("a text\n")
+    text_file = ["--train_file", str(tmp_path / "text.txt")]
+    flags = ["--streaming", "--do_train", "--do_eval", "--max_steps", "1"]
+    for more, message in [
+        ([], r"--streaming needs --validation_file or --max_eval_samples for --do_eval"),
+        ([*text_file, "--max_eval_samples", "2"], r"a txt file needs --validation_file"),
+    ]:
+        argv = command("masked_words", "bert", *flags, *more)
+        place = argv.index("--validation_file")
+        with pytest.raises(ValueError, match=message):
+            pretrain.main(argv[:place] + argv[place + 2 :])
+
+
+def test_positions_that_begin_behind_padding_suffice(command, tmp_path):
+    """RoBERTa's: a new model gets as many as the pieces need, and a checkpoint is checked."""
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no"]
+    few = ["--config_overrides", f"{BERT},max_position_embeddings=20"]
+    pretrain.main(command("masked_words", "roberta", *flags, *few))
+    again = _restart(command("masked_words", "roberta", *flags, output="again"), tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    most = config.max_position_embeddings - config.pad_token_id - 1
+    assert most >= LENGTH
+    pretrain.main([*again, "--max_seq_length", str(most), "--per_device_train_batch_size", "40"])
+    with pytest.raises(ValueError, match=f"must be at most the model's {most} position embeddings"):
+        pretrain.main([*again, "--max_seq_length", str(most + 1), "--overwrite_output_dir"])
+
+
+def test_names_of_special_tokens_in_a_text_are_text(command, tmp_path, monkeypatch):
+    (tmp_path / "tags.jsonl").write_text(json.dumps({"text": "a </s> and <extra_id_0> or <pad>"}) + "\n")
+    collated = []
+    collate = pretrain._collator
+
+    def spied(*arguments):
+        inner = collate(*arguments)
+        return lambda rows: collated.append(rows) or inner(rows)
+
+    monkeypatch.setattr(pretrain, "_collator", spied)
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--train_file", str(tmp_path / "tags.jsonl")]
+    pretrain.main(command("span_corruption", "t5", *flags))
+    row, tokenizer = collated[0][0], AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = [*row["input_ids"], *row["labels"]]
+    assert ids.count(tokenizer.eos_token_id) == 2  # one at each end
+    assert ids.count(tokenizer.convert_tokens_to_ids("<extra_id_0>")) == 2  # one for each side of the first span
+    assert tokenizer.pad_token_id not in ids
+
+
+def test_it_computes_in_bfloat16_where_that_is_fast(command, monkeypatch, tmp_path):
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--overwrite_output_dir"]
+    argv = command("masked_words", "bert", *flags)
+    place = argv.index("--bf16")
+    used = []
+    monkeypatch.setattr(
+        pretrain, "ScriptTrainer", lambda **parts: used.append(parts["args"]) or ScriptTrainer(**parts)
+    )
+    for fast, given, wanted in [(True, [], True), (False, [], False), (True, ["--bf16", "false"], False)]:
+        monkeypatch.setattr(run, "computes_bfloat16_fast", lambda device, fast=fast: fast)
+        pretrain.main([*argv[:place], *argv[place + 2 :], *given])
+        assert used[-1].bf16 is wanted
+        assert used[-1].mixed_precision == ("bf16" if wanted else "no")
+
+
+# ---- bytes of tokens ----
+
+
+@pytest.mark.parametrize("kind", ["word pieces", "unigrams", "byte pairs", "bytes"])
+@pytest.mark.parametrize(
+    "text", ["The river bridges and stones are unbelievable", "Gr\u00fc\u00dfe an \u6771\u4eac und \U0001f600"]
+)
+def test_tokens_have_the_bytes_of_their_text(kind, text):
+    """All of a text's tokens together have its bytes, the space counted that joins it to a text before it."""
+    tokenizer = byte_tokenizer() if kind == "bytes" else _trained(kind, [text] * 20)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    spaces = 1 if kind in ("word pieces", "unigrams") else 0
+    assert hidden_bytes(tokenizer, np.array([-100, *ids])) == len(text.encode()) + spaces
+
+
+def _trained(kind, texts):
+    model, split, decoder, trainer = {
+        "word pieces": (
+            models.WordPiece(unk_token="<unk>"),
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.WordPiece(),
+            trainers.WordPieceTrainer(vocab_size=80, special_tokens=["<unk>", "<pad>"], show_progress=False),
+        ),
+        "unigrams": (
+            models.Unigram(),
+            pre_tokenizers.Metaspace(),
+            decoders.Metaspace(),
+            trainers.UnigramTrainer(
+                vocab_size=80, special_tokens=["<unk>", "<pad>"], unk_token="<unk>", show_progress=False
+            ),
+        ),
+        "byte pairs": (
+            models.BPE(),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+            trainers.BpeTrainer(
+                vocab_size=280,
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                special_tokens=["<unk>", "<pad>"],
+                show_progress=False,
+            ),
+        ),
+    }[kind]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoder
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")

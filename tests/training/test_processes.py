@@ -81,7 +81,7 @@ def _jobs(folder, *batch, cache):
     pretrain = [
         *_files(folder, "jsonl", "train", "validation"), "--text_column", "document", *common, "--model_type", "t5",
         "--config_overrides", f"{MODELS['t5']},{NO_DROPOUT['t5']}", "--tokenizer_type", "bytes", "--max_seq_length",
-        "48", "--max_train_samples", "16",
+        "48", "--max_train_samples", "16", "--bf16", "false",
     ]  # fmt: skip
     # into a second epoch, whose noise is another
     jobs |= {"pretrain": (PRETRAIN, pretrain), "pretrain stream": (PRETRAIN, [*pretrain, "--streaming"])}

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.utils.import_utils import is_in_notebook
@@ -13,6 +14,13 @@ from transformers.utils.import_utils import is_in_notebook
 from hf_hybrid.training.flags.checks import check_not_negative_flags, check_positive_flags, flag
 
 logger = logging.getLogger(__name__)
+
+
+def computes_bfloat16_fast(device: torch.device) -> bool:
+    """Whether a GPU or the CPU multiplies in bfloat16, and does not only store it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @dataclass
@@ -51,7 +59,9 @@ class ScriptTrainingArguments(TrainingArguments):
             "gradient_accumulation_steps",
             "save_total_limit",
         )
-        check_not_negative_flags(self, "learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm")
+        check_not_negative_flags(
+            self, *("learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm", "seed", "data_seed")
+        )
         if not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(f"--label_smoothing_factor must lie in [0, 1); got {self.label_smoothing_factor}")
         if self.max_steps != -1 and self.max_steps < 1:
@@ -73,6 +83,12 @@ class ScriptTrainingArguments(TrainingArguments):
                     "--fp16 on a CPU: products are computed in float16 with a scaled loss, which is slower than "
                     "float32 and less exact. --bf16 --use_cpu is the better choice on CPUs that know bfloat16."
                 )
+
+    def use_bfloat16_where_it_is_fast(self) -> None:
+        """Compute in bfloat16 by autocast on devices that multiply in it."""
+        if self.device.type in ("cpu", "cuda") and computes_bfloat16_fast(self.device):
+            logger.info("Computing in bfloat16 by autocast, which is fast on this device; --bf16 false keeps float32.")
+            self.bf16, self.mixed_precision = True, "bf16"
 
     def _check_reporting(self) -> None:
         for name in self.report_to or []:

@@ -21,6 +21,8 @@ from hf_hybrid.training.run_folder.files import ADAPTER_FILES, WEIGHTS_FILES
 
 logger = logging.getLogger(__name__)
 
+_MOST_OF_PADDING = 8  # `positions_of_padding` with the tokenizer of a new model, which has padding among its first ids
+
 
 def load_config(
     model_args: ModelArguments,
@@ -213,13 +215,16 @@ def fit_positions(
     """
     permitted = permitted and not uses_adapter(model_args)
     resized = None
+    before = 0  # positions that no token has
+    if type(config) in auto_class._model_mapping:
+        before = positions_of_padding(_build_without_memory(auto_class, config))
     for name, lengths in asked.items():
         flag, needed = max(lengths.items(), key=lambda item: item[1])
         limit = getattr(config, name, None)
-        if not isinstance(limit, int) or limit >= needed:
+        if not isinstance(limit, int) or (limit := limit - before) >= needed:
             continue
         if permitted and model_args.is_new:
-            setattr(config, name, needed)
+            setattr(config, name, needed + (before and _MOST_OF_PADDING))
         elif permitted and name == "max_position_embeddings" and _can_lengthen_positions(config, auto_class):
             resized = needed
         else:
@@ -228,6 +233,14 @@ def fit_positions(
             )
         logger.warning("The model's %s is raised from %d to %d.", name, limit, needed)
     return resized
+
+
+def positions_of_padding(model: PreTrainedModel) -> int:
+    """Return how many position embeddings stand before that of the first token: RoBERTa counts behind padding."""
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    return max(
+        (table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None), default=0
+    )
 
 
 def _can_lengthen_positions(config: PreTrainedConfig, auto_class: Any) -> bool:

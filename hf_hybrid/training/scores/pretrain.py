@@ -1,6 +1,7 @@
 """Scores of pre-training: exact means over the labels, and bits per byte of the text that they hold."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,35 @@ def scores_by_example(tokenizer: PreTrainedTokenizerBase, logits: Any, labels: t
 
 
 def hidden_bytes(tokenizer: PreTrainedTokenizerBase, labels: np.ndarray[Any, Any]) -> int:
-    """Return the length in UTF-8 of the text that labels hold, without special tokens.
+    """Return the length in UTF-8 of the text that labels hold, without special tokens: see `token_bytes`."""
+    return sum(token_bytes(tokenizer, int(number)) for number in labels[labels != IGNORED_LABEL])
 
-    A character of which only a part is hidden counts as one byte.
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, number: int) -> int:
+    """Return how many bytes of UTF-8 a token adds to a text behind another word, a space before it included.
+
+    Of a character that several tokens make up, each counts its own bytes. Special tokens add none.
     """
-    text: Any = tokenizer.decode(labels[labels != IGNORED_LABEL], skip_special_tokens=True)
-    return len(text.encode()) - 2 * text.count("\ufffd")
+    known: dict[int, int] = tokenizer.__dict__.setdefault("_token_bytes", {})
+    if number not in known:
+        known[number] = _token_bytes(tokenizer, number)
+    return known[number]
+
+
+def _token_bytes(tokenizer: PreTrainedTokenizerBase, number: int) -> int:
+    if number in tokenizer.all_special_ids:
+        return 0
+    token: Any = tokenizer.convert_ids_to_tokens(number)
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):  # a byte that SentencePiece has no character for
+        return 1
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if type(decoder).__name__ == "ByteLevel":  # which shows each byte as a character
+        return len(token)
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    alone, together = (
+        str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (before, [*before, number])
+    )
+    return len(together.encode()) - len(alone.encode())
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

@@ -76,7 +76,8 @@ def test_an_adapter_from_its_training_to_the_merged_model(model_type, auto_class
 @pytest.mark.parametrize(("model_type", "auto_class"), GENERATIVE)
 def test_a_merged_model_generates_as_the_adapted_one(model_type, auto_class):
     model = tiny_model(model_type, auto_class)
-    adapted = get_peft_model(model, hf_hybrid.peft_config(model, "lora", init_lora_weights=False)).eval()
+    config = hf_hybrid.peft_config(model, "lora", init_lora_weights=False, lora_alpha=64)
+    adapted = get_peft_model(model, config).eval()
     ids = tiny_inputs(model)["input_ids"]
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     expected = adapted.generate(input_ids=ids, num_beams=2, **options)

@@ -177,9 +177,12 @@ def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) ->
             f"--{flag} {name} does not hold a complete model: its saving was cut off. Run the command that trained it "
             "again, with --resume_from_checkpoint auto"
         )
-    missing = [names[0] for names in required if not any((folder / entry).is_file() for entry in names)]
-    if missing:
-        inside = complete_checkpoints(folder)
+
+    def lacks(place: Path) -> list[str]:
+        return [names[0] for names in required if not any((place / entry).is_file() for entry in names)]
+
+    if missing := lacks(folder):
+        inside = complete_checkpoints(folder) or sorted(p for p in folder.iterdir() if p.is_dir() and not lacks(p))
         hint = f" Did you mean {inside[-1]}?" if inside else ""
         raise ValueError(f"--{flag} {name} is not a checkpoint: {' and '.join(missing)} missing.{hint}")
 

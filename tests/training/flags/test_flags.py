@@ -157,6 +157,14 @@ def test_a_run_folder_with_checkpoints_is_told_from_a_checkpoint(base, tmp_path)
         summarization.main([*base[2:], "--model_name_or_path", str(tmp_path / "model")])
 
 
+def test_a_folder_that_holds_a_model_in_another_names_it(base, tmp_path):
+    (tmp_path / "demo" / "trained").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "demo" / "trained" / name).write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"model\.safetensors missing\. Did you mean .*trained\?"):
+        summarization.main([*base[2:], "--model_name_or_path", str(tmp_path / "demo")])
+
+
 def test_a_hub_model_that_cannot_be_had(base):
     with pytest.raises(ValueError, match="--model_name_or_path nobody/no-such-model"):
         summarization.main([*base[2:], "--model_name_or_path", "nobody/no-such-model"])

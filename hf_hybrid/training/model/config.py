@@ -182,7 +182,8 @@ def check_checkpoint_folder(flag: str, name: str, *required: tuple[str, ...]) ->
         return [names[0] for names in required if not any((place / entry).is_file() for entry in names)]
 
     if missing := lacks(folder):
-        inside = complete_checkpoints(folder) or sorted(p for p in folder.iterdir() if p.is_dir() and not lacks(p))
+        models = sorted(str(inner) for inner in folder.iterdir() if inner.is_dir() and not lacks(inner))
+        inside = complete_checkpoints(folder) or models
         hint = f" Did you mean {inside[-1]}?" if inside else ""
         raise ValueError(f"--{flag} {name} is not a checkpoint: {' and '.join(missing)} missing.{hint}")
 

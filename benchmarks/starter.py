@@ -1,0 +1,153 @@
+"""Make the texts that the starter is pre-trained on, without what the demo validates and tests with.
+
+``python -m benchmarks.starter path/to/data path/to/corpus`` writes ``train.jsonl`` and ``validation.jsonl`` with a
+document in each row, and ``sources.json`` with their number, size, licence and origin. `path/to/data` holds novels and
+Wikipedia's articles; the documentation is that of the installed packages.
+
+A part of the documentation is left out if it contains half of what a document or a summary of the demo's validation
+or test split says: see `Contained`.
+"""
+
+import argparse
+import hashlib
+import json
+import lzma
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid.data.corpora import corpus_report, embedded_corpus
+from hf_hybrid.data.docstrings import words_of
+
+SOURCES = {
+    "novels": ("English novels of the 1840s to 1920s", "public domain"),
+    "wikipedia": ("articles of the English Wikipedia, from WikiText-2", "CC BY-SA, by Wikipedia's authors"),
+    "documentation": ("docstrings of Python packages", "the packages' own: PSF, BSD, Apache-2.0, MIT"),
+}
+HELD_OUT = ("docstrings", "modules")
+"""The embedded corpora whose validation and test splits are held out."""
+_RUN, _SHARE = 4, 0.5  # words of a run; share of a text's runs that makes another contain it
+_TITLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
+# WikiText's marks around punctuation, and spaces that written text does not have
+_MARKS = (
+    (re.compile(r" @([-,.])@ "), r"\1"),
+    (re.compile(r" ?<unk>"), ""),
+    (re.compile(r" ([,.;:!?)\]%]|'s\b|'t\b|n't\b)"), r"\1"),
+    (re.compile(r"([(\[$]) "), r"\1"),
+    (re.compile(r'" ([^"\n]*) "'), r'"\1"'),
+    (re.compile(r"^ ?(= )+(.*?)( =)+ ?$", re.MULTILINE), r"\2"),
+    (re.compile(r"^ +| +$", re.MULTILINE), ""),
+)
+
+
+class Contained:
+    """Recognises texts that contain one of others, as a whole or for the most part.
+
+    A text contains another if it has at least half of the other's different runs of four words.
+
+    Args:
+        texts: The other texts.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._of_run: defaultdict[int, list[int]] = defaultdict(list)
+        self._sizes: list[int] = []
+        for number, text in enumerate(texts):
+            runs = _runs(text)
+            self._sizes.append(len(runs))
+            for run in runs:
+                self._of_run[run].append(number)
+
+    def __call__(self, text: str) -> bool:
+        """Return whether a text contains one of the others."""
+        shared = Counter(number for run in _runs(text) for number in self._of_run.get(run, ()))
+        return any(count >= _SHARE * self._sizes[number] for number, count in shared.items())
+
+
+def _runs(text: str) -> set[int]:
+    """Return the hashes of a text's runs of words; a text of fewer words is one run."""
+    words = words_of(text).split()
+    runs = {" ".join(words[start : start + _RUN]) for start in range(max(1, len(words) - _RUN + 1))}
+    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest()) for run in runs}
+
+
+def held_out(**corpora: Any) -> list[str]:
+    """Return the documents and summaries that the demo validates and tests with, and those of its sister corpus."""
+    found = (embedded_corpus(name, **corpora)[split] for name in HELD_OUT for split in ("validation", "test"))
+    return [row[column] for rows in found for row in rows for column in ("document", "summary")]
+
+
+def documentation(**corpora: Any) -> tuple[list[str], int]:
+    """Return the documentation of each module of the training split, and how many parts are left out of it.
+
+    Args:
+        **corpora: Arguments of `embedded_corpus`.
+    """
+    contains, pages, left_out = Contained(held_out(**corpora)), [], 0
+    for page in embedded_corpus("text", **corpora)["train"]["text"]:
+        parts = page.split("\n\n")
+        kept = [part for part in parts if not contains(part)]
+        left_out += len(parts) - len(kept)
+        if kept:
+            pages.append("\n\n".join(kept))
+    return pages, left_out
+
+
+def novels(folder: Path, split: str) -> Iterator[str]:
+    """Yield the novels of a split; lines within a paragraph are joined."""
+    with lzma.open(folder / "english_novels" / f"{split}.jsonl.xz", "rt", encoding="utf-8") as lines:
+        for line in lines:
+            paragraphs = re.split(r"\n{2,}", json.loads(line)["text"])
+            yield "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
+
+
+def articles(folder: Path, split: str) -> Iterator[str]:
+    """Yield Wikipedia's articles of a split, as they were before WikiText took them apart."""
+    name = {"train": "train", "validation": "valid"}[split]
+    with lzma.open(folder / "wikitext2" / f"{name}.txt.xz", "rt", encoding="utf-8") as stream:
+        text = stream.read()
+    starts = [match.start() for match in _TITLE.finditer(text)]
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        article = text[start:end]
+        for pattern, written in _MARKS:
+            article = pattern.sub(written, article)
+        yield re.sub(r"\n{2,}", "\n", article).strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the corpus."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args(argv)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    pages, left_out = documentation()
+    # validation of pre-training: every fiftieth module, as the splits' own modules are held out
+    of_split = {
+        "train": [page for number, page in enumerate(pages) if number % 50],
+        "validation": pages[::50],
+    }
+    report: dict[str, Any] = {name: {"what": what, "licence": licence} for name, (what, licence) in SOURCES.items()}
+    for split in ("train", "validation"):
+        with (arguments.folder / f"{split}.jsonl").open("w", encoding="utf-8") as stream:
+            for name, texts in (
+                ("novels", novels(arguments.data, split)),
+                ("wikipedia", articles(arguments.data, split)),
+                ("documentation", of_split[split]),
+            ):
+                sizes = [stream.write(json.dumps({"text": text, "source": name}) + "\n") for text in texts]
+                report[name][split] = {"documents": len(sizes), "characters": sum(sizes)}
+    report["documentation"] |= {
+        "left_out": left_out,
+        "packages": corpus_report(embedded_corpus("text"))["packages"],
+    }
+    (arguments.folder / "sources.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

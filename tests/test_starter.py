@@ -1,0 +1,94 @@
+"""The texts that the starter is pre-trained on: nothing that the demo validates or tests with is among them."""
+
+import json
+import lzma
+
+import pytest
+
+from benchmarks import starter
+from benchmarks.starter import Contained, articles, documentation, held_out, main
+from hf_hybrid.data.corpora import embedded_corpus
+from tests.data.conftest import write_package
+
+OTHER = "Return the sum of all elements along the given axis of an array"
+UNLIKE = "Draw a picture of the tree with its leaves at the bottom of the page"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (OTHER, True),
+        (f"f(x)\n\n{OTHER.upper()}!\n\n{UNLIKE}", True),
+        (f"{OTHER.split('along')[0]} along the given row", True),  # half of its runs
+        ("Return the sum of the elements of a list", False),
+        (UNLIKE, False),
+    ],
+)
+def test_what_contains_a_text_is_recognised(text, wanted):
+    assert Contained([OTHER, "another text of some words"])(text) is wanted
+
+
+def test_a_short_text_is_one_run():
+    contains = Contained(["Close it."])
+    assert contains("close it")
+    assert not contains("Open it and close it.")
+
+
+def test_articles_are_divided_and_written_as_before(tmp_path):
+    lines = [
+        *(" ", " = A <unk> title = ", " ", " A well @-@ known ( if small ) town , with 1 @,@ 000 people . ", " "),
+        *(" = = Past = = ", " ", " It 's said \" to be old \" ; it isn 't . ", " "),
+        *(" = Another = ", " ", " Text . ", ""),
+    ]
+    text = "\n".join(lines)
+    (tmp_path / "wikitext2").mkdir()
+    with lzma.open(tmp_path / "wikitext2" / "train.txt.xz", "wt", encoding="utf-8") as stream:
+        stream.write(text)
+    assert list(articles(tmp_path, "train")) == [
+        "A title\nA well-known (if small) town, with 1,000 people.\nPast\nIt's said \"to be old\"; it isn't.",
+        "Another\nText.",
+    ]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Arguments of embedded corpora of a small package."""
+    folder = tmp_path_factory.mktemp("embedded")
+    return {"cache_dir": str(folder / "cache"), "packages": [write_package(folder / "orchard")]}
+
+
+def test_documentation_has_nothing_that_is_held_out(places, monkeypatch):
+    pages, left_out = documentation(**places)
+    texts = held_out(**places)
+    assert texts
+    contains = Contained(texts)
+    parts = [part for page in pages for part in page.split("\n\n")]
+    assert not any(map(contains, parts))
+    whole = embedded_corpus("text", **places)["train"]["text"]
+    assert len(parts) + left_out == sum(len(page.split("\n\n")) for page in whole)
+    secret = max(parts, key=len)
+    monkeypatch.setattr(starter, "held_out", lambda **_: [secret])  # had it been held out, it would not be there
+    pages, left_out = documentation(**places)
+    assert left_out > 0
+    assert secret not in "\n\n".join(pages).split("\n\n")
+
+
+def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    for folder in ("english_novels", "wikitext2"):
+        (data / folder).mkdir(parents=True)
+    for split, name in (("train", "train"), ("validation", "valid")):
+        with lzma.open(data / "wikitext2" / f"{name}.txt.xz", "wt", encoding="utf-8") as stream:
+            stream.write(f" \n = One = \n \n Text of {split} . \n")
+        with lzma.open(data / "english_novels" / f"{split}.jsonl.xz", "wt", encoding="utf-8") as stream:
+            stream.write(json.dumps({"text": f"A line\nand one\n\nof {split}"}) + "\n")
+    embedded = starter.embedded_corpus
+    monkeypatch.setattr(starter, "embedded_corpus", lambda name: embedded(name, **places))
+    assert main([str(data), str(tmp_path / "corpus")]) == 0
+    report = json.loads((tmp_path / "corpus" / "sources.json").read_text())
+    for split in ("train", "validation"):
+        rows = [json.loads(line) for line in (tmp_path / "corpus" / f"{split}.jsonl").read_text().splitlines()]
+        assert [row["text"] for row in rows[:2]] == [f"A line and one\nof {split}", f"One\nText of {split}."]
+        for name in starter.SOURCES:
+            assert report[name][split]["documents"] == sum(row["source"] == name for row in rows) > 0
+    assert list(report["documentation"]["packages"]) == ["orchard"]

@@ -18,7 +18,6 @@ or test split says: see `Contained`.
 """
 
 import argparse
-import hashlib
 import json
 import lzma
 import re
@@ -30,6 +29,8 @@ from typing import Any
 
 from hf_hybrid.data.corpora import corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
+from hf_hybrid.data.files import iterate_rows
+from hf_hybrid.data.near_copies import hashed_runs
 
 SOURCES = {
     "novels": ("English novels of the 1840s to 1920s", "public domain"),
@@ -38,7 +39,7 @@ SOURCES = {
 }
 HELD_OUT = ("docstrings", "modules")
 """The embedded corpora whose validation and test splits are held out."""
-_RUN, _SHARE = 4, 0.5  # words of a run; share of a text's runs that makes another contain it
+_SHARE = 0.5  # of a text's runs, which makes another contain it
 _TITLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
 # WikiText's marks around punctuation, and spaces that written text does not have
 _MARKS = (
@@ -65,22 +66,15 @@ class Contained:
         self._of_run: defaultdict[int, list[int]] = defaultdict(list)
         self._sizes: list[int] = []
         for number, text in enumerate(texts):
-            runs = _runs(text)
+            runs = hashed_runs(words_of(text))
             self._sizes.append(len(runs))
             for run in runs:
                 self._of_run[run].append(number)
 
     def __call__(self, text: str) -> bool:
         """Return whether a text contains one of the others."""
-        shared = Counter(number for run in _runs(text) for number in self._of_run.get(run, ()))
+        shared = Counter(number for run in hashed_runs(words_of(text)) for number in self._of_run.get(run, ()))
         return any(count >= _SHARE * self._sizes[number] for number, count in shared.items())
-
-
-def _runs(text: str) -> set[int]:
-    """Return the hashes of a text's runs of words; a text of fewer words is one run."""
-    words = words_of(text).split()
-    runs = {" ".join(words[start : start + _RUN]) for start in range(max(1, len(words) - _RUN + 1))}
-    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest()) for run in runs}
 
 
 def held_out(**corpora: Any) -> list[str]:
@@ -107,10 +101,9 @@ def documentation(**corpora: Any) -> tuple[list[str], int]:
 
 def novels(folder: Path, split: str) -> Iterator[str]:
     """Yield the novels of a split; lines within a paragraph are joined."""
-    with lzma.open(folder / "english_novels" / f"{split}.jsonl.xz", "rt", encoding="utf-8") as lines:
-        for line in lines:
-            paragraphs = re.split(r"\n{2,}", json.loads(line)["text"])
-            yield "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
+    for row in iterate_rows("data", str(folder / "english_novels" / f"{split}.jsonl.xz")):
+        paragraphs = re.split(r"\n{2,}", row["text"])
+        yield "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
 
 
 def articles(folder: Path, split: str) -> Iterator[str]:

@@ -114,7 +114,7 @@ class _Run:
     def __init__(self, answerer: Answerer, output: Output, flags: OutputArguments, count: int) -> None:
         self.answerer, self.output, self.flags = answerer, output, flags
         self.bar = tqdm(total=count, unit="document", desc="Reading", disable=None, file=sys.stderr, smoothing=0.05)
-        self.count, self.seen = count, 0
+        self.seen = 0  # the bar counts only if it is shown
         self.works = False  # whether the model has answered to any document
         self.failed: list[tuple[Document, Exception]] = []
         self.begun = self.said = time.perf_counter()
@@ -213,8 +213,8 @@ class _Run:
             return self._rows(batch[:half]) + self._rows(batch[half:])
         ((document, prompt),) = batch
         if is_out_of_memory(failed):
-            tokens = f"{len(prompt.ids):,} tokens"
-            self._skip(document, f"there is not enough memory for its {tokens}; try --max_source_length")
+            why = f"there is not enough memory for its {len(prompt.ids):,} tokens; try --max_source_length"
+            self._skip(document, why)
         else:
             self.failed.append((document, failed))
         return [None]
@@ -225,11 +225,12 @@ class _Run:
         Raises:
             Exception: It has answered to none: then it is not the documents.
         """
-        if self.failed and is_last and not self.works:
+        if self.works:
+            for document, error in self.failed:
+                self._skip(document, f"the model fails on it: {type(error).__name__}: {one_line(error)}")
+            self.failed.clear()
+        elif self.failed and is_last:
             raise self.failed[0][1]
-        for document, error in self.failed if self.works else ():
-            self._skip(document, f"the model fails on it: {type(error).__name__}: {one_line(error)}")
-        self.failed = self.failed if not self.works else []
 
     def _checked(self, row: dict[str, Any], document: Document) -> dict[str, Any] | None:
         if is_finite(row):
@@ -248,7 +249,7 @@ class _Run:
         now = time.perf_counter()
         if documents and self.bar.disable and now - self.said > _SAID_EVERY:
             self.said = now
-            meter = tqdm.format_meter(self.seen, self.count, now - self.begun, unit="document", ncols=0)
+            meter = tqdm.format_meter(self.seen, self.bar.total, now - self.begun, unit="document", ncols=0)
             self._say(f"Reading: {meter.strip()}")
 
     def _say(self, line: str) -> None:

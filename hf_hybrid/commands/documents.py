@@ -176,9 +176,9 @@ def _check_text(argument: str) -> None:
 def _files_of(folder: Path, excluded: set[Path]) -> list[Path]:
     """Return the files of a folder and of its folders that can be read, hidden ones left out; and what is no file."""
     paths = sorted(_walk(folder, set()))
-    found = [path for path in paths if not path.is_file() or _kind(path) is not None]
-    found = [path for path in found if path.resolve() not in excluded]
-    others = Counter(path.suffix.lower() or "no ending" for path in paths if path.is_file() and _kind(path) is None)
+    is_other = {path: path.is_file() and _kind(path) is None for path in paths}
+    found = [path for path, other in is_other.items() if not other and path.resolve() not in excluded]
+    others = Counter(path.suffix.lower() or "no ending" for path, other in is_other.items() if other)
     if not found:
         has = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common()) or "none at all"
         raise ValueError(f"{folder}: no file in this folder can be read as a document; it has {has}")

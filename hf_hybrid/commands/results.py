@@ -125,23 +125,20 @@ class Output:
 
     def write(self, documents: Sequence[Document], rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of some documents."""
-        if self._stream is None or self._progress is None:
-            for document, row in zip(documents, rows, strict=True):
-                shown = self._shown({"document": document.name, **row}, begins=self._length == 0)
-                self._length += len(shown)
-                encoding = sys.stdout.encoding or "utf-8"  # a terminal may lack letters that a name or a text has
-                sys.stdout.write(shown.encode(encoding, errors="backslashreplace").decode(encoding))
-            sys.stdout.flush()
-            return
-        contents, records = [], []
+        texts, ends = [], []
         for document, row in zip(documents, rows, strict=True):
-            shown = self._shown({"document": document.name, **row}, begins=self._length == 0)
-            contents.append(shown.encode("utf-8", errors="replace"))
-            self._length += len(contents[-1])
-            records.append(json.dumps([_key(document), self._length]) + "\n")
-        if contents:
+            texts.append(self._shown({"document": document.name, **row}, begins=self._length == 0))
+            self._length += len(texts[-1].encode("utf-8", errors="replace"))
+            ends.append(self._length)
+        text = "".join(texts)
+        if self._stream is None or self._progress is None:
+            encoding = sys.stdout.encoding or "utf-8"  # a terminal may lack letters that a name or a text has
+            sys.stdout.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+            sys.stdout.flush()
+        elif texts:
+            records = [json.dumps([_key(document), end]) + "\n" for document, end in zip(documents, ends, strict=True)]
             _append(self._progress, f"{self._length}\n".encode())
-            _append(self._stream, b"".join(contents))
+            _append(self._stream, text.encode("utf-8", errors="replace"))
             _append(self._progress, "".join(records).encode())
 
     def _read_progress(self, path: Path) -> None:
@@ -158,10 +155,8 @@ class Output:
             settings, *records = map(json.loads, lines)
             done = [(str(key), int(length)) for key, length in (one for one in records if isinstance(one, list))]
             kept = {str(one["document"]): dict(one["row"]) for one in records if isinstance(one, dict)}
-            self._length, begun = (
-                done[-1][1] if done else 0,
-                max((one for one in records if type(one) is int), default=0),
-            )
+            self._length = done[-1][1] if done else 0
+            begun = max((one for one in records if type(one) is int), default=0)
             names = (name for name in {**settings, **self.settings} if settings.get(name) != self.settings.get(name))
             changed = next(names, None)
         except (ValueError, KeyError, TypeError) as error:

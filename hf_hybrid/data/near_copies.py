@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter, defaultdict
 
-__all__ = ["NearCopyFilter"]
+__all__ = ["NearCopyFilter", "hashed_runs"]
 
 _SHINGLE_WORDS = 4
 _SKETCH_SIZE = 24
@@ -43,9 +43,16 @@ class NearCopyFilter:
         return False
 
 
-def _sketch(text: str) -> list[int]:
-    """Return the smallest hashes of the text's runs of words; equal on every machine."""
+def hashed_runs(text: str) -> set[int]:
+    """Return the hashes of a normalised text's runs of four words; equal on every machine.
+
+    A text of fewer words is one run.
+    """
     words = text.split()
     runs = {" ".join(words[i : i + _SHINGLE_WORDS]) for i in range(max(1, len(words) - _SHINGLE_WORDS + 1))}
-    hashes = (int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest()) for run in runs)
-    return sorted(hashes)[:_SKETCH_SIZE]
+    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest()) for run in runs}
+
+
+def _sketch(text: str) -> list[int]:
+    """Return the smallest hashes of the text's runs."""
+    return sorted(hashed_runs(text))[:_SKETCH_SIZE]

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         check_streaming(tokenizer, training_args)
         _check_validation_of_stream(data_args, training_args)
     if tokenizer is not None:
-        _size(tokenizer, data_args)
+        _size(_denoiser(tokenizer, data_args), data_args)
     if model_args.init_from is None:
         check_resumed_model(config, resume_from, new=model_args.is_new)
 
@@ -186,13 +186,12 @@ def _check_validation_of_stream(data_args: PretrainArguments, training_args: Scr
 # ---- data ----
 
 
-def _size(tokenizer: PreTrainedTokenizerBase, data_args: PretrainArguments) -> int:
+def _size(denoise: Denoiser, data_args: PretrainArguments) -> int:
     """Return the tokens of a text in a piece, or raise a ValueError if there is room for none."""
-    frame = _denoiser(tokenizer, data_args).frame
-    size = (data_args.max_seq_length or 0) - frame
+    size = (data_args.max_seq_length or 0) - denoise.frame
     if size < 2:
         raise ValueError(
-            f"--max_seq_length must exceed the {frame} special tokens of the tokenizer by at least 2; got "
+            f"--max_seq_length must exceed the {denoise.frame} special tokens of the tokenizer by at least 2; got "
             f"{data_args.max_seq_length}"
         )
     return size
@@ -215,7 +214,7 @@ def _examples(
 
     The tokenizer's special tokens are put around each piece, not around a document.
     """
-    size = _size(tokenizer, data_args)
+    size = _size(denoise, data_args)
     tokens = tokenize_split(
         splits[name], name, tokenizer, column, data_args, training_args, are_lines=True, as_text=True
     )

@@ -219,13 +219,13 @@ def fit_positions(
     """
     permitted = permitted and not uses_adapter(model_args)
     resized = None
+    limits = {name: limit for name in asked if isinstance(limit := getattr(config, name, None), int)}
     before = 0  # positions that no token has
-    if type(config) in auto_class._model_mapping:
+    if limits and type(config) in auto_class._model_mapping:
         before = positions_of_padding(_build_without_memory(auto_class, config))
-    for name, lengths in asked.items():
-        flag, needed = max(lengths.items(), key=lambda item: item[1])
-        limit = getattr(config, name, None)
-        if not isinstance(limit, int) or (limit := limit - before) >= needed:
+    for name in limits:
+        flag, needed = max(asked[name].items(), key=lambda item: item[1])
+        if (limit := limits[name] - before) >= needed:
             continue
         if permitted and model_args.is_new:
             setattr(config, name, needed + (before and _MOST_OF_PADDING))

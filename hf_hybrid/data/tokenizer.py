@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import string
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 __all__ = [
+    "CAPITAL",
+    "JOIN",
+    "LITERAL",
     "MASK_TOKEN",
     "MIN_VOCAB_SIZE",
     "SPECIAL_TOKENS",
     "TOKENIZER_TYPES",
     "add_mask_token",
     "add_sentinels",
+    "byte_level_bytes",
     "byte_tokenizer",
     "sentinel_names",
     "train_tokenizer",
@@ -35,7 +40,9 @@ SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 MASK_TOKEN = "<mask>"
 """The mask token that `add_mask_token` adds, BART's."""
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
-TOKENIZER_TYPES = ("bpe", "words", "bytes")
+TOKENIZER_TYPES = ("bpe", "marked", "words", "bytes")
+JOIN, CAPITAL, LITERAL = "⁀", "⇧", "\u2060"
+"""The marks of ``marked`` tokenizers: no space follows, the next letter is a capital, the mark before is text."""
 _FORMAT = 1  # part of the cache key: raise it when the same texts give another tokenizer
 
 
@@ -51,14 +58,17 @@ def train_tokenizer(
 
     Every encoded text ends in ``</s>``. ``bpe``, byte-level byte pair encoding, encodes any text, and
     ``decode(encode(text), skip_special_tokens=True) == text`` exactly, including line breaks and runs of spaces; text
-    that looks like a special token is encoded as characters. ``words`` splits at whitespace; frequent words have small
-    ids, and the rarest become unknown. The same texts give the same tokenizer.
+    that looks like a special token is encoded as characters. ``marked`` is the same, but words are spelt alike
+    wherever they stand, so that a model need not learn that ``length`` in ``focal_length``, at the beginning of a line
+    or as ``Length`` is the word ``length``: a space before each word is part of its first token, and marks say where
+    the text has none, or a capital letter. ``words`` splits at whitespace; frequent words have small ids, and the
+    rarest become unknown. The same texts give the same tokenizer.
 
     Args:
         texts: Training texts, read once.
         vocab_size: Largest number of entries, including the three special tokens and, for ``bpe``, the 256 bytes. Few
             texts may not fill it; ``len(tokenizer)`` is the actual size.
-        tokenizer_type: ``"bpe"`` or ``"words"``.
+        tokenizer_type: ``"bpe"``, ``"marked"`` or ``"words"``.
         cache_dir: Where to keep the tokenizer if there is a ``fingerprint``; the cache of `datasets` when None.
         fingerprint: Names the texts. The same fingerprint, type and size return the cached tokenizer without reading
             ``texts``; None caches nothing.
@@ -74,8 +84,8 @@ def train_tokenizer(
             f"vocab_size must be an integer of at least {MIN_VOCAB_SIZE} "
             f"({len(SPECIAL_TOKENS)} special tokens and 256 bytes); got {vocab_size!r}"
         )
-    if tokenizer_type not in ("bpe", "words"):
-        raise ValueError(f"tokenizer_type must be bpe or words for training; got {tokenizer_type!r}")
+    if tokenizer_type not in ("bpe", "marked", "words"):
+        raise ValueError(f"tokenizer_type must be bpe, marked or words for training; got {tokenizer_type!r}")
     if fingerprint is None:
         return _train(texts, vocab_size, tokenizer_type)
     from transformers import PreTrainedTokenizerFast
@@ -100,6 +110,18 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return _completed(tokenizer)
+
+
+def byte_level_bytes(token: str) -> int:
+    """Return how many bytes a token of byte-level byte pair encoding adds to a text.
+
+    A mark of a ``marked`` tokenizer adds none, and takes a space back; `LITERAL` gives both to the mark before it.
+    """
+    from tokenizers import pre_tokenizers
+
+    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    counts = [token.count(shown.pre_tokenize_str(mark)[0][0]) for mark in (JOIN, CAPITAL, LITERAL)]
+    return len(token) - 4 * (counts[0] + counts[1]) + counts[2]
 
 
 def leave_texts_open(tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedTokenizerFast":
@@ -138,14 +160,17 @@ def _train(texts: Iterable[str], vocab_size: int, tokenizer_type: str) -> "PreTr
     remaining = iter(texts)
     if (first := next(filter(None, remaining), None)) is None:
         raise ValueError("texts must hold at least one text that is not empty; got none")
-    train = _train_words if tokenizer_type == "words" else _train_bpe
-    tokenizer = train(chain([first], remaining), vocab_size)
+    texts = chain([first], remaining)
+    if tokenizer_type == "words":
+        tokenizer = _train_words(texts, vocab_size)
+    else:
+        tokenizer = _train_bpe(texts, vocab_size, marked=tokenizer_type == "marked")
     if tokenizer.get_vocab_size() < vocab_size:
         logger.warning("the texts give only %d of vocab_size=%d entries", tokenizer.get_vocab_size(), vocab_size)
     return _completed(tokenizer)
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+def _train_bpe(texts: Iterable[str], vocab_size: int, *, marked: bool) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -157,6 +182,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    if marked:
+        _add_marks(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -165,6 +192,36 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     )
     tokenizer.train_from_iterator(iter(texts), trainer=trainer)
     return tokenizer
+
+
+def _add_marks(tokenizer: "Tokenizer") -> None:
+    """Let a tokenizer mark missing spaces and capitals; `LITERAL` follows what is such a mark in the text itself."""
+    from tokenizers import Regex, decoders, normalizers
+
+    marks, joins = (
+        (JOIN, CAPITAL),
+        (
+            r"(?<=[\p{Ll}\p{Nd}])(?=\p{Lu})",  # camelCase
+            r"(?<=[^ \p{L}])(?<!\p{L}['’])(?=\p{L})",  # but not don't
+        ),
+    )
+    capitals = {letter: f"{CAPITAL} {letter.lower()}" for letter in string.ascii_uppercase}
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            *(normalizers.Replace(mark, mark + LITERAL) for mark in marks),
+            normalizers.Prepend(f"{JOIN} "),
+            *(normalizers.Replace(Regex(place), f"{JOIN} ") for place in joins),
+            *(normalizers.Replace(Regex(rf"(?<!\p{{L}}){one}(?=\p{{Ll}})"), new) for one, new in capitals.items()),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.ByteLevel(),
+            *(decoders.Replace(new, one) for one, new in capitals.items()),
+            decoders.Replace(f"{JOIN} ", ""),
+            *(decoders.Replace(mark + LITERAL, mark) for mark in marks),
+        ]
+    )
 
 
 def _train_words(texts: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -18,9 +20,22 @@ HARD = [
 ]
 
 
+MARKED = [
+    "Don't set MatrixSolve.focal_length (as GPUs do) 'quoted', 2D",
+    "\u2040 marks \u21e7 a of\u2040 the\u21e7\u2060\u2040\u2060 text\u2060",
+    "\u21e7 a\u21e7A\u2040 a",
+    "Ärger\nÉtat, ÎleÎle; x\tTab",
+]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(TEXTS, 300)
+
+
+@pytest.fixture(scope="module")
+def marked():
+    return train_tokenizer([*TEXTS, *MARKED] * 9, 400, tokenizer_type="marked")
 
 
 def test_special_ids_and_the_appended_end(tokenizer):
@@ -64,7 +79,7 @@ def test_words_are_tokens_by_frequency(tmp_path):
     assert again.get_vocab() == two.get_vocab() == tokenizer.get_vocab()
     other = train_tokenizer(iter(texts), 259, cache_dir=str(tmp_path), fingerprint="x")  # of the same texts
     assert other.get_vocab() != two.get_vocab()
-    with pytest.raises(ValueError, match="tokenizer_type must be bpe or words for training; got 'bytes'"):
+    with pytest.raises(ValueError, match="tokenizer_type must be bpe, marked or words for training; got 'bytes'"):
         train_tokenizer(texts, 259, tokenizer_type="bytes")
 
 
@@ -73,6 +88,44 @@ def test_text_comes_back_exactly(tokenizer, text, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     for either in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert either.decode(either(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("text", [*HARD, *MARKED])
+def test_marked_text_comes_back_exactly(marked, text, tmp_path):
+    marked.save_pretrained(tmp_path)
+    for either in (marked, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = either(text)["input_ids"]
+        assert ids[-1] == 1
+        assert ids.count(1) == 1
+        assert either.decode(ids, skip_special_tokens=True) == text
+
+
+def test_marked_text_comes_back_exactly_whatever_it_is(marked):
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices("aAbB.x_'\n \t9\u00e9\u4e2d\u2040\u21e7\u2060", k=rng.randrange(12)))
+        assert marked.decode(marked(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_marked_words_are_spelt_alike_wherever_they_stand(marked, tokenizer):
+    places = ["the file", "file", "File", "(file)", "the_file", "theFile", "the\nfile", "a.file"]
+
+    def spelt(tokenizer):
+        ids = tokenizer("of file", add_special_tokens=False)["input_ids"]
+        word = ids[len(tokenizer("of", add_special_tokens=False)["input_ids"]) :]
+        return [word == [number for number in tokenizer(place)["input_ids"] if number in word] for place in places]
+
+    assert all(spelt(marked))
+    assert not all(spelt(tokenizer))
+
+
+def test_offsets_of_marked_tokens_lie_in_the_text(marked):
+    text = "Set theFile.name of_it"
+    spans = marked(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    assert spans == sorted(spans)  # a mark has the letter behind it
+    covered = {place for start, end in spans for place in range(start, end)}
+    assert covered >= {place for place, letter in enumerate(text) if letter != " "}
+    assert max(end for _, end in spans) == len(text)
 
 
 def test_a_folder_reads_back_as_the_same_tokenizer(tokenizer, tmp_path):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, noise_generator
-from hf_hybrid.data.tokenizer import add_sentinels, byte_tokenizer
+from hf_hybrid.data.tokenizer import add_sentinels, byte_tokenizer, train_tokenizer
 from hf_hybrid.training import pretrain
 from hf_hybrid.training.flags import run
 from hf_hybrid.training.scores.pretrain import hidden_bytes
@@ -325,13 +325,17 @@ def test_it_computes_in_bfloat16_where_that_is_fast(command, monkeypatch, tmp_pa
 # ---- bytes of tokens ----
 
 
-@pytest.mark.parametrize("kind", ["word pieces", "unigrams", "byte pairs", "bytes"])
+@pytest.mark.parametrize("kind", ["word pieces", "unigrams", "byte pairs", "marked", "bytes"])
 @pytest.mark.parametrize(
     "text", ["The river bridges and stones are unbelievable", "Gr\u00fc\u00dfe an \u6771\u4eac und \U0001f600"]
 )
 def test_tokens_have_the_bytes_of_their_text(kind, text):
     """All of a text's tokens together have its bytes, the space counted that joins it to a text before it."""
-    tokenizer = byte_tokenizer() if kind == "bytes" else _trained(kind, [text] * 20)
+    if kind == "marked":
+        text += "'s focalLength in _Stone.Bridge(x)\n\u2040 and \u21e7\u2040\nNext"
+        tokenizer = train_tokenizer([text] * 20, 300, tokenizer_type="marked")
+    else:
+        tokenizer = byte_tokenizer() if kind == "bytes" else _trained(kind, [text] * 20)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     spaces = 1 if kind in ("word pieces", "unigrams") else 0
     assert hidden_bytes(tokenizer, np.array([-100, *ids])) == len(text.encode()) + spaces

@@ -134,6 +134,8 @@ def test_a_checkpoint_is_trained_on_and_its_embedding_grows_with_the_tokenizer(r
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert model.get_input_embeddings().weight.shape[0] == before + 2
     assert f"resized to {before + 2}" in caplog.text
+    for place, start in ((folder, "from scratch"), (tmp_path / "out", f"from a local checkpoint, `{folder.name}`")):
+        assert f"), trained {start}, on train.jsonl" in (place / "README.md").read_text(encoding="utf-8")
 
 
 def test_only_predicting_uses_the_checkpoint_as_it_is(runs, arguments, tmp_path):

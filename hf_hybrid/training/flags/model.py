@@ -47,8 +47,8 @@ class ModelArguments:
     )
     tokenizer_type: str | None = flag(
         None,
-        "The tokenizer to make if none is named: bpe (the default), words (between spaces, by frequency) or bytes "
-        "(nothing to train).",
+        "The tokenizer to make if none is named: bpe (the default), marked (bpe of words spelt alike wherever they "
+        "stand), words (between spaces, by frequency) or bytes (nothing to train).",
         choices=TOKENIZER_TYPES,
     )
     tokenizer_vocab_size: int = flag(8192, "Entries of the tokenizer to train if none is named.")

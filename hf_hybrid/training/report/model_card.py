@@ -72,10 +72,10 @@ def write_model_card(
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
     base = model_args.model_name_or_path
+    start = _start(base)
     base = base if base is not None and not Path(base).exists() else None
     name = trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name
     data = _metadata(model, data_args, name=name.split("/")[-1], base=base, task=task, metrics=metrics)
-    start = "trained from scratch" if not base else f"trained from [{base}](https://huggingface.co/{base})"
     lines = loading_lines(model, trainer.hub_model_id or str(trainer.args.output_dir))
     sections = [
         f"# {name.split('/')[-1]}",
@@ -92,6 +92,14 @@ def write_model_card(
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n")
     with replacing(path) as unfinished:  # a card that is cut off would pass for a person's
         card.save(unfinished)
+
+
+def _start(source: str | None) -> str:
+    if source is None:
+        return "trained from scratch"
+    if Path(source).exists():
+        return f"trained from a local checkpoint, `{Path(source).resolve().name}`"
+    return f"trained from [{source}](https://huggingface.co/{source})"
 
 
 def is_written_by_hand(text: str) -> bool:

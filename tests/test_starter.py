@@ -4,11 +4,16 @@ import json
 import lzma
 
 import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from benchmarks import starter
-from benchmarks.starter import Contained, articles, documentation, held_out, main
+from benchmarks import ship_starter, starter
+from benchmarks.starter import SOURCES, Contained, articles, digest, documentation, held_out, main
 from hf_hybrid.data.corpora import embedded_corpus
+from hf_hybrid.training import pretrain
 from tests.data.conftest import write_package
+from tests.training.conftest import MODELS
 
 OTHER = "Return the sum of all elements along the given axis of an array"
 UNLIKE = "Draw a picture of the tree with its leaves at the bottom of the page"
@@ -90,5 +95,52 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
         rows = [json.loads(line) for line in (tmp_path / "corpus" / f"{split}.jsonl").read_text().splitlines()]
         assert [row["text"] for row in rows[:2]] == [f"A line and one\nof {split}", f"One\nText of {split}."]
         for name in starter.SOURCES:
-            assert report[name][split]["documents"] == sum(row["source"] == name for row in rows) > 0
+            texts = [row["text"] for row in rows if row["source"] == name]
+            assert report[name][split]["documents"] == len(texts) > 0
+            assert report[name][split]["characters"] == sum(map(len, texts))
+            assert report[name][split]["sha256"] == digest(texts)
     assert list(report["documentation"]["packages"]) == ["orchard"]
+
+
+def test_a_run_becomes_a_starter(tmp_path):
+    train, corpus, run = tmp_path / "train.jsonl", tmp_path / "corpus", tmp_path / "run"
+    train.write_text("".join(json.dumps({"text": f"{OTHER} {number} {UNLIKE}"}) + "\n" for number in range(8)))
+    pretrain.main(
+        [
+            *("--objective", "span_corruption", "--model_type", "spade", "--config_overrides", MODELS["spade"]),
+            *("--tokenizer_type", "marked", "--tokenizer_vocab_size", "300", "--train_file", str(train)),
+            *("--validation_file", str(train), "--cache_dir", str(tmp_path / "cache"), "--max_seq_length", "32"),
+            *("--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2", "--do_train"),
+            *("--do_eval", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(run)),
+        ]
+    )
+    corpus.mkdir()
+    split = {"documents": 8, "characters": 1234, "sha256": ""}
+    sources = {name: {"what": what, "licence": licence, "train": split} for name, (what, licence) in SOURCES.items()}
+    sources["documentation"] |= {"packages": {"orchard": "1.2"}, "left_out": 5}
+    (corpus / "sources.json").write_text(json.dumps(sources))
+    folder = tmp_path / "spade-en-tiny"
+    assert ship_starter.main([str(run), str(corpus), str(folder)]) == 0
+
+    trained, shipped = (AutoModelForSeq2SeqLM.from_pretrained(place) for place in (run, folder))
+    assert shipped.config.dropout == 0.1
+    assert {weight.dtype for weight in shipped.parameters()} == {torch.float32}
+    for (name, one), other in zip(trained.named_parameters(), shipped.parameters(), strict=True):
+        assert torch.equal(one if ".ssm." in name else one.bfloat16().float(), other), name
+    stored = sum(weight.numel() * (4 if ".ssm." in name else 2) for name, weight in trained.named_parameters())
+    assert stored <= (folder / "model.safetensors").stat().st_size < stored + 40_000  # tied weights once
+    texts = [OTHER, "theFile of_it"]
+    tokenizers = [AutoTokenizer.from_pretrained(place) for place in (run, folder)]
+    assert tokenizers[0](texts)["input_ids"] == tokenizers[1](texts)["input_ids"]
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", "en")
+    for said in (
+        'hf_hybrid.starter("spade-en-tiny")',
+        "orchard 1.2",
+        "CC BY-SA",
+        "3 steps",
+        "at most 32 tokens",
+        "1,234",
+    ):
+        assert said in card.text, said
+    assert json.loads((folder / "sources.json").read_text()) == sources

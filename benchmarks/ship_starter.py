@@ -1,0 +1,140 @@
+r"""Turn a pre-training run into a starter: ``python -m benchmarks.ship_starter RUN CORPUS FOLDER``.
+
+RUN is the folder of the run, CORPUS that of its texts (`benchmarks.starter`). FOLDER gets the weights in bfloat16, the
+tokenizer, ``sources.json`` and a model card: that of the run, with its data, licences, hours, curve and limits. The
+parameters of the state space model keep float32, since rounding moves its frequencies.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.modelcard import make_markdown_table
+
+import hf_hybrid
+from hf_hybrid.training.report.model_card import MARK
+
+LICENCE = "apache-2.0"
+_EXACT = re.compile(r"\.mixer\.ssm\.")
+"""Parameters that are stored in float32."""
+_DROPOUT = 0.1
+"""For fine-tuning; as for T5, pre-training needs none."""
+_POINTS = 12
+LIMITS = """\
+- It restores hidden spans of text and does nothing else: fine-tune it before you use it.
+- English only, from novels up to the 1920s, Wikipedia of 2016 and documentation of Python packages: it knows little of
+  today's world, and old novels hold the prejudices of their time.
+- Its pieces had at most {length} tokens. It reads longer documents, but has learnt nothing from beyond that length.
+- It is small: expect grammatical, often wrong sentences. Do not rely on facts in them."""
+
+
+def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
+    """Write the starter; return its number of parameters and the bytes of its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForSeq2SeqLM.from_pretrained(run, dtype=torch.float32)
+    model.config.use_cache, model.config.dropout = True, _DROPOUT
+    kept = {name: weight.clone() for name, weight in model.named_parameters() if _EXACT.search(name)}
+    model.to(torch.bfloat16)  # tied weights stay one
+    model.save_pretrained(folder, state_dict=model.state_dict() | kept)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = "float32"  # what from_pretrained makes of it
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    AutoTokenizer.from_pretrained(run).save_pretrained(folder)
+    shutil.copyfile(corpus / "sources.json", folder / "sources.json")
+    sources = json.loads((corpus / "sources.json").read_text(encoding="utf-8"))
+    _card(run, folder.name, sources).save(folder / "README.md")
+    return {
+        "parameters": model.num_parameters(),
+        "bytes": sum(path.stat().st_size for path in folder.iterdir()),
+    }
+
+
+def _card(run: Path, name: str, sources: Mapping[str, Any]) -> ModelCard:
+    card = ModelCard.load(run / "README.md")
+    results = json.loads((run / "all_results.json").read_text(encoding="utf-8"))
+    state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
+    card.data.model_name, card.data.license, card.data.language = name, LICENCE, "en"
+    sections = _sections(card.text)
+    length = re.search(r"--max_seq_length (\d+)", sections["Command"])
+    if length is None:
+        raise ValueError(f"{run / 'README.md'}: its command must have --max_seq_length")
+    load = (
+        "```python\nimport hf_hybrid\nfrom transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
+        f'folder = hf_hybrid.starter("{name}")\n'
+        "model = AutoModelForSeq2SeqLM.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n\n"
+        f"The scripts and `hf-hybrid` take the name: `--model_name_or_path {name}`."
+    )
+    written = {
+        "Load it": load,
+        "Architecture": sections["Architecture"],
+        "Data and licences": _data(sources),
+        "Results": sections["Results"],
+        "Training": f"{_training(results, state)}\n\n{sections['Training']}",
+        "Command": sections["Command"],
+        "Limits": LIMITS.format(length=length[1]),
+        "Versions": sections["Versions"],
+    }
+    intro = (
+        f"A SPADE encoder-decoder, pre-trained on English text for hf_hybrid {hf_hybrid.__version__}, to fine-tune."
+    )
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in written.items())
+    card.text = f"# {name}\n\n{intro}\n\n{body}\n"
+    return card
+
+
+def _sections(text: str) -> dict[str, str]:
+    parts = re.split(r"^## (.*)\n", text.replace(MARK, ""), flags=re.MULTILINE)
+    return {title: body.strip() for title, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _data(sources: Mapping[str, Any]) -> str:
+    rows = [
+        {
+            "source": name,
+            "what": source["what"],
+            "documents": f"{source['train']['documents']:,}",
+            "characters": f"{source['train']['characters']:,}",
+            "licence": source["licence"],
+        }
+        for name, source in sources.items()
+    ]
+    packages = ", ".join(f"{name} {version}" for name, version in sources["documentation"]["packages"].items())
+    return (
+        f"{make_markdown_table(rows).strip()}\n\nThe packages: {packages}. Parts of their documentation that contain "
+        "a document or a summary that `embedded:docstrings` or `embedded:modules` validate or test with were left "
+        f"out: {sources['documentation']['left_out']:,}. The weights carry the package's licence."
+    )
+
+
+def _training(results: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    losses = [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
+    step = max(1, len(losses) // _POINTS)
+    curve = make_markdown_table([{"step": number, "training loss": loss} for number, loss in losses[::-step][::-1]])
+    hours = results["train_runtime"] / 3600
+    return (
+        f"{hours:.2f} hours on two CPU cores, {state['global_step']:,} steps, {results['epoch']:.2f} epochs.\n\n"
+        f"{curve.strip()}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a starter and print its size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("run", "corpus", "folder"):
+        parser.add_argument(name, type=Path)
+    arguments = parser.parse_args(argv)
+    print(json.dumps(ship(arguments.run, arguments.corpus, arguments.folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

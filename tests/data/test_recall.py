@@ -288,7 +288,7 @@ def test_the_needle_lies_at_its_depth_and_every_name_occurs():
     [
         ("mqar", {"length": 63}, "length must be even; got 63"),
         ("mqar", {"pairs": 17}, "pairs must be at most a quarter of length 64; got 17"),
-        ("mqar", {"vocab_size": 64}, "vocab_size must be even and above length 64; got 64"),
+        ("mqar", {"vocab_size": 8}, "vocab_size must be even and above 8; got 8"),
         ("mqar", {"power": 0.0}, "power must be positive; got 0.0"),
         ("mqar", {"pairs": 2.0}, "pairs must be an integer of at least 1; got 2.0"),
         ("in_context_recall", {"noise": 1.0}, "noise must be from 0 to less than 1; got 1.0"),

@@ -32,7 +32,7 @@ def mqar(
     Args:
         count: Sequences.
         generator: Draws them.
-        vocab_size: V, even and greater than `length`.
+        vocab_size: V, even and more than twice `pairs`; the published code wants more than `length`.
         length: Tokens of a sequence, even.
         pairs: Pairs, at most a quarter of `length`.
         power: Exponent of the questions' places, positive; 1 makes all places equally likely.
@@ -47,7 +47,7 @@ def mqar(
     check_sizes(1, count=count, pairs=pairs, length=length)
     check(length % 2 == 0, "length", "even", length)
     check(4 * pairs <= length, "pairs", f"at most a quarter of length {length}", pairs)
-    check(vocab_size % 2 == 0 and vocab_size > length, "vocab_size", f"even and above length {length}", vocab_size)
+    check(vocab_size % 2 == 0 and vocab_size > 2 * pairs, "vocab_size", f"even and above {2 * pairs}", vocab_size)
     check(power > 0, "power", "positive", power)
     half, context = vocab_size // 2, 2 * pairs
     keys = 1 + distinct(generator, count, half - 1, pairs)

@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
+from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
-from hf_hybrid.data.recall import RECALL, Examples, draw, recall_generator
+from hf_hybrid.data.recall import RECALL, Examples, draw
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
 FAR = 32
@@ -175,7 +176,7 @@ def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:
             yield examples(run.task, "train", recipe.batch, recipe, seed=run.seed, number=number)
             number += 1
     kept = examples(run.task, "train", count, recipe, seed=run.seed)
-    order = recall_generator(run.seed, "train", 1)
+    order = split_generator(run.seed, "train", 1)
     size = min(recipe.batch, count)
     while True:
         places = order.permutation(count)

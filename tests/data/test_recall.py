@@ -11,8 +11,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from hf_hybrid.data.drawing import SPLITS, split_generator
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
-from hf_hybrid.data.recall import NO_DISTANCE, RECALL, SPLITS, draw, memorization, recall_generator
+from hf_hybrid.data.recall import NO_DISTANCE, RECALL, draw, memorization
 from hf_hybrid.data.recall.needle import NAMES
 
 TEXT = bytes(range(97, 123)) * 80
@@ -147,7 +148,7 @@ def test_what_is_memorized_is_the_same_in_every_split_and_no_two_keys_share_a_va
             assert value_of.setdefault(key, value) == value
     assert len(set(value_of.values())) == len(value_of) == 127
     assert min(value_of.values()) >= 127 > max(value_of)
-    other = memorization(256, recall_generator(0, "train"), facts_seed=1)
+    other = memorization(256, split_generator(0, "train"), facts_seed=1)
     assert any(
         value_of[key] != value for key, value in zip(other.input_ids.flat, other.labels[:, 1:].flat, strict=False)
     )

@@ -5,7 +5,7 @@
 
 from hf_hybrid.data.recall.associative import in_context_recall, key_value, mqar
 from hf_hybrid.data.recall.copying import compression, memorization, selective_copying
-from hf_hybrid.data.recall.examples import NO_DISTANCE, SPLITS, Examples, recall_generator
+from hf_hybrid.data.recall.examples import NO_DISTANCE, Examples
 from hf_hybrid.data.recall.facts import facts
 from hf_hybrid.data.recall.far import aggregate, latch
 from hf_hybrid.data.recall.needle import needle
@@ -14,7 +14,6 @@ from hf_hybrid.data.recall.tasks import RECALL, RecallTask, draw
 __all__ = [
     "NO_DISTANCE",
     "RECALL",
-    "SPLITS",
     "Examples",
     "RecallTask",
     "aggregate",
@@ -27,6 +26,5 @@ __all__ = [
     "memorization",
     "mqar",
     "needle",
-    "recall_generator",
     "selective_copying",
 ]

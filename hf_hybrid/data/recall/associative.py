@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from hf_hybrid.data.recall.examples import NO_DISTANCE, Array, Examples, check, check_sizes, distinct, empty
+from hf_hybrid.data.drawing import Array, check, check_sizes
+from hf_hybrid.data.recall.examples import Examples, distinct, empty
 
 __all__ = ["in_context_recall", "key_value", "mqar"]
 
@@ -104,34 +105,36 @@ def in_context_recall(
     check(length % 2 == 0 and length >= 4, "length", "even and at least 4", length)
     check(0 <= noise < 1, "noise", "from 0 to less than 1", noise)
     check(noise == 0 or noise_vocab_size > 0, "noise_vocab_size", f"positive with noise {noise}", noise_vocab_size)
-    check(
-        vocab_size - noise_vocab_size >= 2,
-        "vocab_size",
-        f"at least noise_vocab_size {noise_vocab_size} + 2",
-        vocab_size,
-    )
-    keys = (vocab_size - noise_vocab_size) // 2
-    values = vocab_size - noise_vocab_size - keys
-    pairs, rows = length // 2, np.arange(count)
+    first_noise = vocab_size - noise_vocab_size
+    check(first_noise >= 2, "vocab_size", f"at least noise_vocab_size {noise_vocab_size} + 2", vocab_size)
+    keys, pairs = first_noise // 2, length // 2
+    values = first_noise - keys
     meant = keys + generator.integers(values, size=(count, keys))
     drawn = generator.integers(keys, size=(count, pairs))
     is_noise = generator.random((count, pairs)) < noise
-    is_noise[rows, generator.integers(pairs - 1, size=count)] = False
+    is_noise[np.arange(count), generator.integers(pairs - 1, size=count)] = False
     is_noise[:, -1] = False
-    # the last key is one that came before: that of a random earlier pair, keys being equally likely
     drawn[:, -1] = _one_of_those_seen(generator, drawn[:, :-1], is_noise[:, :-1], keys)
     input_ids, labels, distances = empty(count, length)
-    seen = np.full((count, keys), NO_DISTANCE)  # place of the last value of each key
-    for pair in range(pairs):
-        place, key = 2 * pair, drawn[:, pair]
-        before, value, kept = seen[rows, key], meant[rows, key], ~is_noise[:, pair]
-        input_ids[:, place], input_ids[:, place + 1] = key, value
-        asked = kept & (before >= 0)
-        labels[asked, place], distances[asked, place] = value[asked], place - before[asked]
-        seen[rows[kept], key[kept]] = place + 1
-    tokens = vocab_size - noise_vocab_size + generator.integers(max(noise_vocab_size, 1), size=(count, length))
+    input_ids[:, ::2], input_ids[:, 1::2] = drawn, np.take_along_axis(meant, drawn, axis=1)
+    before = _places_before(drawn, is_noise, keys)
+    rows, asked = np.nonzero(before >= 0)
+    labels[rows, 2 * asked] = input_ids[rows, 2 * asked + 1]
+    distances[rows, 2 * asked] = 2 * (asked - before[rows, asked]) - 1
+    tokens = first_noise + generator.integers(max(noise_vocab_size, 1), size=(count, length))
     input_ids = np.where(np.repeat(is_noise, 2, axis=1), tokens, input_ids)
     return Examples(input_ids, labels, distances, vocab_size, chance=1 / values)
+
+
+def _places_before(drawn: Array, is_noise: Array, keys: int) -> Array:
+    """Return the last pair before each one that has the same key; -1 for noise and for the first of a key."""
+    rows, seen = np.arange(len(drawn)), np.full((len(drawn), keys), -1)
+    before = np.empty_like(drawn)
+    for pair, key in enumerate(drawn.T):
+        kept = ~is_noise[:, pair]
+        before[:, pair] = np.where(kept, seen[rows, key], -1)
+        seen[rows[kept], key[kept]] = pair
+    return before
 
 
 def _one_of_those_seen(generator: np.random.Generator, drawn: Array, is_noise: Array, keys: int) -> Array:

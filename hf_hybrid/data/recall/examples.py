@@ -1,28 +1,16 @@
-"""What every task of recall returns, the generators of its splits, and checks of its sizes."""
+"""What every task of recall returns, and how its arrays begin."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from hf_hybrid.data.drawing import Array
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 
-__all__ = [
-    "NO_DISTANCE",
-    "SPLITS",
-    "Array",
-    "Examples",
-    "check",
-    "check_sizes",
-    "distinct",
-    "empty",
-    "recall_generator",
-]
+__all__ = ["NO_DISTANCE", "Examples", "distinct", "empty"]
 
-Array = np.ndarray[Any, Any]
 NO_DISTANCE = -1
 """The distance where nothing is asked, or where no token of the sequence holds the answer."""
-SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -48,43 +36,6 @@ class Examples:
     vocab_size: int
     chance: float
     document_ids: Array | None = None
-
-
-def recall_generator(seed: int, split: str, number: int = 0) -> np.random.Generator:
-    """Return the generator of a batch, whoever draws it and whatever was drawn before.
-
-    Args:
-        seed: Seed of the data, at least 0.
-        split: One of `SPLITS`; they share no random numbers.
-        number: Which batch of the split.
-
-    Raises:
-        ValueError: A value breaks its rule.
-    """
-    check(split in SPLITS, "split", f"one of {', '.join(SPLITS)}", split)
-    check_sizes(0, seed=seed, number=number)
-    return np.random.default_rng([seed, SPLITS.index(split), number])
-
-
-def check(holds: bool, field: str, rule: str, value: object) -> None:
-    """Refuse a value that breaks a rule.
-
-    Raises:
-        ValueError: It does.
-    """
-    if not holds:
-        raise ValueError(f"{field} must be {rule}; got {value!r}")
-
-
-def check_sizes(least: int, **sizes: int) -> None:
-    """Refuse sizes that are no integers or too small.
-
-    Raises:
-        ValueError: One is.
-    """
-    for field, value in sizes.items():
-        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        check(is_integer and value >= least, field, f"an integer of at least {least}", value)
 
 
 def empty(count: int, length: int, filler: int = 0) -> tuple[Array, Array, Array]:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from hf_hybrid.data.recall.examples import Examples, check, check_sizes, empty
+from hf_hybrid.data.drawing import check, check_sizes
+from hf_hybrid.data.recall.examples import Examples, empty
 
 __all__ = ["aggregate", "latch"]
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.recall.associative import in_context_recall, key_value, mqar
 from hf_hybrid.data.recall.copying import compression, memorization, selective_copying
-from hf_hybrid.data.recall.examples import Examples, recall_generator
+from hf_hybrid.data.recall.examples import Examples
 from hf_hybrid.data.recall.facts import facts
 from hf_hybrid.data.recall.far import aggregate, latch
 from hf_hybrid.data.recall.needle import needle
@@ -97,4 +98,4 @@ def draw(name: str, split: str, count: int, *, seed: int = 0, number: int = 0, *
     for field_name in task.needs:
         if field_name not in sizes:
             raise ValueError(f"{name} needs {field_name}; got only {', '.join(sizes) or 'none'}")
-    return task.function(count, recall_generator(seed, split, number), **{**task.sizes, **sizes})
+    return task.function(count, split_generator(seed, split, number), **{**task.sizes, **sizes})

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_recall, recall_run
+from benchmarks import bench_recall, figures, recall_figure, recall_run, results_page
 from benchmarks.bench_recall import SELECT, check_rows, kept, main, report, todo
-from benchmarks.comparison import COLUMNS, read_rows
+from benchmarks.comparison import COLUMNS, append_rows, read_rows
 from benchmarks.recall_models import MODELS, Compressor, Shape, build, fitted, reach
 from benchmarks.recall_run import FAR, RECIPES, Recipe, Run, accuracies, examples, is_done_by, shape_of, texts, train
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
@@ -232,3 +232,26 @@ def test_a_stopped_benchmark_goes_on_and_repeats_what_failed(tmp_path, monkeypat
 
 def test_report_of_models_that_diverged():
     assert "| BST |  |  |  |  | diverged |" in report([row(outcome="diverged", **{SELECT: "", "accuracy": ""})])
+
+
+def test_the_figure_has_a_panel_for_each_architecture_that_has_both(tmp_path):
+    assert recall_figure.recall(tmp_path) == []
+    pairs = [("latch", "BST", "0.9"), ("latch", "BST, windows alone", "0.1"), ("latch", "SPADE", "0.8")]
+    pairs += [("facts", "SRformer", "0.7"), ("facts", "SRformer, segments alone", "0.2")]
+    rows = [
+        row(task, model, seed=seed, chance="0.0625", at_32=accuracy, at_64="0.5")
+        for task, model, accuracy in pairs
+        for seed in ("0", "1")
+    ]
+    append_rows(tmp_path / "recall.csv", (*COLUMNS, *bench_recall.SCORES), rows)
+    panels = recall_figure.recall(tmp_path)
+    assert [(panel.title, panel.unit, panel.trained) for panel in panels] == [
+        ("BST", "tokens", 128),
+        ("SRformer", "segments", 8),
+    ]
+    assert panels[0].tasks == {"latch": {"BST": [(32, 0.9), (64, 0.5)], "BST, windows alone": [(32, 0.1), (64, 0.5)]}}
+    assert panels[0].chances == {"latch": 0.0625}
+    drawn = figures.draw(panels)
+    assert drawn == figures.draw(panels)
+    assert drawn.endswith(f"<!-- shows {figures.digest(panels)} -->\n")
+    assert results_page.tables(tmp_path / "recall.csv") == report(rows)

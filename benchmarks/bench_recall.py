@@ -3,7 +3,7 @@
 Run it from the repository root::
 
     python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: hours on two cores
-    python -m benchmarks.bench_recall --quick                                 # own tasks, one seed: 15 minutes
+    python -m benchmarks.bench_recall --quick                                 # own tasks, one seed: minutes
     python -m benchmarks.bench_recall --report benchmarks/results/recall.csv  # its tables
 
 The tasks are those of `hf_hybrid.data.recall`, with their published sizes. Models have two layers (Mamba-2, whose
@@ -42,7 +42,7 @@ from hf_hybrid.version import __version__
 DEFAULT_OUT = Path("runs/bench/recall.csv")
 SELECT = "validation_accuracy"
 RATES = ("0.001", "0.003", "0.01")
-QUICK_TASKS, QUICK_RATE, QUICK_STEPS = ("aggregate", "latch", "key_value", "facts"), "0.003", 300
+QUICK_TASKS, QUICK_RATE, QUICK_STEPS = ("aggregate", "latch", "key_value", "facts"), "0.003", 600
 _FAR = [f"at_{least}" for least in BINS]
 SCORES = (SELECT, "accuracy", "far", "chance", "trained_steps", *(f"x{factor}" for factor in FACTORS), *_FAR)
 

@@ -21,7 +21,8 @@ def latch(
     """Draw one token to hold: the first names a class, and questions beyond a window ask for it.
 
     After the class and `gap` more tokens, a question token stands at every `every`-th place. Answers are never shown.
-    Between them stands one blank token, or noise.
+    Between them stands one blank token, or noise. Among blanks there are only as many sequences as classes, the same
+    in every split: what is tested is memory, and on longer sequences how long it lasts.
 
     Own task, after the latching problem of Bengio et al. 1994. Tokens: classes, noise, the question.
 

@@ -307,17 +307,17 @@ def test_official_pathfinder(tmp_path):
     train, test = (load_lra("lra_pathfinder", split, data_dir=tmp_path) for split in ("train", "test"))
     assert (np.stack(train.inputs) == images[:8].reshape(8, -1) / np.float32(127.5) - 1).all()
     assert [*train.labels, *test.labels] == [*labels[:8], labels[9]]
+    with pytest.raises(ValueError, match="must have 16 x 16 pixels; got 32 x 32"):
+        list(read_pathfinder(folder, size=16))
     (folder / "imgs" / "0" / "sample_3.png").write_bytes(b"")  # as in the published set
-    assert len(read_pathfinder(folder)[0]) == 9
+    assert len(list(read_pathfinder(folder))) == 9
     content = (folder / "imgs" / "0" / "sample_4.png").read_bytes()
     (folder / "imgs" / "0" / "sample_4.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=r"sample_4.png must be an image; it cannot be read"):
-        read_pathfinder(folder)
+        list(read_pathfinder(folder))
     (folder / "imgs" / "0" / "sample_4.png").unlink()
     with pytest.raises(ValueError, match=r"0.npy, line 5: the image must exist; .*sample_4.png does not"):
-        read_pathfinder(folder)
-    with pytest.raises(ValueError, match="must have 16 x 16 pixels; got 32 x 32"):
-        read_pathfinder(folder, size=16)
+        list(read_pathfinder(folder))
 
 
 def test_official_cifar10(tmp_path):
@@ -335,7 +335,7 @@ def test_official_cifar10(tmp_path):
     np.testing.assert_allclose(train.inputs[3], grey / 127.5 - 1, atol=1e-6)
     (folder / "test_batch.bin").write_bytes(rows.tobytes()[:-1])
     with pytest.raises(ValueError, match=r"test_batch.bin must be records of 3073 bytes; it has 30729 bytes"):
-        read_cifar10(folder / "test_batch.bin")
+        list(read_cifar10(folder / "test_batch.bin"))
 
 
 def save(path, **arrays):

@@ -106,8 +106,10 @@ def read_reviews(path: Path) -> Iterator[tuple[str, int]]:
         yield str(row["text"]), _label(label, 2, f"{path}, row {number}")
 
 
-def read_pathfinder(folder: Path, size: int = 32) -> tuple[Array, Array]:
-    """Read the official images of one difficulty, such as ``pathfinder32/curv_contour_length_14``.
+def read_pathfinder(
+    folder: Path, size: int = 32, share: tuple[float, float] = (0.0, 1.0)
+) -> Iterator[tuple[Array, int]]:
+    """Yield the official images of one difficulty, such as ``pathfinder32/curv_contour_length_14``, and their labels.
 
     Its folder ``metadata`` has text files, whose lines name an image by folder and file, then its number and its
     label. Empty images are left out, as the published program does (there is one).
@@ -115,9 +117,10 @@ def read_pathfinder(folder: Path, size: int = 32) -> tuple[Array, Array]:
     Args:
         folder: The folder of ``metadata`` and ``imgs``.
         size: Pixels of a side.
+        share: Beginning and end of the images that are read, as shares of all, in the order of the files' names.
 
-    Returns:
-        The images, `(N, size, size)`, uint8, and the labels, `(N,)`, in the order of the files' names.
+    Yields:
+        An image `(size, size)`, uint8, and its label.
 
     Raises:
         ValueError: A file is missing, or is no image of this size.
@@ -125,7 +128,7 @@ def read_pathfinder(folder: Path, size: int = 32) -> tuple[Array, Array]:
     files = sorted((folder / "metadata").glob("*.npy"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise ValueError(f"data_dir must hold metadata/*.npy of Pathfinder; {folder / 'metadata'} has none")
-    images, labels = [], []
+    listed = []
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
             words = line.split()
@@ -135,18 +138,36 @@ def read_pathfinder(folder: Path, size: int = 32) -> tuple[Array, Array]:
             if not place.is_file():
                 raise ValueError(f"{file}, line {number}: the image must exist; {place} does not")
             if place.stat().st_size:
-                images.append(_image(place, size))
-                labels.append(_label(words[3], 2, f"{file}, line {number}"))
-    return np.stack(images), np.array(labels)
+                listed.append((place, _label(words[3], 2, f"{file}, line {number}")))
+    start, end = (round(len(listed) * part) for part in share)
+    for place, label in listed[start:end]:
+        yield _image(place, size), label
 
 
-def read_cifar10(path: Path) -> tuple[Array, Array]:
-    """Read CIFAR-10's binary files, turned to grey: a folder's ``data_batch_*.bin``, or one file.
+def _image(path: Path, size: int) -> Array:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L"))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # PIL raises SyntaxError for broken PNG files
+        raise ValueError(f"{path} must be an image; it cannot be read ({error})") from error
+    if pixels.shape != (size, size):
+        raise ValueError(f"{path} must have {size} x {size} pixels; got {' x '.join(map(str, pixels.shape))}")
+    return pixels
+
+
+def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterator[tuple[Array, int]]:
+    """Yield the images of CIFAR-10's binary files, turned to grey, and their labels.
 
     Grey is 0.2989 red + 0.587 green + 0.114 blue, rounded down, as in the Long Range Arena.
 
-    Returns:
-        The images, `(N, 32, 32)`, uint8, and the labels, `(N,)`.
+    Args:
+        path: A folder with ``data_batch_*.bin``, or one file.
+        share: Beginning and end of the images that are read, as shares of all.
+
+    Yields:
+        An image `(32, 32)`, uint8, and its label.
 
     Raises:
         ValueError: There is no such file, or one has another size.
@@ -163,22 +184,10 @@ def read_cifar10(path: Path) -> tuple[Array, Array]:
     rows = np.concatenate(records)
     if rows[:, 0].max() > 9:
         raise ValueError(f"{path}: labels must be from 0 to 9; got {rows[:, 0].max()}")
-    colours = rows[:, 1:].reshape(-1, 3, 32, 32).astype(np.float64)
-    grey = np.einsum("ncyx,c->nyx", colours, np.array([0.2989, 0.587, 0.114]))
-    return grey.astype(np.uint8), rows[:, 0].astype(np.int64)
-
-
-def _image(path: Path, size: int) -> Array:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L"))
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # PIL raises SyntaxError for broken PNG files
-        raise ValueError(f"{path} must be an image; it cannot be read ({error})") from error
-    if pixels.shape != (size, size):
-        raise ValueError(f"{path} must have {size} x {size} pixels; got {' x '.join(map(str, pixels.shape))}")
-    return pixels
+    start, end = (round(len(rows) * part) for part in share)
+    for row in rows[start:end]:
+        grey = np.array([0.2989, 0.587, 0.114]) @ row[1:].reshape(3, -1).astype(np.float64)
+        yield grey.astype(np.uint8).reshape(32, 32), int(row[0])
 
 
 def read_arrays(path: Path, labels: int = 10) -> tuple[list[Array], Array]:

@@ -25,6 +25,7 @@ __all__ = ["LRA", "LraRows", "LraTask", "load_lra"]
 
 _RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 _BYTE_IDS = 256 + 3
+_WHOLE = (0.0, 1.0)
 _TABLES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv", ".csv", ".parquet")
 
 
@@ -52,7 +53,8 @@ class LraTask:
         length: Longest sequence; longer ones are cut.
         vocab_size: Ids of its tokens; None for sequences of real numbers.
         counts: Rows of the published splits, or of those that are drawn.
-        read: Reads a file or folder: yields a row's input, its second document or None, and its label.
+        read: Reads a file or folder, or a share of it if there are `shares`: yields a row's input, its second document
+            or None, and its label.
         files: The official file or folder of each split within a user's folder; none if all is drawn.
         home: Where these are from.
         shares: Beginning and end of each split, as shares of its file's rows.
@@ -65,10 +67,10 @@ class LraTask:
     length: int
     vocab_size: int | None
     counts: tuple[int, int, int]
-    read: Callable[[Path], "_Rows"]
+    read: Callable[..., "_Rows"]
     files: tuple[str, ...] = ()
     home: str = ""
-    shares: tuple[tuple[float, float], ...] = ((0.0, 1.0),) * 3
+    shares: tuple[tuple[float, float], ...] = (_WHOLE,) * 3
     endings: tuple[str, ...] = _TABLES
     draw: Callable[[np.random.Generator], "_Rows"] | None = None
     is_pair: bool = False
@@ -100,9 +102,9 @@ def _pixels(image: Array) -> Array:
     return values
 
 
-def _pathfinder(path: Path) -> _Rows:
-    for image, label in zip(*read_pathfinder(path), strict=True):
-        yield _pixels(image), None, int(label)
+def _pathfinder(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
+    for image, label in read_pathfinder(path, share=share):
+        yield _pixels(image), None, label
 
 
 def _drawn_pathfinder(settings: Pathfinder) -> Callable[[np.random.Generator], _Rows]:
@@ -129,12 +131,12 @@ def _arrays(path: Path) -> _Rows:
         yield values, None, int(label)
 
 
-def _cifar10(path: Path) -> _Rows:
+def _cifar10(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
     if path.suffix == ".npz":
         yield from _arrays(path)
         return
-    for image, label in zip(*read_cifar10(path), strict=True):
-        yield _pixels(image), None, int(label)
+    for image, label in read_cifar10(path, share):
+        yield _pixels(image), None, label
 
 
 _HARD = "lra_release/lra_release/pathfinder32/curv_contour_length_14"
@@ -187,7 +189,7 @@ LRA: dict[str, LraTask] = {
         read=_cifar10,
         files=("cifar-10-batches-bin", "cifar-10-batches-bin", "cifar-10-batches-bin/test_batch.bin"),
         home="https://www.cs.toronto.edu/~kriz/cifar.html",
-        shares=((0.0, 0.9), (0.9, 1.0), (0.0, 1.0)),
+        shares=((0.0, 0.9), (0.9, 1.0), _WHOLE),
         endings=(".npz",),
     ),
     "lra_pathfinder": LraTask(
@@ -246,13 +248,8 @@ def load_lra(
             raise ValueError(f"{name} must have data_dir, the folder of {_wanted(task, place)}; got none")
         rows = list(islice(task.draw(split_generator(seed, split)), count or task.counts[place]))
     else:
-        path, shares = _found(name, data_dir, place)
-        if shares == (0.0, 1.0):
-            rows = list(islice(task.read(path), count))
-        else:
-            everything = list(task.read(path))
-            start, end = (round(len(everything) * share) for share in shares)
-            rows = everything[start:end][:count]
+        path, share = _found(name, data_dir, place)
+        rows = list(islice(task.read(path) if share == _WHOLE else task.read(path, share), count))
     if not rows:
         raise ValueError(f"{name}: split {split!r} must have at least one row; got none")
     pairs = [second[: task.length] for _, second, _ in rows if second is not None]
@@ -271,7 +268,7 @@ def _found(name: str, data_dir: Path, place: int) -> tuple[Path, tuple[float, fl
         return data_dir / task.files[place], task.shares[place]
     for ending in task.endings:
         if (path := data_dir / f"{SPLITS[place]}{ending}").exists():
-            return path, (0.0, 1.0)
+            return path, _WHOLE
     if not task.files and not task.endings:
         raise ValueError(f"data_dir must be left out for {name}, whose rows are drawn; got {data_dir}")
     raise ValueError(f"data_dir must hold {_wanted(task, place)}; {data_dir} has no such file")

@@ -3,7 +3,7 @@
 import io
 import zipfile
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,12 @@ def read_reviews(path: Path) -> Iterator[tuple[str, int]]:
         folders = [path / name for name in ("neg", "pos")]
         if missing := [folder for folder in folders if not folder.is_dir()]:
             raise ValueError(f"data_dir must hold the folders neg and pos of aclImdb; {missing[0]} is missing")
-        for label, folder in enumerate(folders):
-            for file in sorted(folder.glob("*.txt")):
-                yield file.read_text(encoding="utf-8"), label
+        # in turn, so that the first rows have both labels
+        files = zip_longest(*(sorted(folder.glob("*.txt")) for folder in folders))
+        for both in files:
+            for label, file in enumerate(both):
+                if file is not None:
+                    yield file.read_text(encoding="utf-8"), label
         return
     for number, row in enumerate(iterate_rows("data_dir", str(path)), start=1):
         if missing_columns := {"text", "label"} - row.keys():

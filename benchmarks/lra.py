@@ -95,7 +95,9 @@ class LongRangeRun:
         count = _SMALL_ROWS if arguments.small else dict.fromkeys(_SMALL_ROWS, arguments.rows)
         where = (arguments.data_dir, arguments.seed)
         kept = Path(arguments.output_dir, "data")
-        self.rows = {split: rows_of(arguments.task, split, *where, count[split], kept) for split in _SMALL_ROWS}
+        splits = dict.fromkeys(("train", "validation", arguments.tested))
+        self.rows = {split: rows_of(arguments.task, split, *where, count[split], kept) for split in splits}
+        self.tested = arguments.tested
         torch.manual_seed(arguments.seed)
         self.model: nn.Module = LongRangeClassifier(config, LRA[arguments.task]).to(self.device)
         rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
@@ -213,7 +215,7 @@ class LongRangeRun:
         """Test the best weights, and write and return the result."""
         self.model.load_state_dict(self.best["weights"])
         counts = {"steps": self.step, "minutes": round(self.minutes, 2), "examples": len(self.inputs)}
-        scores = {"accuracy": self.accuracy("test"), "validation": self.best["validation"]}
+        scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
         with replacing(self.folder / RESULT) as path:
@@ -231,8 +233,9 @@ def _without_version(config: Any) -> dict[str, Any]:
 def row(model: str, task: str, result: dict[str, Any], recipe: LraRecipe) -> str:
     """Return a table: this run, and the papers' models on the same task."""
     lines = [[f"**{model}**, here", f"{result['parameters']:,}", f"{100 * result['accuracy']:.2f}"]]
+    split = "" if result["tested"] == "test" else f", on the {result['tested']} split"
     lines += [[name, "", f"{of[task]:.2f}"] for name, of in PAPERS.items() if task in of]
-    title = f"{task}: {result['examples']:,} examples, {recipe.epochs} epochs, {result['minutes']:.1f} minutes"
+    title = f"{task}: {result['examples']:,} examples, {recipe.epochs} epochs, {result['minutes']:.1f} minutes{split}"
     return f"{title} ({recipe.source})\n\n" + markdown_table(["model", "parameters", "accuracy (%)"], lines)
 
 
@@ -246,6 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="of this slice (%(default)s)")
     parser.add_argument("--data_dir", type=Path, help="folder of the task's files; without it rows are drawn")
     parser.add_argument("--rows", type=int, help="most rows of each split (all)")
+    parser.add_argument(
+        "--tested", choices=("test", "validation"), default="test", help="split of the last score (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")

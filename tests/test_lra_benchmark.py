@@ -116,6 +116,22 @@ def test_missing_files_are_named_before_training(tmp_path, capsys):
     assert "lra_image must have data_dir, the folder of cifar-10-batches-bin" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_test_split_is_scored_by_its_validation_split(tmp_path, capsys):
+    for split, count in (("train", 20), ("validation", 8)):
+        lines = (
+            f'{{"text": "{"good" if number % 2 else "bad"}", "label": {number % 2}}}\n' for number in range(count)
+        )
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    command = ["--task", "lra_text", "--data_dir", str(tmp_path), "--small", "--device", "cpu"]
+    command += ["--output_dir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "or test with the ending .jsonl" in capsys.readouterr().err
+    assert main([*command, "--tested", "validation"]) == 0
+    assert "20 examples, 2 epochs" in (table := capsys.readouterr().out)
+    assert "minutes, on the validation split (a rehearsal)" in table
+
+
 def test_batches_pad_and_count():
     rows = lra.LraRows([np.array([1, 2, 3]), np.array([4]), np.zeros(0, np.int64)], np.array([0, 1, 1]))
     (((first, kept),), labels), (((second, mask),), _) = lra.batches(rows, [1, 0, 2], 2, torch.device("cpu"))

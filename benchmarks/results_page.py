@@ -22,6 +22,7 @@ from benchmarks import (
     bench_cross_attention,
     bench_language_models,
     bench_models,
+    bench_recall,
     bench_state_memory,
     comparison,
 )
@@ -34,6 +35,7 @@ EXPERIMENTS = Path("benchmarks/experiments")
 NOT_YET = "not measured yet"
 # a column that no earlier module's files have -> the module
 REPORTS = {
+    "trained_steps": bench_recall,
     "recipe": comparison,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,

@@ -1,0 +1,277 @@
+"""Train on the Long Range Arena in slices of minutes, and print the row beside the papers'.
+
+Run it from the repository root; ``docs/long_range.md`` says which files a task reads from ``--data_dir``, and which
+tasks are drawn without any::
+
+    python -m benchmarks.lra --task lra_listops --model CHELA --minutes 9        # again and again, until it is done
+    python -m benchmarks.lra --task lra_image --model "SPADE (S4 + chunk)" --data_dir path/to/data --minutes 9
+    python -m benchmarks.lra --task lra_pathfinder_16 --model CHELA --small      # a rehearsal on a CPU
+
+A run is a folder, ``OUTPUT_DIR/TASK/MODEL-SEED``. When its minutes are over, it saves a checkpoint there and ends; the
+same command goes on from it, also on another machine to which the folder was copied, with the batches that would have
+come next. The checkpoint holds a hash of the recipe, and another recipe is refused. Drawn data are kept in
+``OUTPUT_DIR/data``. After the last epoch, the weights of the epoch with the best validation are tested. Nothing needs
+the network.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.lra_recipes import MODELS, PAPERS, LongRangeClassifier, LraRecipe, config_of, recipe_of
+from benchmarks.record import markdown_table
+from benchmarks.train_one import slug
+from hf_hybrid.data.drawing import split_generator
+from hf_hybrid.data.lra import LRA, LraRows, load_lra
+from hf_hybrid.training.run_folder.files import replacing
+from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
+
+CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
+_WARMUP = 0.05
+_SMALL_ROWS = {"train": 32, "validation": 16, "test": 16}
+Batch = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+
+
+# ---- data ----
+
+
+def rows_of(task: str, split: str, data_dir: Path | None, seed: int, count: int | None, folder: Path) -> LraRows:
+    """Load a split; drawn rows are drawn once, and kept as a file in a folder."""
+    if data_dir is not None:
+        return load_lra(task, split, data_dir=data_dir, count=count)
+    path = folder / f"{task}-{split}-{count or 'all'}-{seed}.npz"
+    if not path.exists():
+        rows = load_lra(task, split, count=count, seed=seed)
+        ends = np.cumsum([len(row) for row in rows.inputs])
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new, open(new, "wb") as file:
+            np.savez(file, inputs=np.concatenate(rows.inputs), ends=ends, labels=rows.labels)
+    with np.load(path, allow_pickle=False) as kept:
+        return LraRows(np.split(kept["inputs"], kept["ends"][:-1]), kept["labels"])
+
+
+def batches(rows: LraRows, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:
+    """Yield padded batches of rows in an order; the last one may be smaller."""
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
+        parts = [rows.inputs] if rows.pairs is None else [rows.inputs, rows.pairs]
+        labels = torch.from_numpy(rows.labels[list(places)]).to(device)
+        yield [_padded([part[place] for place in places], device) for part in parts], labels
+
+
+def _padded(sequences: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    length = max(1, *(len(sequence) for sequence in sequences))
+    inputs = np.zeros((len(sequences), length), dtype=sequences[0].dtype)
+    kept = np.zeros((len(sequences), length), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        inputs[row, : len(sequence)] = sequence
+        kept[row, : max(1, len(sequence))] = 1  # an empty text is one token of padding
+    return torch.from_numpy(inputs).to(device), torch.from_numpy(kept).to(device)
+
+
+# ---- training ----
+
+
+class LongRangeRun:
+    """A model, its optimizer and how far it has come."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.task, self.folder = arguments.task, folder
+        self.device = torch.device(arguments.device)
+        self.recipe = recipe_of(arguments.model, arguments.task, arguments.small)
+        config = config_of(arguments.model, arguments.task, self.recipe, arguments.small)
+        count = _SMALL_ROWS if arguments.small else dict.fromkeys(_SMALL_ROWS, arguments.rows)
+        where = (arguments.data_dir, arguments.seed)
+        kept = Path(arguments.output_dir, "data")
+        splits = dict.fromkeys(("train", "validation", arguments.tested))
+        self.rows = {split: rows_of(arguments.task, split, *where, count[split], kept) for split in splits}
+        self.tested = arguments.tested
+        torch.manual_seed(arguments.seed)
+        self.model: nn.Module = LongRangeClassifier(config, LRA[arguments.task]).to(self.device)
+        rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=decay)
+        separate_ssm_parameters(self.optimizer, self.model.model)  # type: ignore[arg-type]
+        self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
+        self.best: dict[str, Any] = {"validation": -1.0}
+        made_by = [arguments.task, arguments.model, asdict(self.recipe), _without_version(config), len(self.inputs)]
+        self.hash = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The sequences to train on."""
+        return self.rows["train"].inputs
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates of an epoch."""
+        return math.ceil(len(self.inputs) / self.recipe.batch)
+
+    @property
+    def steps(self) -> int:
+        """All updates."""
+        return self.recipe.epochs * self.steps_per_epoch
+
+    def train(self, minutes: float) -> bool:
+        """Train until the minutes are over, and save; return whether all epochs are done."""
+        began = time.monotonic()
+        while self.step < self.steps:
+            for batch in self._rest_of_epoch():
+                self._update(*batch)
+                if self.step % self.steps_per_epoch == 0:
+                    self._end_epoch()
+                if time.monotonic() - began > 60 * minutes and self.step < self.steps:
+                    self.save(began)
+                    return False
+        self.save(began)
+        return True
+
+    def _rest_of_epoch(self) -> Iterator[Batch]:
+        """Yield the batches of this epoch that have not come yet; their order depends on seed and epoch alone."""
+        epoch, done = divmod(self.step, self.steps_per_epoch)
+        order = split_generator(self.seed, "train", epoch).permutation(len(self.inputs)).tolist()
+        yield from batches(self.rows["train"], order[done * self.recipe.batch :], self.recipe.batch, self.device)
+
+    def _update(self, sequences: list[Any], labels: torch.Tensor) -> None:
+        warmup = max(1, round(_WARMUP * self.steps))
+        factor = min((self.step + 1) / warmup, 1 - max(0, self.step - warmup) / max(1, self.steps - warmup))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.learning_rate * factor
+        self.model.train()
+        torch.manual_seed(self.seed * 1_000_003 + self.step)  # dropout goes on as if nothing had stopped it
+        loss = F.cross_entropy(self.model(*sequences), labels)
+        if not torch.isfinite(loss):
+            raise RuntimeError(f"the loss of step {self.step} is not finite: try a lower learning rate")
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def _end_epoch(self) -> None:
+        validation = self.accuracy("validation")
+        self.history.append({"step": self.step, "validation": validation})
+        print(f"epoch {self.step // self.steps_per_epoch} of {self.recipe.epochs}: {validation:.4f}", flush=True)
+        if validation > self.best["validation"]:
+            weights = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+            self.best = {"validation": validation, "weights": weights}
+
+    @torch.no_grad()
+    def accuracy(self, split: str) -> float:
+        """Return the share of right labels."""
+        self.model.eval()
+        rows, right = self.rows[split], 0
+        for sequences, labels in batches(rows, range(len(rows.labels)), self.recipe.batch, self.device):
+            right += int((self.model(*sequences).argmax(dim=-1) == labels).sum())
+        return right / len(rows.labels)
+
+    # ---- checkpoints ----
+
+    def save(self, began: float) -> None:
+        """Write a checkpoint; an interruption leaves the one before."""
+        self.minutes += (time.monotonic() - began) / 60
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "best": self.best}
+        counts = {"step": self.step, "minutes": self.minutes, "history": self.history, "hash": self.hash}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / CHECKPOINT) as path:
+            torch.save({**states, **counts}, path)
+
+    def resume(self) -> None:
+        """Go on from a checkpoint, if there is one.
+
+        Raises:
+            ValueError: It is of another recipe, or cannot be read.
+        """
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return
+        try:
+            kept = torch.load(path, map_location=self.device, weights_only=True)
+        except Exception as error:  # torch raises many kinds for a broken file
+            raise ValueError(f"{path} must be a checkpoint; it cannot be read ({error}). Delete it") from error
+        if kept["hash"] != self.hash:
+            raise ValueError(
+                f"{path} must have the recipe {self.hash}, the present one; got {kept['hash']}. Delete it, or name "
+                "another --output_dir"
+            )
+        self.model.load_state_dict(kept["model"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        self.step, self.minutes, self.history, self.best = (
+            kept[name] for name in ("step", "minutes", "history", "best")
+        )
+
+    def test(self) -> dict[str, Any]:
+        """Test the best weights, and write and return the result."""
+        self.model.load_state_dict(self.best["weights"])
+        counts = {"steps": self.step, "minutes": round(self.minutes, 2), "examples": len(self.inputs)}
+        scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
+        with replacing(self.folder / RESULT) as path:
+            path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        return result
+
+
+def _without_version(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
+
+
+# ---- the command line ----
+
+
+def row(model: str, task: str, result: dict[str, Any], recipe: LraRecipe) -> str:
+    """Return a table: this run, and the papers' models on the same task."""
+    lines = [[f"**{model}**, here", f"{result['parameters']:,}", f"{100 * result['accuracy']:.2f}"]]
+    split = "" if result["tested"] == "test" else f", on the {result['tested']} split"
+    lines += [[name, "", f"{of[task]:.2f}"] for name, of in PAPERS.items() if task in of]
+    title = f"{task}: {result['examples']:,} examples, {recipe.epochs} epochs, {result['minutes']:.1f} minutes{split}"
+    return f"{title} ({recipe.source})\n\n" + markdown_table(["model", "parameters", "accuracy (%)"], lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train for some minutes; test and print the row once all epochs are done."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--task", required=True, choices=LRA)
+    parser.add_argument("--model", default="CHELA", choices=MODELS)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this slice (%(default)s)")
+    parser.add_argument("--data_dir", type=Path, help="folder of the task's files; without it rows are drawn")
+    parser.add_argument("--rows", type=int, help="most rows of each split (all)")
+    parser.add_argument(
+        "--tested", choices=("test", "validation"), default="test", help="split of the last score (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, few rows, two epochs: a rehearsal")
+    arguments = parser.parse_args(argv)
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes must be positive; got {arguments.minutes}")
+    name = f"{slug(arguments.model)}-{arguments.seed}{'-small' if arguments.small else ''}"
+    folder = arguments.output_dir / arguments.task / name
+    try:
+        run = LongRangeRun(arguments, folder)
+        run.resume()
+    except ValueError as error:
+        parser.error(str(error))
+    if not run.train(arguments.minutes):
+        print(f"step {run.step} of {run.steps} after {run.minutes:.1f} minutes; the same command goes on")
+        return 0
+    print("\n" + row(arguments.model, arguments.task, run.test(), run.recipe))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""One run of `bench_recall`: train a model on a task of recall, and measure what it remembers, at what distance."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import pairwise
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
+from hf_hybrid.data.drawing import split_generator
+from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.data.recall import RECALL, Examples, draw
+from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
+
+FAR = 32
+"""Tokens beyond which no ablation reaches, and from which the own tasks ask."""
+FACTORS = (2, 4, 16)
+"""Lengths of further tests, in lengths of training."""
+BINS = tuple(2**power for power in range(12))
+"""Least distances of the bins of accuracies; each ends where the next begins."""
+VALIDATION = 256
+ENOUGH = 0.995
+"""Share of right answers in validation at which training ends."""
+_TOKENS = 2**16
+"""Tokens of a batch of tests, and of all tests of a greater length."""
+WEIGHT_DECAY = 0.1
+_WARMUP, _CLIP, _CHECKS = 0.1, 1.0, 12
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a task is trained.
+
+    Attributes:
+        steps: Most updates.
+        batch: Sequences of an update.
+        width: Width of the models.
+        sizes: Sizes of the task, where they are not those of `RECALL`.
+        is_encoder_decoder: Whether encoder-decoders do the task, or causal language models.
+    """
+
+    steps: int
+    batch: int = 32
+    width: int = 64
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    is_encoder_decoder: bool = False
+
+
+RECIPES: dict[str, Recipe] = {
+    "aggregate": Recipe(600),
+    "latch": Recipe(600),
+    "key_value": Recipe(900),
+    "facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
+    "mqar": Recipe(3000, batch=64, width=128),
+    "in_context_recall": Recipe(1200),
+    "noisy_recall": Recipe(1200),
+    "selective_copying": Recipe(1500),
+    "compression": Recipe(1200),
+    "memorization": Recipe(1200),
+    "needle": Recipe(1500),
+}
+"""The tasks of the benchmark, in order."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model on one task with one seed at one learning rate."""
+
+    task: str
+    model: str
+    seed: int
+    rate: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """The key of its row."""
+        return self.task, self.model, str(self.seed), self.rate
+
+    def __str__(self) -> str:
+        return f"{self.task}: {self.model}, seed {self.seed}, learning rate {self.rate}"
+
+
+@cache
+def texts() -> dict[str, bytes]:
+    """Return real text by split: Python's language reference, each paragraph once, the last to validate and test."""
+    paragraphs = dict.fromkeys("\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"))
+    cuts = [len(paragraphs) * fifth // 5 for fifth in (0, 3, 4, 5)]
+    parts = zip(("train", "validation", "test"), pairwise(cuts), strict=True)
+    return {split: "\n\n".join([*paragraphs][start:end]).encode() for split, (start, end) in parts}
+
+
+def examples(task: str, split: str, count: int, recipe: Recipe, **more: Any) -> Examples:
+    """Draw examples of a task with the sizes of a recipe."""
+    given = {"text": texts()[split]} if "text" in RECALL[task].needs else {}
+    return draw(task, split, count, **{**recipe.sizes, **given, **more})
+
+
+def shape_of(task: str, recipe: Recipe) -> Shape:
+    """Return what the task asks of a model."""
+    return Shape(examples(task, "train", 1, recipe).vocab_size, RECALL[task].length, recipe.width)
+
+
+def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
+    """Return a hash of everything that determines a run, except seed and learning rate."""
+    config = fitted(model, shape_of(task, recipe)).to_dict()
+    config.pop("transformers_version", None)
+    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _WARMUP, _CLIP, _CHECKS, _TOKENS]
+    known = RECALL[task]
+    made_by = [task, dict(known.sizes), known.train, known.test, asdict(recipe), config, constants]
+    return hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+# ---- training ----
+
+
+def train(run: Run, recipe: Recipe) -> dict[str, float]:
+    """Train and test a model.
+
+    Returns:
+        ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``validation``
+        and the accuracies of `accuracies`, those of longer sequences as ``x2``, ... . Only ``parameters`` if the loss
+        was not finite.
+    """
+    shape = shape_of(run.task, recipe)
+    model: nn.Module = build(run.model, shape, run.seed)
+    values: dict[str, float] = {"parameters": model.num_parameters()}  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=float(run.rate), weight_decay=WEIGHT_DECAY)
+    separate_ssm_parameters(optimizer, model)
+    if run.task == "compression":
+        model = Compressor(model, shape.vocab_size)  # type: ignore[arg-type]
+        own = [parameter for name, parameter in model.named_parameters() if name.startswith("decoder.")]
+        optimizer.add_param_group({"params": own})
+    validation = examples(run.task, "validation", VALIDATION, recipe, seed=run.seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
+    began, step = time.process_time(), 0
+    for batch in _batches(run, recipe):
+        model.train()
+        loss = F.cross_entropy(_logits(model, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten())
+        if not math.isfinite(loss.item()):
+            return {"parameters": values["parameters"]}
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step += 1
+        if step == recipe.steps or step % (recipe.steps // _CHECKS or 1) == 0:
+            values["validation"] = accuracies(model, validation)["accuracy"]
+            if step == recipe.steps or values["validation"] >= ENOUGH:
+                break
+    values |= {"steps": step, "cpu_minutes": (time.process_time() - began) / 60, "chance": validation.chance}
+    return values | _tests(model, run, recipe)
+
+
+def _rate(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
+    warmup = max(1, round(_WARMUP * steps))
+    return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
+
+
+def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:
+    """Yield batches without end: new examples, or those of a fixed training set in a new order in each epoch."""
+    count = RECALL[run.task].train
+    if count is None:
+        number = 0
+        while True:
+            yield examples(run.task, "train", recipe.batch, recipe, seed=run.seed, number=number)
+            number += 1
+    kept = examples(run.task, "train", count, recipe, seed=run.seed)
+    order = split_generator(run.seed, "train", 1)
+    size = min(recipe.batch, count)
+    while True:
+        places = order.permutation(count)
+        for start in range(0, count - size + 1, size):
+            yield rows_of(kept, places[start : start + size])
+
+
+def rows_of(kept: Examples, places: Any) -> Examples:
+    """Return some of the examples."""
+    documents = None if kept.document_ids is None else kept.document_ids[places]
+    rows = (part[places] for part in (kept.input_ids, kept.labels, kept.distances))
+    return Examples(*rows, vocab_size=kept.vocab_size, chance=kept.chance, document_ids=documents)
+
+
+def _logits(model: nn.Module, batch: Examples) -> torch.Tensor:
+    input_ids = torch.from_numpy(batch.input_ids)
+    if isinstance(model, Compressor):
+        return model(input_ids)
+    if batch.document_ids is None:
+        return model(input_ids=input_ids, use_cache=False).logits
+    documents = torch.from_numpy(batch.document_ids)
+    return model(input_ids=documents, decoder_input_ids=input_ids, use_cache=False).logits
+
+
+# ---- testing ----
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module, tested: Examples) -> dict[str, float]:
+    """Return shares of right answers: ``accuracy`` of all, ``far`` of those beyond `FAR` tokens, ``at_D`` by distance.
+
+    For documents, whose distances are segments, ``far`` is every answer outside the segment that is read, and ``at_D``
+    counts segments. Shares of nothing are left out.
+    """
+    model.eval()
+    size = max(1, _TOKENS // tested.input_ids.shape[1])
+    found = []
+    for start in range(0, len(tested.input_ids), size):
+        batch = rows_of(tested, slice(start, start + size))
+        found.append(_logits(model, batch).argmax(dim=-1))
+    is_right = torch.cat(found).numpy() == tested.labels
+    asked, far = tested.labels != IGNORED_LABEL, FAR if tested.document_ids is None else 0
+    shares = {"accuracy": asked, "far": asked & (tested.distances > far)}
+    for least in BINS:
+        shares[f"at_{least}"] = asked & (tested.distances >= least) & (tested.distances < 2 * least)
+    return {name: float(is_right[where].mean()) for name, where in shares.items() if where.any()}
+
+
+def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
+    """Test at the length of training and at longer ones, which fill the bins of distances that it does not have."""
+    length, count = RECALL[run.task].length, RECALL[run.task].test
+    values = accuracies(model, examples(run.task, "test", count, recipe, seed=run.seed))
+    for factor in FACTORS:
+        fewer = max(16, min(count, _TOKENS // (factor * length)))
+        longer = examples(run.task, "test", fewer, recipe, seed=run.seed, length=factor * length)
+        found = accuracies(model, longer)
+        values[f"x{factor}"] = found["accuracy"]
+        values |= {name: share for name, share in found.items() if name.startswith("at_") and name not in values}
+    return values
+
+
+def is_done_by(task: str, model: str) -> bool:
+    """Return whether a model can do a task: encoder-decoders read documents, the others do everything else."""
+    return MODELS[model].is_encoder_decoder == RECIPES[task].is_encoder_decoder

@@ -1,0 +1,250 @@
+"""Read the data of the Long Range Arena: the official files, film reviews, pixels and sound."""
+
+import io
+import zipfile
+from collections.abc import Iterator
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_hybrid.data.drawing import Array
+from hf_hybrid.data.files import iterate_rows
+from hf_hybrid.data.lra.listops import evaluate_listops, parse_listops
+
+__all__ = [
+    "PAIR_COLUMNS",
+    "byte_ids",
+    "read_arrays",
+    "read_cifar10",
+    "read_listops",
+    "read_pairs",
+    "read_pathfinder",
+    "read_reviews",
+]
+
+PAIR_COLUMNS = ("label", "id1", "id2", "text1", "text2")
+"""Columns of the files of the ACL Anthology Network, which have no header line."""
+_CIFAR_RECORD = 1 + 3 * 32 * 32
+_BYTES = 3
+"""Id of byte 0: the smaller ones pad, begin and end, as ByT5's do."""
+
+
+def byte_ids(text: str, length: int | None = None) -> list[int]:
+    """Return a text as ids of its UTF-8 bytes, cut to a length; the ids are ByT5's (byte + 3), and 0 pads."""
+    return [byte + _BYTES for byte in text.encode()[:length]]
+
+
+def read_listops(path: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield the expressions and values of a file of ListOps: columns ``Source`` and ``Target``, or in small letters.
+
+    Raises:
+        ValueError: A row is no expression, or its value is another.
+    """
+    for number, row in enumerate(iterate_rows("data_dir", str(path)), start=1):
+        fields = {name.lower(): value for name, value in row.items()}
+        if not {"source", "target"} <= fields.keys():
+            raise ValueError(f"{path} must have the columns Source and Target; it has {', '.join(row)}")
+        where = f"{path}, row {number} (the first row is 1)"
+        try:
+            tokens = parse_listops(str(fields["source"]))
+            value = evaluate_listops(tokens)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if str(fields["target"]).strip() != str(value):
+            raise ValueError(f"{where}: Target must be {value}, the value of Source; got {fields['target']!r}")
+        yield tokens, value
+
+
+def read_pairs(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield two documents and their label: the ACL Anthology Network's format, or any file with its last columns.
+
+    A TSV file without a header line has `PAIR_COLUMNS`; other files name ``label``, ``text1`` and ``text2``.
+
+    Raises:
+        ValueError: A column is missing, or a label is not 0 or 1.
+    """
+    for number, row in enumerate(iterate_rows("data_dir", str(path), tsv_header=PAIR_COLUMNS), start=1):
+        if missing := {"label", "text1", "text2"} - row.keys():
+            raise ValueError(
+                f"{path} must have the columns label, text1 and text2; it lacks {', '.join(sorted(missing))}"
+            )
+        yield str(row["text1"]), str(row["text2"]), _label(row["label"], 2, f"{path}, row {number}")
+
+
+def _label(value: Any, labels: int, where: str) -> int:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number not in range(labels):
+        raise ValueError(f"{where}: the label must be an integer from 0 to {labels - 1}; got {value!r}")
+    return int(number)
+
+
+def read_reviews(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield film reviews and labels: a folder with ``pos`` and ``neg``, as in aclImdb, or a file with text and label.
+
+    Raises:
+        ValueError: A folder or column is missing, or a label is not 0 or 1.
+    """
+    if path.is_dir():
+        folders = [path / name for name in ("neg", "pos")]
+        if missing := [folder for folder in folders if not folder.is_dir()]:
+            raise ValueError(f"data_dir must hold the folders neg and pos of aclImdb; {missing[0]} is missing")
+        # in turn, so that the first rows have both labels
+        files = zip_longest(*(sorted(folder.glob("*.txt")) for folder in folders))
+        for both in files:
+            for label, file in enumerate(both):
+                if file is not None:
+                    yield file.read_text(encoding="utf-8"), label
+        return
+    for number, row in enumerate(iterate_rows("data_dir", str(path)), start=1):
+        if missing_columns := {"text", "label"} - row.keys():
+            raise ValueError(
+                f"{path} must have the columns text and label; it lacks {', '.join(sorted(missing_columns))}"
+            )
+        label = {"neg": 0, "pos": 1, "negative": 0, "positive": 1}.get(row["label"], row["label"])
+        yield str(row["text"]), _label(label, 2, f"{path}, row {number}")
+
+
+def read_pathfinder(
+    folder: Path, size: int = 32, share: tuple[float, float] = (0.0, 1.0)
+) -> Iterator[tuple[Array, int]]:
+    """Yield the official images of one difficulty, such as ``pathfinder32/curv_contour_length_14``, and their labels.
+
+    Its folder ``metadata`` has text files, whose lines name an image by folder and file, then its number and its
+    label. Empty images are left out, as the published program does (there is one).
+
+    Args:
+        folder: The folder of ``metadata`` and ``imgs``.
+        size: Pixels of a side.
+        share: Beginning and end of the images that are read, as shares of all, in the order of the files' names.
+
+    Yields:
+        An image `(size, size)`, uint8, and its label.
+
+    Raises:
+        ValueError: A file is missing, or is no image of this size.
+    """
+    files = sorted((folder / "metadata").glob("*.npy"), key=lambda file: (len(file.name), file.name))
+    if not files:
+        raise ValueError(f"data_dir must hold metadata/*.npy of Pathfinder; {folder / 'metadata'} has none")
+    listed = []
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            words = line.split()
+            if len(words) < 4:
+                raise ValueError(f"{file}, line {number}: must name folder, file, number and label; got {line[:80]!r}")
+            place = folder / words[0] / words[1]
+            if not place.is_file():
+                raise ValueError(f"{file}, line {number}: the image must exist; {place} does not")
+            if place.stat().st_size:
+                listed.append((place, _label(words[3], 2, f"{file}, line {number}")))
+    start, end = (round(len(listed) * part) for part in share)
+    for place, label in listed[start:end]:
+        yield _image(place, size), label
+
+
+def _image(path: Path, size: int) -> Array:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L"))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # PIL raises SyntaxError for broken PNG files
+        raise ValueError(f"{path} must be an image; it cannot be read ({error})") from error
+    if pixels.shape != (size, size):
+        raise ValueError(f"{path} must have {size} x {size} pixels; got {' x '.join(map(str, pixels.shape))}")
+    return pixels
+
+
+def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterator[tuple[Array, int]]:
+    """Yield the images of CIFAR-10's binary files, turned to grey, and their labels.
+
+    Grey is 0.2989 red + 0.587 green + 0.114 blue, rounded down, as in the Long Range Arena.
+
+    Args:
+        path: A folder with ``data_batch_*.bin``, or one file.
+        share: Beginning and end of the images that are read, as shares of all.
+
+    Yields:
+        An image `(32, 32)`, uint8, and its label.
+
+    Raises:
+        ValueError: There is no such file, or one has another size.
+    """
+    files = sorted(path.glob("data_batch_*.bin")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"data_dir must hold data_batch_*.bin of CIFAR-10; {path} has none")
+    records = []
+    for file in files:
+        content = np.frombuffer(file.read_bytes(), np.uint8)
+        if not content.size or content.size % _CIFAR_RECORD:
+            raise ValueError(f"{file} must be records of {_CIFAR_RECORD} bytes; it has {content.size} bytes")
+        records.append(content.reshape(-1, _CIFAR_RECORD))
+    rows = np.concatenate(records)
+    if rows[:, 0].max() > 9:
+        raise ValueError(f"{path}: labels must be from 0 to 9; got {rows[:, 0].max()}")
+    start, end = (round(len(rows) * part) for part in share)
+    for row in rows[start:end]:
+        grey = np.array([0.2989, 0.587, 0.114]) @ row[1:].reshape(3, -1).astype(np.float64)
+        yield grey.astype(np.uint8).reshape(32, 32), int(row[0])
+
+
+def read_arrays(path: Path, labels: int = 10) -> tuple[list[Array], Array]:
+    """Read images or recordings from a NumPy archive, as sequences of numbers.
+
+    Images are an array ``images`` `(N, H, W)` of uint8, read row by row. Recordings are an array ``audio`` of int16,
+    cut at ``offsets`` `(N + 1,)`. Both have ``labels`` `(N,)`.
+
+    Args:
+        path: The file, ``.npz``.
+        labels: Number of labels.
+
+    Returns:
+        A sequence of float32 for each example, from -1 to 1, and the labels.
+
+    Raises:
+        ValueError: The file is no such archive, or an array is missing or does not fit the others.
+    """
+    if not path.is_file():
+        raise ValueError(f"data_dir must hold the file {path.name}; {path} is missing")
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
+            arrays = {
+                name: archive[name] for name in archive.files if name in ("images", "audio", "offsets", "labels")
+            }
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        raise ValueError(f"{path} must be a NumPy archive of arrays; it cannot be read ({error})") from error
+    found = arrays.get("labels")
+    if found is None or ("images" in arrays) == ("audio" in arrays):
+        raise ValueError(f"{path} must hold labels and either images or audio; it holds {', '.join(arrays) or 'none'}")
+    if (
+        found.ndim != 1
+        or found.dtype.kind not in "iu"
+        or found.size == 0
+        or not 0 <= found.min() <= found.max() < labels
+    ):
+        raise ValueError(f"{path}: labels must be integers from 0 to {labels - 1}, one for each example")
+    if "images" in arrays:
+        images = arrays["images"]
+        if images.ndim != 3 or images.dtype != np.uint8 or len(images) != len(found):
+            raise ValueError(
+                f"{path}: images must be uint8, ({len(found)}, height, width); got {images.dtype}, {images.shape}"
+            )
+        values = images.reshape(len(images), -1).astype(np.float32) / 127.5 - 1
+        return list(values), found.astype(np.int64)
+    audio, offsets = arrays["audio"], arrays.get("offsets")
+    if audio.ndim != 1 or audio.dtype != np.int16:
+        raise ValueError(f"{path}: audio must be int16 in one row; got {audio.dtype}, {audio.shape}")
+    if (
+        offsets is None
+        or offsets.shape != (len(found) + 1,)
+        or (np.diff(offsets) < 1).any()
+        or offsets[-1] > len(audio)
+    ):
+        raise ValueError(f"{path}: offsets must ascend to at most {len(audio)}, one more than the {len(found)} labels")
+    scaled = audio.astype(np.float32) / 2**15
+    return [scaled[start:end] for start, end in pairwise(offsets)], found.astype(np.int64)

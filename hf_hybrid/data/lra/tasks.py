@@ -1,0 +1,281 @@
+"""The tasks of the Long Range Arena by name: lengths, labels, where the official files are, and how to load each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from hf_hybrid.data.drawing import SPLITS, Array, check, check_sizes, split_generator
+from hf_hybrid.data.lra.listops import LISTOPS_TOKENS, draw_listops, listops_ids
+from hf_hybrid.data.lra.pathfinder import PATHFINDER, Pathfinder, draw_pathfinder
+from hf_hybrid.data.lra.readers import (
+    byte_ids,
+    read_arrays,
+    read_cifar10,
+    read_listops,
+    read_pairs,
+    read_pathfinder,
+    read_reviews,
+)
+from hf_hybrid.suggestions import did_you_mean
+
+__all__ = ["LRA", "LraRows", "LraTask", "load_lra"]
+
+_RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
+_BYTE_IDS = 256 + 3
+_WHOLE = (0.0, 1.0)
+_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class LraRows:
+    """The rows of a split.
+
+    Attributes:
+        inputs: A sequence for each row: ids, or numbers from -1 to 1.
+        labels: `(N,)`.
+        pairs: The second document of each row; None for tasks with one.
+    """
+
+    inputs: list[Array]
+    labels: Array
+    pairs: list[Array] | None = None
+
+
+@dataclass(frozen=True)
+class LraTask:
+    """A task of the Long Range Arena, or a shorter or similar one.
+
+    Attributes:
+        labels: Number of labels.
+        length: Longest sequence; longer ones are cut.
+        vocab_size: Ids of its tokens; None for sequences of real numbers.
+        counts: Rows of the published splits, or of those that are drawn.
+        read: Reads a file or folder, or a share of it if there are `shares`: yields a row's input, its second document
+            or None, and its label.
+        files: The official file or folder of each split within a user's folder; none if all is drawn.
+        home: Where these are from.
+        shares: Beginning and end of each split, as shares of its file's rows.
+        endings: How a user's own files end that are called train, validation and test.
+        draw: Draws rows without files; None if there is no generator.
+        is_pair: Whether a row has two documents.
+    """
+
+    labels: int
+    length: int
+    vocab_size: int | None
+    counts: tuple[int, int, int]
+    read: Callable[..., "_Rows"]
+    files: tuple[str, ...] = ()
+    home: str = ""
+    shares: tuple[tuple[float, float], ...] = (_WHOLE,) * 3
+    endings: tuple[str, ...] = _TABLES
+    draw: Callable[[np.random.Generator], "_Rows"] | None = None
+    is_pair: bool = False
+
+
+_Rows = Iterator[tuple[Array, Array | None, int]]
+
+
+def _ids(values: list[int]) -> Array:
+    return np.array(values, dtype=np.int64)
+
+
+def _listops(path: Path) -> _Rows:
+    for tokens, value in read_listops(path):
+        yield _ids(listops_ids(tokens)), None, value
+
+
+def _drawn_listops(shortest: int, longest: int, max_depth: int = 10) -> Callable[[np.random.Generator], _Rows]:
+    def drawn(generator: np.random.Generator) -> _Rows:
+        sizes = {"shortest": shortest, "longest": longest, "max_depth": max_depth}
+        for tokens, value in draw_listops(generator, **sizes):
+            yield _ids(listops_ids(tokens)), None, value
+
+    return drawn
+
+
+def _pixels(image: Array) -> Array:
+    values: Array = image.reshape(-1).astype(np.float32) / 127.5 - 1
+    return values
+
+
+def _pathfinder(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
+    for image, label in read_pathfinder(path, share=share):
+        yield _pixels(image), None, label
+
+
+def _drawn_pathfinder(settings: Pathfinder) -> Callable[[np.random.Generator], _Rows]:
+    def drawn(generator: np.random.Generator) -> _Rows:
+        while True:
+            images, labels = draw_pathfinder(1, generator, settings)
+            yield _pixels(images[0]), None, int(labels[0])
+
+    return drawn
+
+
+def _reviews(path: Path) -> _Rows:
+    for text, label in read_reviews(path):
+        yield _ids(byte_ids(text, 4096)), None, label
+
+
+def _pairs(path: Path) -> _Rows:
+    for first, second, label in read_pairs(path):
+        yield _ids(byte_ids(first, 4000)), _ids(byte_ids(second, 4000)), label
+
+
+def _arrays(path: Path) -> _Rows:
+    for values, label in zip(*read_arrays(path), strict=True):
+        yield values, None, int(label)
+
+
+def _cifar10(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
+    if path.suffix == ".npz":
+        yield from _arrays(path)
+        return
+    for image, label in read_cifar10(path, share):
+        yield _pixels(image), None, label
+
+
+_HARD = "lra_release/lra_release/pathfinder32/curv_contour_length_14"
+LRA: dict[str, LraTask] = {
+    "lra_listops": LraTask(
+        labels=10,
+        length=2000,
+        vocab_size=len(LISTOPS_TOKENS),
+        counts=(96_000, 2_000, 2_000),
+        read=_listops,
+        files=tuple(f"lra_release/lra_release/listops-1000/basic_{split}.tsv" for split in ("train", "val", "test")),
+        home=_RELEASE,
+        draw=_drawn_listops(500, 2000),
+    ),
+    "lra_listops_200": LraTask(
+        labels=10,
+        length=200,
+        vocab_size=len(LISTOPS_TOKENS),
+        counts=(20_000, 1_000, 1_000),
+        read=_listops,
+        draw=_drawn_listops(20, 200),
+    ),
+    # the published program validates on the test split
+    "lra_text": LraTask(
+        labels=2,
+        length=4096,
+        vocab_size=_BYTE_IDS,
+        counts=(25_000, 25_000, 25_000),
+        read=_reviews,
+        files=("aclImdb/train", "aclImdb/test", "aclImdb/test"),
+        home="https://ai.stanford.edu/~amaas/data/sentiment/",
+    ),
+    "lra_retrieval": LraTask(
+        labels=2,
+        length=4000,
+        vocab_size=_BYTE_IDS,
+        counts=(147_086, 18_090, 17_437),
+        read=_pairs,
+        files=tuple(
+            f"lra_release/lra_release/tsv_data/new_aan_pairs.{split}.tsv" for split in ("train", "eval", "test")
+        ),
+        home=_RELEASE,
+        is_pair=True,
+    ),
+    "lra_image": LraTask(
+        labels=10,
+        length=1024,
+        vocab_size=None,
+        counts=(45_000, 5_000, 10_000),
+        read=_cifar10,
+        files=("cifar-10-batches-bin", "cifar-10-batches-bin", "cifar-10-batches-bin/test_batch.bin"),
+        home="https://www.cs.toronto.edu/~kriz/cifar.html",
+        shares=((0.0, 0.9), (0.9, 1.0), _WHOLE),
+        endings=(".npz",),
+    ),
+    "lra_pathfinder": LraTask(
+        labels=2,
+        length=1024,
+        vocab_size=None,
+        counts=(160_000, 20_000, 20_000),
+        read=_pathfinder,
+        files=(_HARD, _HARD, _HARD),
+        home=_RELEASE,
+        shares=((0.0, 0.8), (0.8, 0.9), (0.9, 1.0)),
+        endings=(),
+        draw=_drawn_pathfinder(PATHFINDER["lra"]),
+    ),
+    "lra_pathfinder_16": LraTask(
+        labels=2,
+        length=256,
+        vocab_size=None,
+        counts=(20_000, 1_000, 1_000),
+        read=_pathfinder,
+        endings=(),
+        draw=_drawn_pathfinder(PATHFINDER["small"]),
+    ),
+    # spoken digits, such as those of https://github.com/Jakobovski/free-spoken-digit-dataset
+    "lra_speech": LraTask(
+        labels=10, length=16_000, vocab_size=None, counts=(2_500, 200, 300), read=_arrays, endings=(".npz",)
+    ),
+}
+"""The tasks by name."""
+
+
+def load_lra(
+    name: str, split: str, *, data_dir: Path | None = None, count: int | None = None, seed: int = 0
+) -> LraRows:
+    """Load a split of a task from a user's files, or draw it if there are none and the task has a generator.
+
+    Args:
+        name: A key of `LRA`.
+        split: ``train``, ``validation`` or ``test``.
+        data_dir: The folder of the files; None draws the rows.
+        count: Most rows; all, or those of the published split, when None.
+        seed: Seed of drawn rows.
+
+    Raises:
+        ValueError: A name is unknown, a file is missing or broken, or the task cannot be drawn.
+    """
+    if name not in LRA:
+        raise ValueError(f"task_name must be one of {', '.join(LRA)}; got {name!r}.{did_you_mean(name, LRA)}")
+    task = LRA[name]
+    check(split in SPLITS, "split", f"one of {', '.join(SPLITS)}", split)
+    if count is not None:
+        check_sizes(1, count=count)
+    place = SPLITS.index(split)
+    if data_dir is None:
+        if task.draw is None:
+            raise ValueError(f"{name} must have data_dir, the folder of {_wanted(task, place)}; got none")
+        rows = list(islice(task.draw(split_generator(seed, split)), count or task.counts[place]))
+    else:
+        path, share = _found(name, data_dir, place)
+        rows = list(islice(task.read(path) if share == _WHOLE else task.read(path, share), count))
+    if not rows:
+        raise ValueError(f"{name}: split {split!r} must have at least one row; got none")
+    pairs = [second[: task.length] for _, second, _ in rows if second is not None]
+    labels = np.array([label for _, _, label in rows])
+    return LraRows([first[: task.length] for first, _, _ in rows], labels, pairs if task.is_pair else None)
+
+
+def _found(name: str, data_dir: Path, place: int) -> tuple[Path, tuple[float, float]]:
+    """Return a split's file and its share of it: the official one, or a user's own.
+
+    Raises:
+        ValueError: There is neither, or the task reads no files.
+    """
+    task = LRA[name]
+    if task.files and (data_dir / task.files[place]).exists():
+        return data_dir / task.files[place], task.shares[place]
+    for ending in task.endings:
+        if (path := data_dir / f"{SPLITS[place]}{ending}").exists():
+            return path, _WHOLE
+    if not task.files and not task.endings:
+        raise ValueError(f"data_dir must be left out for {name}, whose rows are drawn; got {data_dir}")
+    raise ValueError(f"data_dir must hold {_wanted(task, place)}; {data_dir} has no such file")
+
+
+def _wanted(task: LraTask, place: int) -> str:
+    """Name the files of a split, and where the official one is from."""
+    official = f"{task.files[place]} (official, from {task.home})" if task.files else ""
+    own = f"{SPLITS[place]} with the ending {', '.join(task.endings)}" if task.endings else ""
+    return " or ".join(filter(None, (official, own)))

@@ -1,0 +1,62 @@
+"""Facts that lie anywhere in a document, for encoder-decoders that read one segment at a time."""
+
+import numpy as np
+
+from hf_hybrid.data.drawing import check, check_sizes
+from hf_hybrid.data.recall.examples import Examples, distinct, empty
+
+__all__ = ["facts"]
+
+
+def facts(
+    count: int,
+    generator: np.random.Generator,
+    *,
+    keys: int = 32,
+    values: int = 8,
+    length: int = 32,
+    asked: int = 32,
+    segment_size: int = 4,
+) -> Examples:
+    """Draw documents of facts, and random questions that the decoder answers one after the other.
+
+    A document tells the value of each key, in random order, with one token for a key and its value; further tokens are
+    blanks in random places. The decoder reads keys, and each asks for its value. Only it sees the questions, so the
+    encoder cannot move a fact to where it will be needed. A decoder that spreads the document's m segments over its q
+    tokens, as SRformer does, reads segment ``t m // q`` at token t: the distance of an answer is the number of
+    segments between that one and the fact's, and at a distance of 1 or more, attention to one segment can only guess.
+
+    Own task, in the tokens of ``benchmarks/facts.py``: facts (``key * values + value``), keys, answers, the blank.
+
+    Args:
+        count: Documents.
+        generator: Draws them.
+        keys: Facts of a document.
+        values: Different values.
+        length: Tokens of a document, at least `keys`.
+        asked: Questions, drawn independently.
+        segment_size: Tokens of a segment, which divides `length`.
+
+    Returns:
+        The documents, questions and answers; `chance` is that of guessing among all values.
+
+    Raises:
+        ValueError: A size breaks its rule.
+    """
+    check_sizes(1, count=count, keys=keys, asked=asked, segment_size=segment_size)
+    check_sizes(2, values=values)
+    check(length >= keys, "length", f"at least the {keys} keys", length)
+    check(length % segment_size == 0, "length", f"a multiple of segment_size {segment_size}", length)
+    meant = generator.integers(values, size=(count, keys))
+    places = distinct(generator, count, length, keys)
+    answers = keys * values + keys
+    blank = answers + values
+    documents = np.full((count, length), blank, dtype=np.int64)
+    np.put_along_axis(documents, places, np.arange(keys) * values + meant, axis=1)
+    questions = generator.integers(keys, size=(count, asked))
+    input_ids, labels, distances = empty(count, asked)
+    input_ids[:] = keys * values + questions
+    labels[:] = answers + np.take_along_axis(meant, questions, axis=1)
+    read = np.arange(asked) * (length // segment_size) // asked
+    distances[:] = np.abs(np.take_along_axis(places, questions, axis=1) // segment_size - read)
+    return Examples(input_ids, labels, distances, blank + 1, chance=1 / values, document_ids=documents)

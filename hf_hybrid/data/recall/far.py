@@ -1,0 +1,115 @@
+"""What is asked of the far past: one token held for long, or what most of many said."""
+
+import numpy as np
+
+from hf_hybrid.data.drawing import check, check_sizes
+from hf_hybrid.data.recall.examples import Examples, empty
+
+__all__ = ["aggregate", "latch"]
+
+
+def latch(
+    count: int,
+    generator: np.random.Generator,
+    *,
+    classes: int = 16,
+    length: int = 128,
+    gap: int = 32,
+    every: int = 6,
+    noise_vocab_size: int = 1,
+) -> Examples:
+    """Draw one token to hold: the first names a class, and questions beyond a window ask for it.
+
+    After the class and `gap` more tokens, a question token stands at every `every`-th place. Answers are never shown.
+    Between them stands one blank token, or noise. Among blanks there are only as many sequences as classes, the same
+    in every split: what is tested is memory, and on longer sequences how long it lasts.
+
+    Own task, after the latching problem of Bengio et al. 1994. Tokens: classes, noise, the question.
+
+    Args:
+        count: Sequences.
+        generator: Draws them.
+        classes: Different classes.
+        length: Tokens of a sequence.
+        gap: Tokens between the class and the first question.
+        every: Distance of questions.
+        noise_vocab_size: Different tokens of noise; 1 for blanks.
+
+    Returns:
+        The sequences; `chance` is that of guessing among all classes.
+
+    Raises:
+        ValueError: A size breaks its rule.
+    """
+    return _held(count, generator, classes, length, 1, 1.0, gap, every, noise_vocab_size)
+
+
+def aggregate(
+    count: int,
+    generator: np.random.Generator,
+    *,
+    classes: int = 16,
+    length: int = 128,
+    told: int = 48,
+    share: float = 0.5,
+    gap: int = 32,
+    every: int = 6,
+    noise_vocab_size: int = 16,
+) -> Examples:
+    """Draw a sum over the far past: a class is told again and again among noise, and asked for beyond a window.
+
+    Each of the first `told` tokens names the class with a probability of `share`, and is noise otherwise. After `gap`
+    tokens of noise, a question token stands at every `every`-th place. Answers are never shown.
+
+    Own task. Tokens: classes, noise, the question.
+
+    Args:
+        count: Sequences.
+        generator: Draws them.
+        classes: Different classes.
+        length: Tokens of a sequence.
+        told: Tokens that may name the class; the first always does.
+        share: Share of them that do, above 0 and at most 1.
+        gap: Tokens of noise before the first question.
+        every: Distance of questions.
+        noise_vocab_size: Different tokens of noise; 1 for blanks.
+
+    Returns:
+        The sequences; a distance is that of the last token that names the class; `chance` is that of guessing among
+        all classes.
+
+    Raises:
+        ValueError: A size breaks its rule.
+    """
+    check_sizes(1, told=told)
+    check(0 < share <= 1, "share", "above 0 and at most 1", share)
+    return _held(count, generator, classes, length, told, share, gap, every, noise_vocab_size)
+
+
+def _held(
+    count: int,
+    generator: np.random.Generator,
+    classes: int,
+    length: int,
+    told: int,
+    share: float,
+    gap: int,
+    every: int,
+    noise_vocab_size: int,
+) -> Examples:
+    check_sizes(1, count=count, every=every, noise_vocab_size=noise_vocab_size)
+    check_sizes(2, classes=classes)
+    check_sizes(0, gap=gap)
+    check(length > told + gap, "length", f"above {told + gap}, the place of the first question", length)
+    meant = generator.integers(classes, size=count)
+    names = generator.random((count, told)) < share
+    names[:, 0] = True
+    input_ids, labels, distances = empty(count, length)
+    input_ids[:] = classes + generator.integers(noise_vocab_size, size=(count, length))
+    input_ids[:, :told] = np.where(names, meant[:, None], input_ids[:, :told])
+    questions = np.arange(told + gap, length, every)
+    last = told - 1 - names[:, ::-1].argmax(axis=1)
+    input_ids[:, questions] = classes + noise_vocab_size
+    labels[:, questions] = meant[:, None]
+    distances[:, questions] = questions - last[:, None]
+    return Examples(input_ids, labels, distances, classes + noise_vocab_size + 1, chance=1 / classes)

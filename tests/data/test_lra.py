@@ -1,0 +1,423 @@
+"""The Long Range Arena: expressions, images that are what they are said to be, official files, and broken ones."""
+
+import collections
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import ndimage
+
+from hf_hybrid.data.drawing import SPLITS, split_generator
+from hf_hybrid.data.lra import (
+    LISTOPS_TOKENS,
+    LRA,
+    PATHFINDER,
+    Pathfinder,
+    draw_listops,
+    draw_pathfinder,
+    evaluate_listops,
+    load_lra,
+    parse_listops,
+)
+from hf_hybrid.data.lra.readers import (
+    byte_ids,
+    read_arrays,
+    read_cifar10,
+    read_listops,
+    read_pairs,
+    read_pathfinder,
+    read_reviews,
+)
+
+
+def taken(count, split="train", seed=0, **sizes):
+    drawn = draw_listops(split_generator(seed, split), **sizes)
+    return [next(drawn) for _ in range(count)]
+
+
+# ---- ListOps ----
+
+NAMES = {"[MIN": min, "[MAX": max, "[SM": lambda *x: sum(x) % 10, "[MED": lambda *x: math.floor(np.median(x))}
+
+
+def by_python(tokens):
+    """The value, by Python's own parser."""
+    words = {name: f"f{number}(" for number, name in enumerate(NAMES)} | {"]": "),"}
+    text = "".join(words.get(token, f"{token},") for token in tokens)
+    functions = {f"f{number}": function for number, function in enumerate(NAMES.values())}
+    (value,) = eval(f"({text})", functions)
+    return int(value)
+
+
+def tree(tokens):
+    """The expression as nested lists."""
+    stack = [[]]
+    for token in tokens:
+        if token == "]":
+            closed = stack.pop()
+            stack[-1].append(closed)
+        elif token.startswith("["):
+            stack.append([token])
+        else:
+            stack[-1].append(token)
+    (whole,) = stack[0]
+    return whole
+
+
+def depth(node):
+    return 1 + max(map(depth, node[1:])) if isinstance(node, list) else 1
+
+
+def arguments(node):
+    if isinstance(node, list):
+        yield node
+        for part in node[1:]:
+            yield from arguments(part)
+
+
+def test_values_are_those_of_pythons_own_parser():
+    for tokens, value in taken(60) + taken(60, shortest=4, longest=40):
+        assert value == by_python(tokens)
+
+
+def test_expressions_keep_to_the_published_bounds():
+    found = taken(60)
+    assert len({tuple(tokens) for tokens, _ in found}) == 60
+    for tokens, _ in found:
+        assert 500 < len(tokens) < 2000
+        whole = tree(tokens)
+        assert depth(whole) <= 10
+        assert all(2 <= len(node) - 1 <= 10 for node in arguments(whole))
+
+
+def test_the_grammar_has_the_published_probabilities():
+    """A quarter of a root's arguments are operations, of equally likely kinds and sizes."""
+    trees = [tree(tokens) for tokens, _ in taken(3000, shortest=1, longest=10**6, max_depth=3)]
+    assert {depth(whole) for whole in trees} == {2, 3}
+    parts = [part for whole in trees for part in whole[1:]]
+    inner = [part for part in parts if isinstance(part, list)]
+    assert abs(len(inner) / len(parts) - 0.25) < 0.02
+    sizes = collections.Counter(len(part) - 1 for part in inner)
+    kinds = collections.Counter(part[0] for part in inner)
+    assert sizes.keys() == set(range(2, 11))
+    for counts in (sizes, kinds):
+        assert max(counts.values()) < 1.3 * min(counts.values())
+
+
+def test_splits_and_seeds_differ():
+    texts = [" ".join(tokens) for split in SPLITS for seed in (0, 1) for tokens, _ in taken(20, split, seed)]
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("[MED 1 2 3 4 ]", 2),
+        ("[MED 9 1 5 ]", 5),
+        ("[SM 9 9 [MIN 4 3 ] ]", 1),
+        ("( ( ( [MAX 2 ) ( ( ( [SM 5 ) 6 ) ] ) ) ] )", 2),
+    ],
+)
+def test_expressions_by_hand(text, value):
+    assert evaluate_listops(parse_listops(text)) == value
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["[MAX", "1"], "tokens must be a whole expression; 1 operations are still open"),
+        (["[MAX", "]"], "tokens must close an operation with arguments at token 1; got ']'"),
+        (["]"], "tokens must close an operation with arguments at token 0; got ']'"),
+        (["1", "2"], "tokens must be one expression; it ends before token 1, '2'"),
+        (["[SUM", "2", "]"], "tokens must be of 0 1 2 3 4 5 6 7 8 9 [MIN [MAX [MED [SM ]; got '[SUM' at token 0"),
+        ([], "tokens must be a whole expression; 0 operations"),
+    ],
+)
+def test_what_is_no_expression_is_refused(tokens, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        evaluate_listops(tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_args": 1}, "max_args must be an integer of at least 2; got 1"),
+        ({"longest": 500}, "longest must be more than shortest 500 + 1; got 500"),
+        ({"max_depth": 3}, "shortest must be below 122, the longest expression of 3 levels; got 500"),
+    ],
+)
+def test_sizes_that_no_expression_has_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        next(draw_listops(split_generator(0, "train"), **sizes))
+
+
+# ---- Pathfinder ----
+
+
+def ends_of(image):
+    """The path of each disc: what hangs together once small gaps are closed."""
+    paths, _ = ndimage.label(ndimage.binary_dilation(image > 40), np.ones((3, 3)))
+    discs, count = ndimage.label(ndimage.binary_opening(image > 200, np.ones((4, 4))))
+    return [paths[tuple(np.argwhere(discs == number)[0])] for number in range(1, count + 1)]
+
+
+def test_one_path_joins_the_discs_of_a_positive_image_and_none_those_of_a_negative_one():
+    """Drawn large and without other paths, so that the paths can be followed by closing their gaps."""
+    settings = Pathfinder(
+        size=96, dashes=6, dash_length=8.0, thickness=1.5, margin=1.0, seed_distance=24.0, radius=3.0, distractors=0
+    )
+    images, labels = draw_pathfinder(40, split_generator(0, "train"), settings)
+    assert 8 < labels.sum() < 32
+    joined = {0: [], 1: []}
+    for image, label in zip(images, labels, strict=True):
+        first, last = ends_of(image)
+        joined[label].append(first == last)
+    assert all(joined[1])
+    assert sum(joined[0]) < 0.5 * len(joined[0])  # those in which the two paths come close enough to look like one
+
+
+@pytest.mark.parametrize("name", PATHFINDER)
+def test_images_are_as_described(name):
+    settings = PATHFINDER[name]
+    images, labels = draw_pathfinder(24, split_generator(1, "train"), settings)
+    assert images.shape == (24, settings.size, settings.size)
+    assert images.dtype == np.uint8
+    assert set(labels) == {0, 1}
+    white = (images > 230).sum(axis=(1, 2))
+    assert white.min() >= 1  # discs are brighter than thin dashes
+    ink = images.mean(axis=(1, 2)) / 255
+    dash = settings.dash_length * settings.thickness
+    most = 2 * settings.dashes + settings.distractors * settings.distractor_dashes
+    discs = 2 * math.pi * settings.radius**2
+    area = settings.size**2
+    assert (ink * area > 0.7 * (2 * settings.dashes * dash)).all()
+    assert (ink * area < 1.4 * (most * dash + discs) + 8).all()
+
+
+def test_more_distractors_are_more_ink():
+    less, more = (
+        draw_pathfinder(12, split_generator(0, "test"), replace(PATHFINDER["lra"], distractors=count))[0].mean()
+        for count in (0, 5)
+    )
+    assert more > 1.1 * less
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"size": 4}, "size must be an integer of at least 8; got 4"),
+        ({"thickness": 0}, "thickness must be positive; got 0"),
+        ({"seed_distance": 15.0}, "seed_distance must be below half of the 30 pixels; got 15.0"),
+        ({"dashes": 60}, "dashes must be few enough for 32 x 32 pixels; got 60"),
+        ({"distractors": -1}, "distractors must be an integer of at least 0; got -1"),
+    ],
+)
+def test_bad_settings_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pathfinder(**fields)
+
+
+def test_images_of_splits_differ_and_repeat_for_a_seed():
+    first, again, other = (draw_pathfinder(4, split_generator(0, split)) for split in ("train", "train", "test"))
+    assert (first[0] == again[0]).all()
+    assert not any((one == two).all() for one in first[0] for two in other[0])
+
+
+# ---- files ----
+
+
+def test_official_listops(tmp_path):
+    folder = tmp_path / "lra_release" / "lra_release" / "listops-1000"
+    folder.mkdir(parents=True)
+    (folder / "basic_train.tsv").write_text("Source\tTarget\n( ( ( [MAX 2 ) 9 ) ] )\t9\n4\t4\n")
+    rows = load_lra("lra_listops", "train", data_dir=tmp_path)
+    assert [[LISTOPS_TOKENS[place] for place in row] for row in rows.inputs] == [["[MAX", "2", "9", "]"], ["4"]]
+    assert rows.labels.tolist() == [9, 4]
+    missing = (
+        "basic_val.tsv (official, from https://storage.googleapis.com/long-range-arena/lra_release.gz) or validation"
+    )
+    with pytest.raises(ValueError, match=re.escape(missing)):
+        load_lra("lra_listops", "validation", data_dir=tmp_path)
+    (folder / "basic_val.tsv").write_text("Source\tTarget\n[MAX 2 9 ]\t8\n")
+    with pytest.raises(ValueError, match=r"row 1 \(the first row is 1\): Target must be 9, the value"):
+        load_lra("lra_listops", "validation", data_dir=tmp_path)
+    (folder / "basic_val.tsv").write_text("Source\tTarget\n[MAX 2 x ]\t8\n")
+    with pytest.raises(ValueError, match=r"an expression must have the words 0 1 2 .* got 'x'"):
+        list(read_listops(folder / "basic_val.tsv"))
+
+
+def test_own_files_are_called_like_the_splits(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"source": "[MIN 2 9 ]", "target": 2}\n{"source": "3", "target": 3}\n')
+    assert load_lra("lra_listops", "train", data_dir=tmp_path).labels.tolist() == [2, 3]
+    assert load_lra("lra_listops", "train", data_dir=tmp_path, count=1).labels.tolist() == [2]
+    (tmp_path / "test.jsonl").write_text('{"text": "schön", "label": 1}\n{"text": "no", "label": "neg"}\n')
+    rows = load_lra("lra_text", "test", data_dir=tmp_path)
+    assert bytes(value - 3 for value in rows.inputs[0]).decode() == "schön"
+    assert rows.labels.tolist() == [1, 0]
+
+
+def test_official_reviews(tmp_path):
+    for split, label, text in (("train", "pos", "good"), ("train", "neg", "bad"), ("test", "neg", "x" * 5000)):
+        folder = tmp_path / "aclImdb" / split / label
+        folder.mkdir(parents=True)
+        (folder / "0_1.txt").write_text(text)
+    rows = load_lra("lra_text", "train", data_dir=tmp_path)
+    assert [row.tolist() for row in rows.inputs] == [byte_ids("bad"), byte_ids("good")]
+    assert rows.labels.tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"folders neg and pos of aclImdb; .*pos is missing"):
+        load_lra("lra_text", "test", data_dir=tmp_path)
+
+
+def test_pairs_of_documents(tmp_path):
+    folder = tmp_path / "lra_release" / "lra_release" / "tsv_data"
+    folder.mkdir(parents=True)
+    (folder / "new_aan_pairs.train.tsv").write_text('1.0\tA1\tB2\tone "text\tother\n0.0\tA1\tB3\t\tthird\n')
+    rows = load_lra("lra_retrieval", "train", data_dir=tmp_path)
+    assert rows.inputs[0].tolist() == byte_ids('one "text')
+    assert [row.tolist() for row in rows.pairs] == [byte_ids("other"), byte_ids("third")]
+    assert rows.labels.tolist() == [1, 0]
+    stand_in = tmp_path / "any.jsonl"
+    stand_in.write_text('{"label": 2, "text1": "a", "text2": "b"}\n')
+    with pytest.raises(ValueError, match=r"any.jsonl, row 1: the label must be an integer from 0 to 1; got 2"):
+        list(read_pairs(stand_in))
+    stand_in.write_text('{"label": 1, "text1": "a"}\n')
+    with pytest.raises(ValueError, match="must have the columns label, text1 and text2; it lacks text2"):
+        list(read_pairs(stand_in))
+
+
+def official_pathfinder(tmp_path, count):
+    folder = tmp_path / "lra_release" / "lra_release" / "pathfinder32" / "curv_contour_length_14"
+    (folder / "imgs" / "0").mkdir(parents=True)
+    (folder / "metadata").mkdir()
+    images, labels = draw_pathfinder(count, split_generator(0, "train"))
+    lines = []
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        Image.fromarray(image).save(folder / "imgs" / "0" / f"sample_{number}.png")
+        lines.append(f"imgs/0 sample_{number}.png {number} {label} 1.0 14 4 2 0.5 1 1\n")
+    (folder / "metadata" / "0.npy").write_text("".join(lines))
+    return folder, images, labels
+
+
+def test_official_pathfinder(tmp_path):
+    folder, images, labels = official_pathfinder(tmp_path, 10)
+    train, test = (load_lra("lra_pathfinder", split, data_dir=tmp_path) for split in ("train", "test"))
+    assert (np.stack(train.inputs) == images[:8].reshape(8, -1) / np.float32(127.5) - 1).all()
+    assert [*train.labels, *test.labels] == [*labels[:8], labels[9]]
+    with pytest.raises(ValueError, match="must have 16 x 16 pixels; got 32 x 32"):
+        list(read_pathfinder(folder, size=16))
+    (folder / "imgs" / "0" / "sample_3.png").write_bytes(b"")  # as in the published set
+    assert len(list(read_pathfinder(folder))) == 9
+    content = (folder / "imgs" / "0" / "sample_4.png").read_bytes()
+    (folder / "imgs" / "0" / "sample_4.png").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"sample_4.png must be an image; it cannot be read"):
+        list(read_pathfinder(folder))
+    (folder / "imgs" / "0" / "sample_4.png").unlink()
+    with pytest.raises(ValueError, match=r"0.npy, line 5: the image must exist; .*sample_4.png does not"):
+        list(read_pathfinder(folder))
+
+
+def test_official_cifar10(tmp_path):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    rows = np.random.default_rng(0).integers(256, size=(10, 3073)).astype(np.uint8)
+    rows[:, 0] = range(10)
+    for number in (1, 2):
+        (folder / f"data_batch_{number}.bin").write_bytes(rows.tobytes())
+    train, validation = (load_lra("lra_image", split, data_dir=tmp_path) for split in ("train", "validation"))
+    assert train.labels.tolist() == [*range(10), *range(8)]
+    assert validation.labels.tolist() == [8, 9]
+    red, green, blue = (rows[3, 1 + 1024 * colour : 1025 + 1024 * colour] for colour in range(3))
+    grey = np.floor(0.2989 * red + 0.587 * green + 0.114 * blue)
+    np.testing.assert_allclose(train.inputs[3], grey / 127.5 - 1, atol=1e-6)
+    (folder / "test_batch.bin").write_bytes(rows.tobytes()[:-1])
+    with pytest.raises(ValueError, match=r"test_batch.bin must be records of 3073 bytes; it has 30729 bytes"):
+        list(read_cifar10(folder / "test_batch.bin"))
+
+
+def save(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+def test_archives_of_images_and_recordings(tmp_path):
+    labels = np.array([3, 0], np.uint8)
+    images = np.array([[[0, 255]], [[255, 0]]], np.uint8)
+    values, found = read_arrays(save(tmp_path / "train.npz", images=images, labels=labels))
+    assert [row.tolist() for row in values] == [[-1, 1], [1, -1]]
+    assert found.tolist() == [3, 0]
+    audio = np.array([0, 16384, -32768], np.int16)
+    save(tmp_path / "test.npz", audio=audio, offsets=np.array([0, 1, 3]), labels=labels)
+    rows = load_lra("lra_speech", "test", data_dir=tmp_path)
+    assert [row.tolist() for row in rows.inputs] == [[0], [0.5, -1]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"labels": [1]}, "must hold labels and either images or audio; it holds labels"),
+        ({"images": [[[1.0]]], "labels": [1]}, "images must be uint8, (1, height, width); got float64, (1, 1, 1)"),
+        (
+            {"images": np.zeros((2, 1, 1), np.uint8), "labels": [1]},
+            "images must be uint8, (1, height, width)",
+        ),
+        ({"images": np.zeros((1, 1, 1), np.uint8), "labels": [10]}, "labels must be integers from 0 to 9"),
+        ({"audio": np.zeros(4, np.int16), "offsets": [0, 5], "labels": [1]}, "offsets must ascend to at most 4"),
+        ({"audio": np.zeros(4), "offsets": [0, 4], "labels": [1]}, "audio must be int16 in one row; got float64"),
+    ],
+)
+def test_archives_that_do_not_fit_are_refused(tmp_path, arrays, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_arrays(save(tmp_path / "a.npz", **{name: np.array(value) for name, value in arrays.items()}))
+
+
+def test_broken_archives_are_refused(tmp_path):
+    path = save(tmp_path / "a.npz", labels=np.arange(3))
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=r"a.npz must be a NumPy archive of arrays; it cannot be read"):
+        read_arrays(path)
+    path.write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"a.npz must be a NumPy archive of arrays; it cannot be read"):
+        read_arrays(path)
+    with pytest.raises(ValueError, match=r"data_dir must hold the file b.npz; .* is missing"):
+        read_arrays(tmp_path / "b.npz")
+
+
+# ---- the table ----
+
+
+@pytest.mark.parametrize("name", LRA)
+def test_every_task_is_drawn_or_names_its_files(name, tmp_path):
+    task = LRA[name]
+    if task.draw is None:
+        with pytest.raises(ValueError, match=f"{name} must have data_dir, the folder of .*test"):
+            load_lra(name, "test")
+    else:
+        rows = load_lra(name, "test", count=3)
+        assert len(rows.inputs) == len(rows.labels) == 3
+        assert all(len(row) <= task.length for row in rows.inputs)
+        if task.vocab_size is None:
+            assert all(np.abs(row).max() <= 1 for row in rows.inputs)
+        else:
+            assert all(row.min() > 0 and row.max() < task.vocab_size for row in rows.inputs)
+    with pytest.raises(ValueError, match=r"data_dir must (hold|be left out)"):
+        load_lra(name, "train", data_dir=tmp_path)
+
+
+def test_bad_names_are_refused():
+    with pytest.raises(ValueError, match=r"task_name must be one of lra_listops, .*; got 'listops'"):
+        load_lra("listops", "train")
+    with pytest.raises(ValueError, match="split must be one of train, validation, test; got 'dev'"):
+        load_lra("lra_listops", "dev")
+    with pytest.raises(ValueError, match="count must be an integer of at least 1; got 0"):
+        load_lra("lra_listops", "train", count=0)
+
+
+def test_reviews_of_unknown_labels_are_refused(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a", "label": "so so"}\n')
+    with pytest.raises(ValueError, match=r"train.jsonl, row 1: the label must be an integer from 0 to 1; got 'so so'"):
+        list(read_reviews(path))

@@ -1,0 +1,257 @@
+"""The benchmark of recall: equal sizes, how far ablations reach, what it counts, and how it goes on."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import bench_recall, figures, recall_figure, recall_run, results_page
+from benchmarks.bench_recall import SELECT, check_rows, kept, main, report, todo
+from benchmarks.comparison import COLUMNS, append_rows, read_rows
+from benchmarks.recall_models import MODELS, Compressor, Shape, build, fitted, reach
+from benchmarks.recall_run import FAR, RECIPES, Recipe, Run, accuracies, examples, is_done_by, shape_of, texts, train
+from hf_hybrid.data.preprocessing import IGNORED_LABEL
+from hf_hybrid.data.recall import RECALL, Examples
+
+OWN = ("aggregate", "latch", "key_value")
+ABLATIONS = [name for name, kind in MODELS.items() if kind.ablation_of is not None]
+SMALL = Shape(vocab_size=20, length=64, width=32)
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("task", RECIPES)
+def test_models_have_as_many_parameters_as_one_whole_size_allows(task):
+    shape = shape_of(task, RECIPES[task])
+    for name in MODELS:
+        if is_done_by(task, name):
+            with torch.device("meta"):
+                count = nn.Module.parameters(build(name, shape, seed=0))
+                total = sum(parameter.numel() for parameter in count)
+            assert abs(total - shape.budget) < 0.015 * shape.budget, name
+
+
+def test_a_width_too_small_for_the_budget_is_refused():
+    with pytest.raises(ValueError, match="CHELA: width 8 leaves no parameters for its last size; budget"):
+        fitted("CHELA", Shape(vocab_size=20, length=4096, width=8))
+
+
+def test_every_ablation_belongs_to_a_model_of_its_kind():
+    assert {MODELS[name].ablation_of for name in ABLATIONS} == {"SPADE", "BST", "CHELA", "SRformer"}
+    for name in ABLATIONS:
+        assert MODELS[MODELS[name].ablation_of].is_encoder_decoder == MODELS[name].is_encoder_decoder
+
+
+@pytest.mark.parametrize("name", [name for name, kind in MODELS.items() if not kind.is_encoder_decoder])
+def test_no_ablation_reaches_what_the_own_tasks_ask_for_and_every_other_model_does(name):
+    model = build(name, SMALL, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # some parts start at zero
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    found = reach(model, length=64)
+    assert found <= FAR if name in ABLATIONS else found == 63
+
+
+@pytest.mark.parametrize("task", OWN)
+def test_own_tasks_ask_beyond_the_reach_of_ablations(task):
+    asked = examples(task, "test", 200, RECIPES[task])
+    assert asked.distances[asked.labels != IGNORED_LABEL].min() > FAR
+
+
+def test_the_compressor_reads_the_last_output_alone():
+    model = Compressor(build("Llama", SMALL, seed=0), SMALL.vocab_size)
+    seen = []
+    model.model.base_model.register_forward_hook(lambda module, inputs, output: seen.append(output.last_hidden_state))
+    logits = model(torch.randint(20, (2, 8)))
+    (gradient,) = torch.autograd.grad(logits.sum(), seen)
+    assert logits.shape == (2, 8, 20)
+    assert (gradient[:, :-1] == 0).all() and (gradient[:, -1] != 0).any()  # noqa: PT018
+    assert (logits[:, 0] - logits[:, 1]).abs().max() > 1e-3
+
+
+# ---- what is counted ----
+
+
+class Even(nn.Module):
+    """Answers 1 at every even place, and 0 elsewhere."""
+
+    def forward(self, input_ids, use_cache):
+        logits = torch.zeros(*input_ids.shape, 3)
+        logits[:, ::2, 1] = 1
+        return type("Output", (), {"logits": logits})
+
+
+def test_accuracies_by_distance():
+    labels = np.full((1, 8), IGNORED_LABEL)
+    distances = np.full((1, 8), -1)
+    labels[0, 2:7] = 1
+    distances[0, 2:7] = [1, 2, 40, 3, 40]
+    tested = Examples(np.zeros((1, 8), dtype=np.int64), labels, distances, vocab_size=3, chance=0.5)
+    wanted = {"accuracy": 3 / 5, "far": 1.0, "at_1": 1.0, "at_2": 0.0, "at_32": 1.0}
+    assert accuracies(Even(), tested) == wanted
+    documents = replace(tested, document_ids=np.zeros((1, 4), dtype=np.int64))
+    with pytest.raises(TypeError):
+        accuracies(Even(), documents)  # which reads documents
+
+
+@pytest.mark.parametrize(("task", "model"), [("latch", "BST"), ("compression", "Llama"), ("facts", "SRformer")])
+def test_a_short_run_trains_and_tests(task, model, monkeypatch):
+    monkeypatch.setattr(recall_run, "VALIDATION", 16)
+    monkeypatch.setattr(recall_run, "_TOKENS", 2**11)
+    monkeypatch.setitem(RECALL, task, replace(RECALL[task], train=RECALL[task].train and 20, test=16))
+    recipe = replace(RECIPES[task], steps=3, batch=8, width=32)
+    values = train(Run(task, model, 0, "0.003"), recipe)
+    assert values["steps"] == 3
+    assert {"accuracy", "validation", "chance", "x2", "x4", "x16", "parameters", "cpu_minutes"} <= values.keys()
+    assert ("far" in values) == (task != "compression")  # whose tokens are all near
+    assert values["chance"] == examples(task, "test", 1, recipe).chance
+    again = train(Run(task, model, 0, "0.003"), recipe)
+    assert {**again, "cpu_minutes": 0} == {**values, "cpu_minutes": 0}
+
+
+def test_a_run_that_diverges_has_no_accuracy():
+    values = train(Run("latch", "Llama", 0, "1e30"), Recipe(steps=9, batch=2, width=32))
+    assert values.keys() == {"parameters"}
+
+
+def test_texts_of_the_splits_do_not_overlap():
+    parts = texts()
+    assert all(len(part) > 16 * RECALL["needle"].length + 1 for part in parts.values())
+    paragraphs = {split: set(part.split(b"\n\n")) for split, part in parts.items()}
+    assert len(paragraphs["test"]) > 100
+    for first, second in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        assert not paragraphs[first] & paragraphs[second]
+
+
+# ---- the order of work ----
+
+
+def row(task="latch", model="BST", seed="0", rate="0.001", **more):
+    values = {**dict.fromkeys((*COLUMNS, *bench_recall.SCORES), ""), "outcome": "ok", "parameters": "9", "steps": "2"}
+    own = {
+        "dataset": task,
+        "model": model,
+        "seed": seed,
+        "learning_rate": rate,
+        "trained_steps": "2",
+        "date": "2026-11-23",
+    }
+    shown = {SELECT: "0.5", "accuracy": "0.5", "hf_hybrid": bench_recall.__version__}
+    return {**values, **own, **shown, **more}
+
+
+def missing(rows, **more):
+    given = {"tasks": ["latch"], "models": ["BST", "T5"], "rates": ["0.001", "0.003"], "seeds": [4, 5], **more}
+    return [(run.model, run.seed, run.rate) for run in todo(rows, *given.values())]
+
+
+def test_the_first_seed_searches_and_the_others_use_the_best_rate():
+    assert missing([]) == [("BST", 4, "0.001"), ("BST", 4, "0.003")]  # T5 reads documents
+    first = [row(seed="4", rate="0.001")]
+    assert missing(first) == [("BST", 4, "0.003")]
+    both = [*first, row(seed="4", rate="0.003", **{SELECT: "0.9"})]
+    assert missing(both) == [("BST", 5, "0.003")]
+    assert missing([*both, row(seed="5", rate="0.003")]) == []
+    diverged = [row(seed="4", rate=rate, outcome="diverged", **{SELECT: ""}) for rate in ("0.001", "0.003")]
+    assert missing(diverged) == []
+    assert missing([], tasks=["facts"]) == [("T5", 4, "0.001"), ("T5", 4, "0.003")]
+    assert [run["seed"] for run in kept([*both, row(seed="5", rate="0.003")], "latch", "BST")] == ["4", "5"]
+
+
+def test_rows_of_other_recipes_and_versions_are_refused(tmp_path):
+    recipes = {"latch": RECIPES["latch"]}
+    right = bench_recall.recipe_hash("latch", "BST", RECIPES["latch"])
+    check_rows([row(recipe=right), row(task="mqar"), row(model="an old one")], recipes, tmp_path)
+    with pytest.raises(
+        ValueError, match=f"rows of 'BST' on latch must have the recipe {right}, the present one; got 0"
+    ):
+        check_rows([row(recipe="0")], recipes, tmp_path)
+    with pytest.raises(
+        ValueError, match=f"must come from version {bench_recall.__version__}, this one; those of 'BST'"
+    ):
+        check_rows([row(recipe=right, hf_hybrid="0.0")], recipes, tmp_path)
+    assert right != bench_recall.recipe_hash("latch", "BST", replace(RECIPES["latch"], batch=7))
+    assert right != bench_recall.recipe_hash("latch", "Llama", RECIPES["latch"])
+
+
+class Immediate:
+    """Runs what it is given at once, as a pool of processes would."""
+
+    def __init__(self, jobs, mp_context, initializer):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *arguments):
+        future = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def test_a_stopped_benchmark_goes_on_and_repeats_what_failed(tmp_path, monkeypatch, capsys):
+    done = []
+
+    def faked(run, recipe):
+        done.append((run.seed, run.rate))
+        if run.rate == "0.01" and len(done) < 4:
+            raise RuntimeError("no memory")
+        accuracy = {"0.001": 0.25, "0.003": 0.75, "0.01": 0.5}[run.rate]
+        counts = {"parameters": 99, "steps": 7, "cpu_minutes": 0.5}
+        return {**counts, "validation": accuracy, "accuracy": accuracy, "chance": 0.1, "far": accuracy, "x2": 0.3}
+
+    monkeypatch.setattr(bench_recall, "ProcessPoolExecutor", Immediate)
+    monkeypatch.setattr(bench_recall, "train", faked)
+    out = tmp_path / "recall.csv"
+    command = ["--tasks", "latch", "--models", "BST", "--out", str(out), "--jobs", "1"]
+    with pytest.raises(SystemExit, match=r"FAILED latch: BST, seed 0, learning rate 0\.01: no memory"):
+        main(command)
+    assert done == [(0, "0.001"), (0, "0.003"), (0, "0.01")]
+    assert main(command) == 0
+    assert done[3:] == [(0, "0.01"), (1, "0.003"), (2, "0.003")]
+    assert main(command) == 0
+    assert len(done) == 6
+    rows = read_rows(out, (*COLUMNS, *bench_recall.SCORES))
+    assert len(rows) == 5
+    capsys.readouterr()
+    assert main(["--report", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "| BST | 99 | 3 | 0.003 | 7 | 0.750 ± 0.000 | 0.750 ± 0.000 | 0.300 ± 0.000 |" in table
+    assert "**latch**: guessing gives 0.100" in table
+
+
+def test_report_of_models_that_diverged():
+    assert "| BST |  |  |  |  | diverged |" in report([row(outcome="diverged", **{SELECT: "", "accuracy": ""})])
+
+
+def test_the_figure_has_a_panel_for_each_architecture_that_has_both(tmp_path):
+    assert recall_figure.recall(tmp_path) == []
+    pairs = [("latch", "BST", "0.9"), ("latch", "BST, windows alone", "0.1"), ("latch", "SPADE", "0.8")]
+    pairs += [("facts", "SRformer", "0.7"), ("facts", "SRformer, segments alone", "0.2")]
+    rows = [
+        row(task, model, seed=seed, chance="0.0625", at_32=accuracy, at_64="0.5")
+        for task, model, accuracy in pairs
+        for seed in ("0", "1")
+    ]
+    append_rows(tmp_path / "recall.csv", (*COLUMNS, *bench_recall.SCORES), rows)
+    panels = recall_figure.recall(tmp_path)
+    assert [(panel.title, panel.unit, panel.trained) for panel in panels] == [
+        ("BST", "tokens", 128),
+        ("SRformer", "segments", 8),
+    ]
+    assert panels[0].tasks == {"latch": {"BST": [(32, 0.9), (64, 0.5)], "BST, windows alone": [(32, 0.1), (64, 0.5)]}}
+    assert panels[0].chances == {"latch": 0.0625}
+    drawn = figures.draw(panels)
+    assert drawn == figures.draw(panels)
+    assert drawn.endswith(f"<!-- shows {figures.digest(panels)} -->\n")
+    assert results_page.tables(tmp_path / "recall.csv") == report(rows)

@@ -1,0 +1,33 @@
+"""Every operation on a divided sequence computes what one process computes, and sends what its docstring says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..matrix import some
+from ..torchrun import LIMIT, once
+from .checking import cases
+
+ORDINARY = [case.name for case in cases(False)]
+REST = [case.name for case in cases(True)]
+
+
+def table(tmp_path_factory, full: bool) -> dict[str, str]:
+    def fill(folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.context_parallel.checking", str(folder), str(int(full))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[2]
+        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        assert run.returncode == 0, run.stderr
+
+    folder = once(tmp_path_factory, f"context_parallel_{int(full)}", fill)
+    return json.loads((folder / "table.json").read_text())
+
+
+@pytest.mark.parametrize("name", some(dict.fromkeys(ORDINARY + REST), *ORDINARY))
+def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
+    assert table(tmp_path_factory, name not in ORDINARY)[name] == ""

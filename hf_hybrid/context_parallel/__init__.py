@@ -14,9 +14,9 @@ Refused: an LSTM, see `check_divisible`.
 
 from .attention import laplace_attention, linear_attention, local_attention
 from .collectives import count_sent, fetch
-from .convolutions import by_channels, long_conv, short_conv
+from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .refusals import check_divisible
-from .scans import diagonal_scan, ssm_conv
+from .scans import diagonal_scan, s4_window_states, ssm_conv
 from .segments import segment_recurrence
 from .shards import Shards, Span, group_of, make_shards
 
@@ -28,12 +28,14 @@ __all__ = [
     "count_sent",
     "diagonal_scan",
     "fetch",
+    "filter_bank_conv",
     "group_of",
     "laplace_attention",
     "linear_attention",
     "local_attention",
     "long_conv",
     "make_shards",
+    "s4_window_states",
     "segment_recurrence",
     "short_conv",
     "ssm_conv",

@@ -12,6 +12,7 @@ from ..kernels import long_conv as long_kernel
 from ..kernels import short_conv as short_kernel
 from ..kernels.checks import check_choice
 from ..kernels.long_conv import ACTIVATIONS
+from ..kernels.long_conv import filter_bank_conv as bank_kernel
 from .collectives import divide, fetch, nothing, undivide
 from .shards import Shards
 
@@ -60,33 +61,40 @@ def short_conv(
 
 
 def by_channels(
-    shards: Shards, function: Callable[[Tensor, slice, Tensor | None], Tensor], u: Tensor, *inputs: Tensor | None
+    shards: Shards,
+    function: Callable[[Tensor, slice, Tensor | None], Tensor],
+    u: Tensor,
+    *inputs: Tensor | None,
+    num_filters: int | None = None,
 ) -> Tensor:
     """Run a function of complete sequences that treats every channel alone, on a part of the channels per process.
 
-    Each process sends B T_r (D - D_r) numbers to turn tokens into channels and B (T - T_r) D_r to turn them back, and
-    the backward as many. It holds T D_r numbers in between, as many as T_r D if shards are even.
+    Each process sends B T_r (D - D_r) numbers to turn tokens into channels and B (T - T_r) D_r to turn them back, the
+    latter for each filter, and the backward as many. It holds T D_r numbers in between, as many as T_r D if shards are
+    even.
 
     Args:
         shards: The layout, with the bounds of packed sequences.
         function: Takes `(B, T, D_r)`, the channels that these are, and `cu_seqlens` of packed sequences or None;
-            returns `(B, T, D_r)`. A process without channels does not call it.
+            returns `(B, T, D_r)`, or `(C, B, T, D_r)`. A process without channels does not call it.
         u: `(B, T_r, D)`.
         *inputs: Tensors that the function reads, so that their gradients exist on every process.
+        num_filters: C; None if the function returns one output.
 
     Returns:
-        `(B, T_r, D)`. Differentiable once.
+        `(B, T_r, D)`, or `(C, B, T_r, D)`. Differentiable once.
     """
     shards.check(u, "u")
     width = u.shape[2]
     channels = shards.share(width)
     (x,) = divide(shards, u, tokens=1, width=2)
     if channels.start == channels.stop:
-        y = nothing(x.shape, x, x, *inputs)
+        shape = x.shape if num_filters is None else (num_filters, *x.shape)
+        y = nothing(shape, x, x, *inputs)
     else:
         ends = None if shards.ends is None else torch.tensor(shards.ends, dtype=torch.int32, device=u.device)
         y = function(x, channels, ends)
-    return undivide(shards, y, width, tokens=1, width=2)
+    return undivide(shards, y, width, tokens=y.dim() - 2, width=y.dim() - 1)
 
 
 def long_conv(
@@ -146,6 +154,36 @@ def long_conv(
     x = u if input_gate is None else (u * input_gate).to(u.dtype)
     y = by_channels(shards, convolve, x, kernel, reverse_kernel, skip)
     return y if gate is None else (y * gate).to(u.dtype)
+
+
+def filter_bank_conv(
+    u: Tensor, kernel: Tensor, shards: Shards, *, skip: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """Convolve with several causal filters: `kernels.filter_bank_conv` on own channels of all tokens.
+
+    Args:
+        u: `(B, T_r, D)`.
+        kernel: Taps `(C, D, T_k)`; as in `long_conv`, those of own channels get this process's part of the gradient.
+        shards: The layout, without packed sequences, for which the kernel has no form.
+        skip: Weights of the input itself, `(C, D)`; none when None.
+        backend: See `hf_hybrid.kernels.dispatch`.
+
+    Returns:
+        `(C, B, T_r, D)` in u's dtype. Differentiable once.
+
+    Raises:
+        ValueError: A shape or dtype does not fit, or sequences are packed.
+    """
+    if shards.ends is not None:
+        raise ValueError("cu_seqlens must be None: a bank of filters has no form for packed sequences")
+    if kernel.dim() != 3 or kernel.shape[1] != u.shape[-1]:
+        raise ValueError(f"kernel must be (C, {u.shape[-1]}, taps); got {tuple(kernel.shape)}")
+
+    def convolve(x: Tensor, channels: slice, cu_seqlens: Tensor | None) -> Tensor:
+        weights = None if skip is None else skip[:, channels]
+        return bank_kernel(x, kernel[:, channels], skip=weights, backend=backend)
+
+    return by_channels(shards, convolve, u, kernel, skip, num_filters=len(kernel))
 
 
 def _rows(kernel: Tensor, channels: slice) -> Tensor:

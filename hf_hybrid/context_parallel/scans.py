@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ..kernels import diagonal_scan as scan_kernel
 from ..kernels import long_conv as long_kernel
+from ..kernels.checks import check_positive
 from ..kernels.ssm_kernel import (
     S4DStep,
     S4Step,
@@ -16,10 +17,12 @@ from ..kernels.ssm_kernel import (
     s4_final_state,
     s4_output,
     s4_state_response,
+    s4_step_constants,
     s4d_block_powers,
     s4d_final_state,
     s4d_state_response,
 )
+from ..kernels.ssm_kernel import s4_window_states as window_states_kernel
 from ..kernels.ssm_kernel.discrete import dense_transition, recomputed, tile_numbers, to_complex, to_real
 from .collectives import nothing, relay
 from .shards import Shards, Span
@@ -168,6 +171,55 @@ def ssm_conv(
     return y.to(u.dtype)
 
 
+def s4_window_states(
+    u: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, window: int, dtype: torch.dtype, shards: Shards
+) -> Tensor:
+    """Return S4's states after the windows that end in own tokens: `kernels.ssm_kernel.s4_window_states`.
+
+    The state of earlier shards, folded as in `ssm_conv`, advances to the first window's end and from window to window,
+    O(B N^2) per window and channel; the kernel adds what own tokens do. Each process sends B H M complex numbers to
+    each later one; the backward as many to earlier ones.
+
+    Args:
+        u: `(B, T_r, H)`.
+        B: `(S, M)`, complex. All parameters' gradients are this process's parts of sums.
+        P: `(S, M)`, complex.
+        w: `(S, M)`, complex, negative real parts.
+        dt: Step per channel, `(H,)`.
+        window: W in tokens, positive, counted from the sequence's first token.
+        dtype: Real dtype of the computation.
+        shards: The layout, without packed sequences, for which the kernel has no form.
+
+    Returns:
+        `(B, n_r, H, M)`, complex. Differentiable once.
+
+    Raises:
+        ValueError: Sequences are packed, or W is not positive.
+    """
+    shards.check(u, "u")
+    check_positive(window=window)
+    if shards.ends is not None:
+        raise ValueError("cu_seqlens must be None: states of windows have no form for packed sequences")
+    own = shards.own
+    step = s4_step_constants(B, P, w, dt)
+    system = _System(B.new_zeros(1, len(dt), w.shape[1]), step, dtype)
+    x = u.to(dtype)
+    earlier, _ = relay(shards, system.final_state(x))
+    before = system.fold(earlier, [shards.lengths[rank] for rank in _senders(shards, reverse=False)])
+    head = min(-own.start % window, own.length)
+    windows = window_states_kernel(x[:, head:], B, P, w, dt, window, dtype)
+    if own.stop // window == own.start // window:
+        return windows + nothing(windows.shape, windows, before)
+    # windows that began in an earlier shard end before the first that begins here
+    state, parts = before, []
+    if head:
+        state = system.final_state(x[:, :head]) + system.advance(before, head, 1)[:, 0]
+        parts.append(state[:, None])
+    if windows.shape[1]:
+        parts.append(windows + system.advance(state, window, windows.shape[1]))
+    return torch.cat(parts, dim=1)
+
+
 class _System:
     """The recurrence of S4 or S4D, with what advances its states `(B, H, M)`."""
 
@@ -200,13 +252,22 @@ class _System:
             for state, length in zip(states[1:], lengths[1:], strict=True):
                 x = _power(self.exact.decay, length).to(x.dtype) * x + state
             return x
+        return self._fold_dense(states, lengths)[-1]
+
+    def _fold_dense(self, states: Tensor, lengths: list[int]) -> Tensor:
+        """Return S4's state after each shard, `(R, B, H, M)`."""
         modes, parts = states.shape[3], []
-        tile = max(1, tile_numbers(states.device) // (4 * modes * modes * max(lengths).bit_length()))
+        tile = max(1, tile_numbers(states.device) // (4 * modes * modes * (max(lengths).bit_length() + 1)))
         for start in range(0, states.shape[2], tile):
             part = slice(start, start + tile)
             step = (x[part] for x in self.exact)
             parts.append(recomputed(_fold_dense, states[:, :, part], tuple(lengths[1:]), *step))  # type: ignore[arg-type]
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=2)
+
+    def advance(self, state: Tensor, window: int, count: int) -> Tensor:
+        """Return S4's state after each of so many windows of zeros, `(B, count, H, M)`."""
+        zeros = state.new_zeros(count, *state.shape)
+        return self._fold_dense(torch.cat([state[None], zeros]), [0, *[window] * count])[1:].transpose(0, 1)
 
     def response(self, state: Tensor, length: int, direction: int = 0) -> Tensor:
         """Return ``2 Re C Abar^(i+1) x`` for i < length, `(B, length, H)`."""
@@ -226,9 +287,10 @@ class _System:
 
 
 def _fold_dense(states: Tensor, lengths: tuple[int, ...], *step: Tensor) -> Tensor:
-    """Fold states of S4 `(R, B, H, M)` by powers of Abar over real coordinates, in float64."""
+    """Fold states of S4 `(R, B, H, M)` by powers of Abar over real coordinates, in float64; return every sum."""
     powers = [dense_transition(S4Step(*step))]
     x, *others = (to_real(state).double().transpose(0, 1) for state in states)
+    found = [x]
     for state, length in zip(others, lengths, strict=True):
         for bit in range(length.bit_length()):
             if bit == len(powers):
@@ -236,4 +298,5 @@ def _fold_dense(states: Tensor, lengths: tuple[int, ...], *step: Tensor) -> Tens
             if length >> bit & 1:
                 x = x @ powers[bit].mT
         x = x + state
-    return to_complex(x.transpose(0, 1)).to(states.dtype)
+        found.append(x)
+    return to_complex(torch.stack(found).transpose(1, 2)).to(states.dtype)

@@ -19,10 +19,9 @@ import torch.multiprocessing as mp
 from hf_hybrid.context_parallel import Shards, count_sent, make_shards
 
 from ..tolerances import assert_close
-from .operations import OPERATIONS, Operation
+from .operations import LENGTH, OPERATIONS, Operation
 
 SIZES = (2, 3, 4, 8)
-LENGTH = 24
 LAYOUTS = {
     2: [(13, 11), (1, 23), (24, 0)],
     3: [(9, 7, 8), (2, 1, 21), (12, 12, 0), (20, 0, 4)],
@@ -105,10 +104,11 @@ def check(case: Case, group: dist.ProcessGroup) -> str:
     copies = {name: x.detach().clone().requires_grad_() for name, x in parameters.items()}
     with count_sent() as sent:
         output = operation.many(own, copies, operation.options, None if mask is None else mask[at], shards)
+    out_at = at if operation.out_dim is None else (slice(None),) * operation.out_dim + (slice(*shards.own),)
     with count_sent() as returned:
-        _loss(output, weight[at]).backward()
+        _loss(output, weight[out_at]).backward()
     try:
-        _compare(operation, shards, output, expected.detach()[at], own, copies, gradients)
+        _compare(operation, shards, output, expected.detach()[out_at], own, copies, gradients)
         count = operation.sends(shards, operation.options, batch, mask)
         assert sent.bytes == count, f"sends {sent.bytes} bytes instead of {count}"
         assert returned.collectives == sent.collectives - (mask is not None and "chunk_size" in operation.options)

@@ -10,15 +10,17 @@ from torch import Tensor
 from hf_hybrid import context_parallel as divided
 from hf_hybrid import kernels
 from hf_hybrid.context_parallel import Shards
-from hf_hybrid.kernels.long_conv import long_conv
+from hf_hybrid.kernels.long_conv import filter_bank_conv, long_conv
 from hf_hybrid.kernels.packed import bounds
 from hf_hybrid.kernels.ssm_kernel import (
     s4_kernel,
     s4_step_constants,
+    s4_window_states,
     s4d_kernel,
     s4d_step_constants,
 )
 
+LENGTH = 24
 HEADS, KEYS, VALUES, WIDTH = 2, 3, 4, 5
 
 
@@ -37,6 +39,7 @@ class Operation:
         masked: Whether it takes a mask; then rows have padding.
         packed: Whether it takes packed sequences.
         dim: The dimension of tokens.
+        out_dim: That of the output, if it is another one.
         dtype: Of the inputs.
     """
 
@@ -50,6 +53,7 @@ class Operation:
     masked: bool = False
     packed: bool = True
     dim: int = 1
+    out_dim: int | None = None
     dtype: torch.dtype = torch.float64
 
     def draw(self, length: int, batch: int, generator: torch.Generator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -224,6 +228,16 @@ def _convolutions() -> Iterator[Operation]:
     both = {**taps, "reverse_kernel": (WIDTH, 7), **skip}
     yield Operation("long both", {"u": (WIDTH,)}, both, one, many, sends, {"activation": "silu"})
     yield Operation("long gated", {"u": (WIDTH,), **gates}, {**taps, **skip}, one, many, sends)
+
+    def bank(inputs, parameters, options, mask, cu_seqlens):
+        return filter_bank_conv(inputs["u"], **parameters).transpose(0, 1)
+
+    def divided_bank(inputs, parameters, options, mask, shards):
+        return divided.filter_bank_conv(inputs["u"], **parameters, shards=shards).transpose(0, 1)
+
+    filters = {"kernel": (3, WIDTH, 30), "skip": (3, WIDTH)}
+    sends = _channels(1, 3, WIDTH)
+    yield Operation("filter bank", {"u": (WIDTH,)}, filters, bank, divided_bank, sends, packed=False, out_dim=2)
     grouped = {"kernel": (2, 9), "reverse_kernel": (2, 9)}
     yield Operation("long groups", {"u": (6,)}, grouped, one, many, _channels(1, 1, 6))
 
@@ -274,6 +288,25 @@ def _state_spaces() -> Iterator[Operation]:
         kernel, C, step = system(parameters, options["low_rank"], max(1, shards.own.length))
         return divided.ssm_conv(inputs["u"], kernel, C, step, shards, skip=parameters["skip"])
 
+    def windows(inputs, parameters, window, function, *shards):
+        B, P, w = (torch.view_as_complex(parameters[name]) for name in ("B", "P", "w"))
+        w = torch.complex(-w.real.exp(), w.imag)
+        dt = parameters["log_dt"].exp() * 0.1
+        return function(inputs["u"], B, P, w, dt, window, torch.float64, *shards)
+
+    def sampled(inputs, parameters, options, mask, cu_seqlens):
+        return _spread(windows(inputs, parameters, options["window"], s4_window_states), options["window"])
+
+    def divided_sampled(inputs, parameters, options, mask, shards):
+        states = windows(inputs, parameters, options["window"], divided.s4_window_states, shards)
+        assert states.shape[1] == shards.own.stop // options["window"] - shards.own.start // options["window"]
+        return _spread(states, options["window"], *shards.own)
+
+    small = {"B": (copies, modes, 2), "P": (copies, modes, 2), "w": (copies, modes, 2), "log_dt": (WIDTH,)}
+    for window in (1, 4, 9):
+        sends = _states(16 * WIDTH * modes)
+        given = (small, sampled, divided_sampled, sends, {"window": window})
+        yield Operation(f"s4 windows of {window}", {"u": (WIDTH,)}, *given, packed=False)
     for low_rank in (True, False):
         for directions in (1, 2):
             name = f"{'s4' if low_rank else 's4d'} {'causal' if directions == 1 else 'both'}"
@@ -282,6 +315,14 @@ def _state_spaces() -> Iterator[Operation]:
             parameters = parameters if low_rank else {**parameters, "P": (copies, modes, 2)}
             sends = _states(16 * WIDTH * modes, backward=directions == 2)
             yield Operation(name, {"u": (WIDTH,)}, parameters, one, many, sends, {"low_rank": low_rank})
+
+
+def _spread(states: Tensor, window: int, start: int = 0, stop: int = LENGTH) -> Tensor:
+    """Put the state of each window where its last token is, and zeros elsewhere."""
+    ends = [token - start for token in range(start, stop) if (token + 1) % window == 0]
+    result = states.new_zeros(states.shape[0], stop - start, *states.shape[2:])
+    index = torch.tensor(ends, dtype=torch.int64)
+    return result.index_copy(1, index, states)
 
 
 def _segments() -> Iterator[Operation]:

@@ -13,7 +13,7 @@ Refused: an LSTM, see `check_divisible`.
 """
 
 from .attention import laplace_attention, linear_attention, local_attention
-from .collectives import count_sent, fetch
+from .collectives import Sent, count_sent, fetch
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .refusals import check_divisible
 from .scans import diagonal_scan, s4_window_states, ssm_conv
@@ -21,6 +21,7 @@ from .segments import segment_recurrence
 from .shards import Shards, Span, group_of, make_shards
 
 __all__ = [
+    "Sent",
     "Shards",
     "Span",
     "by_channels",

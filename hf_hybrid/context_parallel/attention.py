@@ -68,16 +68,31 @@ def local_attention(
     Raises:
         ValueError: A shape, dtype or number does not fit.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        shards.check(x, name)
+    _check_own(shards, query=query, key=key, value=value, attention_mask=attention_mask)
     check_neighbourhood(radius, chunk_size)
+    options = {"radius": radius, "chunk_size": chunk_size, "causal": causal, "scale": scale, "dropout": dropout}
     mask = None if attention_mask is None else attention_mask != 0
-    if mask is not None:
-        shards.check(mask, "attention_mask")
-    options: dict[str, Any] = {"bias": bias, "causal": causal, "scale": scale, "dropout": dropout, "backend": backend}
+    return _attend_locally(query, key, value, mask, bias, shards, {**options, "backend": backend})
+
+
+def _check_own(shards: Shards, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            shards.check(x, name)
+
+
+def _attend_locally(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    shards: Shards,
+    options: dict[str, Any],
+) -> Tensor:
+    radius, chunk_size, causal = options["radius"], options["chunk_size"], options["causal"]
     first = None
     if chunk_size is None:
-        assert radius is not None
         spans = shards.reach(radius, 0 if causal else radius)
     else:
         first = _first_kept(shards, mask)
@@ -90,14 +105,10 @@ def local_attention(
     before, after = own.start - span.start, span.stop - own.stop
     query = F.pad(query, (0, 0, 0, 0, before, after))
     if first is not None and mask is not None:
-        assert chunk_size is not None
-        start = (span.start - first) % chunk_size
-        query, key, value, mask = _with_grid(chunk_size, start, query, key, value, mask)
+        query, key, value, mask = _with_grid(chunk_size, (span.start - first) % chunk_size, query, key, value, mask)
         before = query.shape[1] - after - own.length
     cu_seqlens = shards.bounds_within(span, query.device)
-    output = local_kernel(
-        query, key, value, radius=radius, chunk_size=chunk_size, attention_mask=mask, cu_seqlens=cu_seqlens, **options
-    )
+    output = local_kernel(query, key, value, bias=bias, attention_mask=mask, cu_seqlens=cu_seqlens, **options)
     return output[:, before : before + own.length]
 
 
@@ -189,20 +200,24 @@ def laplace_attention(
     Raises:
         ValueError: A shape, dtype or number does not fit.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        shards.check(x, name)
+    _check_own(shards, query=query, key=key, value=value, attention_mask=attention_mask)
     check_positive(chunk_size=chunk_size)
+    if attention_mask is not None and shards.ends is not None:
+        raise ValueError("attention_mask must be None with packed sequences, which have no padding")
+    options = {"causal": causal, "chunk_size": chunk_size, "dropout": dropout, "backend": backend}
     mask = None if attention_mask is None else attention_mask != 0
-    if mask is not None:
-        shards.check(mask, "attention_mask")
-        if shards.ends is not None:
-            raise ValueError("attention_mask must be None with packed sequences, which have no padding")
-    first = None
-    if chunk_size is None:
+    return _attend_by_laplace(query, key, value, mask, shards, options)
+
+
+def _attend_by_laplace(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shards: Shards, options: dict[str, Any]
+) -> Tensor:
+    first, causal = None, options["causal"]
+    if options["chunk_size"] is None:
         spans = shards.reach(shards.length, 0 if causal else shards.length)
     else:
         first = _first_kept(shards, mask)
-        spans = _chunk_spans(shards, chunk_size, causal, first)
+        spans = _chunk_spans(shards, options["chunk_size"], causal, first)
     key, value, *masks = fetch(shards, spans, key, value, *(() if mask is None else (mask,)))
     own, span = shards.own, spans[shards.rank]
     if not own.length:
@@ -210,7 +225,6 @@ def laplace_attention(
     # the kernel takes the queries to be the last of the keys' tokens
     before = own.start - span.start
     query = F.pad(query, (0, 0, 0, 0, 0, span.stop - own.stop))
-    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "dropout": dropout, "backend": backend}
     cu_seqlens = shards.bounds_within(span, query.device)
     starts = torch.zeros(len(key) if cu_seqlens is None else len(cu_seqlens) - 1, dtype=torch.int64, device=key.device)
     if cu_seqlens is None:
@@ -259,36 +273,40 @@ def linear_attention(
     Raises:
         ValueError: A shape or dtype does not fit.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        shards.check(x, name)
+    _check_own(shards, query=query, key=key, value=value, gate=gate)
     if gate is not None and (norm_eps is None or gate.shape != value.shape):
         raise ValueError(f"gate must be {tuple(value.shape)} like value, and None when norm_eps is None")
-    head, tail = (_within(shards, span) for span in (shards.head(shards.rank), shards.tail(shards.rank)))
-    sums = recomputed(_sum_products, key[:, tail], value[:, tail])
-    if causal:
-        before, _ = relay(shards, sums)
-        after = None
-    else:
-        before, after = relay(shards, sums, recomputed(_sum_products, key[:, head], value[:, head]))
+    before, after, own = _sums_of_others(key, value, shards, causal)
     if not shards.own.length:
         like = query if norm_eps is not None else query.to(compute_dtype(query))
         return nothing(value.shape, like, query, key, value, gate, before, after)
     cu_seqlens = shards.bounds_within(shards.own, query.device)
-    state = sums.new_zeros(1 if cu_seqlens is None else len(cu_seqlens) - 1, *sums.shape[1:])
-    if cu_seqlens is None:
-        state = state.expand_as(sums)
-    state = _add_to_row(state, 0, before.sum(0))
+    state = before.new_zeros(len(before) if cu_seqlens is None else len(cu_seqlens) - 1, *before.shape[1:])
+    state = _add_to_row(state, 0, before)
     if after is None:
         options: dict[str, Any] = {"norm_eps": norm_eps, "gate": gate, "cu_seqlens": cu_seqlens, "backend": backend}
         return linear_kernel(query, key, value, state=state, **options)[0]
-    state = _add_to_row(state, -1, after.sum(0))
+    state = _add_to_row(state, -1, after)
     why_not = "the form that is not causal is matrix products, which always run in torch"
     choose_backend("linear_attention", backend, [query, key, value], lambda: why_not)
     if cu_seqlens is None:
-        output = _read_sums(query, sums + state)
+        output = _read_sums(query, own + state)
     else:
         (output,) = run_each(_read_own_sums, cu_seqlens, (query, key, value), state, states_out=0)
     return output if norm_eps is None else normed(output, norm_eps, gate, query.dtype)
+
+
+def _sums_of_others(key: Tensor, value: Tensor, shards: Shards, causal: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the sums that earlier and, unless causal, later processes add to the own ones, `(B, H, K, V)`, and these.
+
+    With packed sequences they belong to the first, the last and the last sequence of own tokens.
+    """
+    head, tail = (_within(shards, span) for span in (shards.head(shards.rank), shards.tail(shards.rank)))
+    own = recomputed(_sum_products, key[:, tail], value[:, tail])
+    if causal:
+        return relay(shards, own)[0].sum(0), None, own
+    before, after = relay(shards, own, recomputed(_sum_products, key[:, head], value[:, head]))
+    return before.sum(0), after.sum(0), own
 
 
 def _within(shards: Shards, span: Span) -> slice:

@@ -7,7 +7,9 @@ of the ranks, so results do not vary between runs.
 No process may wait for a collective that another one never starts. Hence the rule that all operations here follow: the
 result of an exchange depends on what was put in, and the operation's output on that result, on every process, also one
 that sends or receives nothing. Then all processes record the same exchanges, and autograd, which visits nodes in the
-reverse order of their creation, runs them backward in the same order.
+reverse order of their creation, runs them backward in the same order. Gradient checkpointing recomputes a forward when
+something that it stored is first asked for: an exchange stores an empty tensor and asks for it before it sends
+anything, so processes also agree on when.
 """
 
 import itertools
@@ -102,12 +104,15 @@ class _Exchange(torch.autograd.Function):
         ctx.origins = [(rank, form) for rank, forms in enumerate(incoming) for form in forms]
         received = [x for xs in _swap(shards, outgoing, incoming, tensors[0].device) for x in xs]
         passed = [x.view_as(x) for x in tensors[:kept]]
+        # so that every process recomputes a checkpointed forward up to here, and before the backward's exchange
+        ctx.save_for_backward(tensors[0].new_empty(0))
         ctx.mark_non_differentiable(*(x for x in (*passed, *received) if not _differentiable(x.dtype)))
         return *passed, *received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
         outgoing: list[list[Tensor]] = [[] for _ in ctx.shards.lengths]
         for (rank, form), grad in zip(ctx.origins, grads[ctx.kept :], strict=True):
             if _differentiable(form.dtype):

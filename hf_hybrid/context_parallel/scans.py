@@ -141,34 +141,35 @@ def ssm_conv(
         ValueError: A shape does not fit, or there are fewer taps than tokens.
     """
     shards.check(u, "u")
-    own = shards.own
+    own, both = shards.own, len(C) == 2
     if kernel.dim() != 3 or kernel.shape[:2] != C.shape[:2] or kernel.shape[2] < own.length:
         raise ValueError(
             f"kernel must be (Z, H, taps) = {(*C.shape[:2], own.length)} or have more taps; got {tuple(kernel.shape)}"
         )
     dtype = torch.promote_types(u.dtype, C.real.dtype)
-    head, tail = (_slice(shards, span) for span in (shards.head(shards.rank), shards.tail(shards.rank)))
     x = u.to(dtype)
     system = _System(C, step, dtype)
-    forward = system.final_state(x[:, tail])
-    backward = system.final_state(x[:, head].flip(1)) if len(C) == 2 else None
-    earlier, later = relay(shards, forward, backward)
-    before = system.fold(earlier, [shards.tail(rank).length for rank in _senders(shards, reverse=False)])
-    after = system.fold(later.flip(0), [shards.head(rank).length for rank in _senders(shards, reverse=True)])
+    before, after = _states_of_others(x, system, shards, both)
     if not own.length:
         return nothing(u.shape, u, u, kernel, C, *step, skip, before, after)
-    y = long_kernel(
-        x,
-        kernel[0],
-        reverse_kernel=kernel[1] if len(C) == 2 else None,
-        skip=skip,
-        cu_seqlens=shards.bounds_within(own, u.device),
-        backend=backend,
-    )
-    y = y + F.pad(system.response(before, head.stop), (0, 0, 0, own.length - head.stop))
-    if backward is not None:
-        y = y + F.pad(system.reverse_response(after, own.length - tail.start), (0, 0, tail.start, 0))
+    cu_seqlens, reverse_kernel = shards.bounds_within(own, u.device), kernel[1] if both else None
+    y = long_kernel(x, kernel[0], reverse_kernel=reverse_kernel, skip=skip, cu_seqlens=cu_seqlens, backend=backend)
+    head, tail = (span(shards.rank).length for span in (shards.head, shards.tail))
+    y = y + F.pad(system.response(before, head), (0, 0, 0, own.length - head))
+    if both:
+        y = y + F.pad(system.reverse_response(after, tail), (0, 0, own.length - tail, 0))
     return y.to(u.dtype)
+
+
+def _states_of_others(x: Tensor, system: "_System", shards: Shards, both: bool) -> tuple[Tensor, Tensor]:
+    """Return the states before own tokens and, in the reverse direction, after them."""
+    head, tail = (_slice(shards, span) for span in (shards.head(shards.rank), shards.tail(shards.rank)))
+    forward = system.final_state(x[:, tail])
+    earlier, later = relay(shards, forward, system.final_state(x[:, head].flip(1)) if both else None)
+    before = system.fold(earlier, [shards.tail(rank).length for rank in _senders(shards, reverse=False)])
+    if not both:
+        return before, later.sum(0)
+    return before, system.fold(later.flip(0), [shards.head(rank).length for rank in _senders(shards, reverse=True)])
 
 
 def s4_window_states(

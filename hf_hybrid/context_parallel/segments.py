@@ -4,6 +4,8 @@ B batch · H heads · H_r heads of this process · M segments · M_r segments of
 dim · V value dim · N visited segments
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from ..kernels import segment_recurrence as segment_kernel
@@ -67,16 +69,6 @@ def segment_recurrence(
         shape = (key.shape[0], 0, number, key.shape[4], value.shape[4])
         states = nothing(shape, k, k, v, weight, leak, threshold)
     else:
-        states = segment_kernel(
-            k,
-            v,
-            weight=weight,
-            leak=leak,
-            threshold=threshold,
-            visited=visited,
-            source=source,
-            clamp=clamp,
-            surrogate=surrogate,
-            backend=backend,
-        )
+        options: dict[str, Any] = {"source": source, "clamp": clamp, "surrogate": surrogate, "backend": backend}
+        states = segment_kernel(k, v, weight=weight, leak=leak, threshold=threshold, visited=visited, **options)
     return undivide(slots, states, heads, tokens=2, width=1)

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from hf_hybrid.context_parallel import Shards, count_sent, make_shards
 
 from ..tolerances import assert_close
+from .behaviours import BEHAVIOURS
 from .operations import LENGTH, OPERATIONS, Operation
 
 SIZES = (2, 3, 4, 8)
@@ -149,6 +150,14 @@ def _compare(
             raise AssertionError(f"gradient of {name}: {error}") from None
 
 
+def _problem(name: str, group: dist.ProcessGroup) -> str:
+    try:
+        BEHAVIOURS[name](group)
+    except AssertionError as error:
+        return f"rank {dist.get_rank(group)}: {error or name}"
+    return ""
+
+
 def work(rank: int, folder: Path, full: bool) -> None:
     """Run all cases as one of the processes."""
     torch.set_num_threads(1)
@@ -160,6 +169,8 @@ def work(rank: int, folder: Path, full: bool) -> None:
     for case in cases(full):
         if rank < len(case.lengths):
             found[case.name] = check(case, groups[len(case.lengths)])
+    if not full and rank < 3:
+        found |= {name: _problem(name, groups[3]) for name in BEHAVIOURS}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

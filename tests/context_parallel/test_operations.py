@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_hybrid.context_parallel import check_divisible
+
 from ..matrix import some
 from ..torchrun import LIMIT, once
+from .behaviours import BEHAVIOURS
 from .checking import cases
 
 ORDINARY = [case.name for case in cases(False)]
@@ -31,3 +34,15 @@ def table(tmp_path_factory, full: bool) -> dict[str, str]:
 @pytest.mark.parametrize("name", some(dict.fromkeys(ORDINARY + REST), *ORDINARY))
 def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
     assert table(tmp_path_factory, name not in ORDINARY)[name] == ""
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_all_operations_behave(name, tmp_path_factory):
+    assert table(tmp_path_factory, False)[name] == ""
+
+
+def test_what_cannot_be_divided_is_refused():
+    check_divisible("lstm", 1)
+    check_divisible("s4", 8)
+    with pytest.raises(ValueError, match=r"context_parallel_size must be 1 with lstm: its gates.* got 8 processes"):
+        check_divisible("lstm", 8)

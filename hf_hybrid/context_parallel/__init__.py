@@ -14,6 +14,7 @@ Refused: an LSTM, see `check_divisible`.
 
 from .attention import laplace_attention, linear_attention, local_attention
 from .collectives import Sent, count_sent, fetch
+from .context import active_group, context_parallel, next_tokens, own_part, own_positions, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .refusals import check_divisible
 from .scans import diagonal_scan, s4_window_states, ssm_conv
@@ -24,8 +25,10 @@ __all__ = [
     "Sent",
     "Shards",
     "Span",
+    "active_group",
     "by_channels",
     "check_divisible",
+    "context_parallel",
     "count_sent",
     "diagonal_scan",
     "fetch",
@@ -36,8 +39,12 @@ __all__ = [
     "local_attention",
     "long_conv",
     "make_shards",
+    "next_tokens",
+    "own_part",
+    "own_positions",
     "s4_window_states",
     "segment_recurrence",
     "short_conv",
     "ssm_conv",
+    "total",
 ]

@@ -1,7 +1,7 @@
 """What cannot be divided among processes, and why."""
 
 REFUSED = {
-    "lstm": "its gates read the state before, so the states of shards cannot be folded, and every process would wait "
+    "LSTM": "its gates read the state before, so the states of shards cannot be folded, and every process would wait "
     "for all before it",
     "full attention": "every token reads every other one, so one process would need all keys, at quadratic cost",
 }

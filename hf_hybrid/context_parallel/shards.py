@@ -76,6 +76,11 @@ class Shards:
         """T."""
         return self.spans[-1].stop
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.length if self.ends is None else max(b - a for a, b in itertools.pairwise(self.ends))
+
     def check(self, x: Tensor, name: str, dim: int = 1) -> None:
         """Raise ValueError unless a tensor holds the tokens of this process.
 

@@ -114,10 +114,11 @@ class ImplicitFilter(StateSpaceLayer):
         self._kept = keep(self._kept, [tensor for _, tensor in self.own_tensors()], make)
         return self._kept[2][:, :, :wanted]
 
-    def _generate(self, length: int) -> torch.Tensor:
+    def _generate(self, length: int, channels: slice = slice(None)) -> torch.Tensor:
         """Return the filters' first taps, `(Z, C, length, H)`, in the layout of inputs for fast decoding."""
         with full_precision(self.mlp_in_weight.device):
-            return self._basis(length) @ self.mlp_out_weight.mT * self._envelope(length)
+            weight = self.mlp_out_weight[:, :, channels]
+            return self._basis(length) @ weight.mT * self._envelope(length)[:, channels]
 
     def _basis(self, length: int) -> torch.Tensor:
         """Return the basis of all filters without the envelope, `(length, F)`."""

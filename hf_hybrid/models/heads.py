@@ -8,7 +8,8 @@ those named in the mixin's docstring. A language model's logits are `lm_head` of
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,13 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
+from ..context_parallel import Shards, next_tokens, total
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 from ..layers.state_space import ssm_parameters
 from .checks import check_fixed_length, check_not_empty
-from .packing import refuse_packed
+from .packing import refuse_packed, take_shards
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -73,6 +75,35 @@ def embed_inputs(
     check_not_empty("input_ids", inputs_embeds)
     check_fixed_length("input_ids", inputs_embeds)
     return inputs_embeds
+
+
+def pass_shards(
+    arguments: dict[str, Any], inputs: torch.Tensor | None, attention_mask: torch.Tensor | None
+) -> Shards | None:
+    """Make the layout of a divided sequence and add it to the arguments of the model below a head; see `packing`."""
+    shards = None if inputs is None else take_shards(arguments, inputs, attention_mask)
+    if shards is not None:
+        arguments["shards"] = shards
+    return shards
+
+
+def mean_loss(
+    of_count: Callable[[torch.Tensor | int | None], torch.Tensor],
+    labels: torch.Tensor,
+    count: torch.Tensor | int | None,
+    shards: Shards | None,
+) -> torch.Tensor:
+    """Return a mean of tokens' losses, over all processes if they divide a sequence.
+
+    Args:
+        of_count: Takes the number of labels, and returns the sum over own tokens divided by it; of None, the mean.
+        labels: `(B, T)` or of own tokens; -100 hides a token.
+        count: The number of labels, if it is known.
+        shards: The layout of a divided sequence, or None.
+    """
+    if shards is None:
+        return of_count(count)
+    return total(of_count(total((labels != -100).sum(), shards) if count is None else count), shards)
 
 
 def as_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -143,6 +174,9 @@ class CausalLMForward:
             if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
                 raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
             use_cache = False if use_cache is None else use_cache
+        shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
+        if shards is not None and labels is not None and shift_labels is None:
+            shift_labels = next_tokens(labels, shards, -100)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -155,16 +189,16 @@ class CausalLMForward:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         if self.config.adaptive_cutoffs is not None:
-            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch)
+            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch, shards)
         else:
             logits, loss = self.lm_head(hidden_states), None
             if has_labels:
-                loss = self.loss_function(
-                    logits,
-                    labels,
-                    vocab_size=self.config.vocab_size,
-                    num_items_in_batch=num_items_in_batch,
-                    shift_labels=shift_labels,
+                options = {"vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
+                loss = mean_loss(
+                    lambda count: self.loss_function(logits, labels, num_items_in_batch=count, **options),
+                    shift_labels,
+                    num_items_in_batch,
+                    shards,
                 )
         return CausalLMOutputWithPast(
             loss=loss,
@@ -180,14 +214,17 @@ class CausalLMForward:
         labels: torch.LongTensor | None,
         shift_labels: torch.LongTensor | None,
         num_items_in_batch: torch.Tensor | int | None,
+        shards: Shards | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
         loss, predicting = None, hidden_states
         if shift_labels is None and labels is not None:
             predicting, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         if shift_labels is not None:
-            total, count = self.lm_head.loss(predicting, shift_labels, embedding)
-            loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+            addend, count = self.lm_head.loss(predicting, shift_labels, embedding)
+            loss = mean_loss(
+                lambda number: addend / (count if number is None else number), shift_labels, num_items_in_batch, shards
+            )
         logits = None if loss is not None and self.training else self.lm_head(hidden_states, embedding)
         return logits, loss
 
@@ -214,12 +251,17 @@ class MaskedLMForward:
     ) -> MaskedLMOutput:
         """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            size = self.config.vocab_size
+            loss = mean_loss(
+                lambda count: self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=count),
+                labels,
+                num_items_in_batch,
+                shards,
             )
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -273,12 +315,18 @@ class TokenClassificationForward:
     ) -> TokenClassifierOutput:
         """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=num_items_in_batch)
+            loss = mean_loss(
+                lambda count: self.loss_function(logits, labels, self.config, num_items_in_batch=count),
+                labels,
+                num_items_in_batch,
+                shards,
+            )
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

@@ -20,12 +20,13 @@ from hf_hybrid.context_parallel import Shards, count_sent, make_shards
 
 from ..tolerances import assert_close
 from .behaviours import BEHAVIOURS
+from .models import check_model, model_cases
 from .operations import LENGTH, OPERATIONS, Operation
 
 SIZES = (2, 3, 4, 8)
 LAYOUTS = {
-    2: [(13, 11), (1, 23), (24, 0)],
-    3: [(9, 7, 8), (2, 1, 21), (12, 12, 0), (20, 0, 4)],
+    2: [(1, 23), (24, 0), (13, 11)],
+    3: [(9, 7, 8), (2, 1, 21), (20, 0, 4), (12, 12, 0)],
     4: [(6, 6, 6, 6), (1, 2, 1, 20)],
     8: [(3, 3, 3, 3, 3, 3, 3, 3), (5, 1, 0, 8, 1, 7, 2, 0)],
 }
@@ -54,7 +55,8 @@ def cases(full: bool) -> Iterator[Case]:
         for size in SIZES:
             for lengths in LAYOUTS[size]:
                 for ends in (None, *(PACKED if operation.packed else ())):
-                    ordinary = (size <= 3 or name in KINDS) and ends != PACKED[1]
+                    few = lengths != LAYOUTS[size][-1] if size <= 3 else name in KINDS
+                    ordinary = few and ends != PACKED[1]
                     if ordinary != full:
                         yield Case(name, lengths, ends)
         if full:
@@ -169,6 +171,9 @@ def work(rank: int, folder: Path, full: bool) -> None:
     for case in cases(full):
         if rank < len(case.lengths):
             found[case.name] = check(case, groups[len(case.lengths)])
+    for name, variant, batch, size in model_cases(full):
+        if rank < size:
+            found[name] = check_model(variant, batch, groups[size])
     if not full and rank < 3:
         found |= {name: _problem(name, groups[3]) for name in BEHAVIOURS}
     (folder / f"{rank}.json").write_text(json.dumps(found))

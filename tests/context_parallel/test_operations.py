@@ -14,9 +14,11 @@ from ..matrix import some
 from ..torchrun import LIMIT, once
 from .behaviours import BEHAVIOURS
 from .checking import cases
+from .models import model_cases
 
 ORDINARY = [case.name for case in cases(False)]
 REST = [case.name for case in cases(True)]
+MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (False, True))
 
 
 def table(tmp_path_factory, full: bool) -> dict[str, str]:
@@ -36,13 +38,18 @@ def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
     assert table(tmp_path_factory, name not in ORDINARY)[name] == ""
 
 
+@pytest.mark.parametrize("name", some(MODELS + MODELS_REST, *MODELS))
+def test_a_model_on_a_divided_sequence_equals_one_process(name, tmp_path_factory):
+    assert table(tmp_path_factory, name not in MODELS)[name] == ""
+
+
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_all_operations_behave(name, tmp_path_factory):
     assert table(tmp_path_factory, False)[name] == ""
 
 
 def test_what_cannot_be_divided_is_refused():
-    check_divisible("lstm", 1)
+    check_divisible("LSTM", 1)
     check_divisible("s4", 8)
-    with pytest.raises(ValueError, match=r"context_parallel_size must be 1 with lstm: its gates.* got 8 processes"):
-        check_divisible("lstm", 8)
+    with pytest.raises(ValueError, match=r"context_parallel_size must be 1 with LSTM: its gates.* got 8 processes"):
+        check_divisible("LSTM", 8)

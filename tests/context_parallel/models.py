@@ -1,0 +1,125 @@
+"""Models on divided sequences: which ones, and how each is compared with one process."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_hybrid.context_parallel import context_parallel, own_part
+
+from ..models.tiny import DECODERS, tiny_model
+from ..tolerances import assert_close
+
+TOKENS = 23
+CAUSAL, MASKED, TAGGING = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTokenClassification"
+# variants of SPADE that cannot be divided: what the error names
+REFUSED = {"lstm": "LSTM", "full": "full attention", "full attention alone": "full attention"}
+ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
+    "spade": {
+        "window": {},
+        "chunk": {"attention_type": "chunk", "ssm_freeze": "none"},
+        "s5": {"ssm_type": "s5", "ssm_blocks": 2, "ssm_freeze": "none"},
+        "s4d": {"ssm_type": "s4d", "combine_mode": "add"},
+        "hyena": {"ssm_type": "hyena", "ssm_l_max": 30, "ssm_freeze": "none"},
+    },
+    "chela": {
+        "short-long convolution": {},
+        "s4d": {"mixer": "s4d", "mixer_state_size": 8},
+        "moving average": {"mixer": "ema"},
+        "laplace in chunks": {"attention_fn": "laplace", "chunk_size": 5},
+    },
+}
+
+
+class Variant(NamedTuple):
+    """A model and its config."""
+
+    model_type: str
+    auto_class: str
+    name: str
+    fields: dict[str, Any]
+
+
+VARIANTS = [
+    *(Variant(kind, CAUSAL, *item) for kind in ("spade", "chela") for item in DECODERS[kind, CAUSAL].items()),
+    *(Variant(kind, MASKED, *item) for kind in ENCODERS for item in ENCODERS[kind].items()),
+    *(Variant(kind, TAGGING, "default", {}) for kind in ENCODERS),
+]
+# how a batch is made of 23 tokens
+BATCHES = ("plain", "padded", "packed", "checkpointed")
+
+
+def model_cases(full: bool) -> list[tuple[str, Variant, str, int]]:
+    """Name, variant, batch and number of processes of each check."""
+    found = []
+    for index, variant in enumerate(VARIANTS):
+        for number, batch in enumerate(BATCHES):
+            for size in (2, 3, 8):
+                ordinary = size == 3 and index % len(BATCHES) == number  # the kinds of batch in turn
+                if ordinary != full:
+                    name = f"{variant.model_type} {variant.auto_class} {variant.name}, {batch}, {size} processes"
+                    found.append((name, variant, batch, size))
+    return found
+
+
+def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
+    """Compare logits, loss and the sum of gradients with one process's; return what is wrong."""
+    torch.manual_seed(0)
+    model = tiny_model(variant.model_type, variant.auto_class, **variant.fields).double().eval()
+    rows = 1 if batch == "packed" else 2
+    ids = torch.randint(3, 60, (rows, TOKENS))
+    labels = torch.randint(0, 3, (rows, TOKENS)) if variant.auto_class == TAGGING else ids.clone()
+    labels[:, ::7] = -100
+    inputs = {"input_ids": ids, "labels": labels}
+    if batch == "padded":
+        mask = torch.ones(rows, TOKENS, dtype=torch.int64)
+        mask[0, :4], mask[1, 15:] = 0, 0
+        inputs["attention_mask"] = mask
+        labels[mask == 0] = -100
+    if batch == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (3, 11, 1, 8)])[None]
+    if variant.model_type == "spade" and variant.name in REFUSED:
+        with pytest.raises(ValueError, match=f"context_parallel_size must be 1 with {REFUSED[variant.name]}"):
+            _step(model, {name: own_part(x, group) for name, x in inputs.items()}, group)
+        return ""
+    expected, gradients = _step(model, inputs, None)
+    if batch == "checkpointed":
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "config"):
+                module.config.attention_dropout = 0.0
+    own = {name: own_part(x, group) for name, x in inputs.items()}
+    output, parts = _step(model, own, group)
+    problem = ""
+    for name in sorted(gradients):
+        part = parts.get(name)
+        total = torch.zeros_like(gradients[name]) if part is None else part.clone()
+        dist.all_reduce(total, group=group)
+        try:
+            assert_close(total, gradients[name], "float64 gradient")
+        except AssertionError as error:
+            problem = problem or f"gradient of {name}: {error}"
+    try:
+        assert_close(output.loss, expected.loss, "float32")  # transformers computes losses in float32
+        if expected.logits is not None and output.logits is not None:
+            assert_close(output.logits, own_part(expected.logits, group), "float64 gradient")
+    except AssertionError as error:
+        problem = problem or str(error)
+    return problem
+
+
+def _step(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    if group is None:
+        output = model(**inputs)
+    else:
+        with context_parallel(group):
+            output = model(**inputs)
+    output.loss.backward()
+    return output, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}

@@ -65,13 +65,13 @@ def own_part(x: Tensor, mesh: DeviceMesh | dist.ProcessGroup, dim: int = 1) -> T
     return x.narrow(dim, start, min(length, x.shape[dim] - start)).contiguous()
 
 
-def next_tokens(labels: Tensor, shards: Shards, fill: int) -> Tensor:
+def next_tokens(labels: Tensor, shards: Shards, ignore_index: int) -> Tensor:
     """Return each own token's successor, the first of the next process for the last: 8 B bytes sent.
 
     Args:
         labels: `(B, T_r)`.
         shards: The layout.
-        fill: What follows the last token of the sequence.
+        ignore_index: What follows the last token of the sequence.
 
     Returns:
         `(B, T_r)`.
@@ -80,7 +80,7 @@ def next_tokens(labels: Tensor, shards: Shards, fill: int) -> Tensor:
     spans = [Span(own.start, min(own.stop + 1, shards.length)) if own.length else own for own in shards.spans]
     (longer,) = fetch(shards, spans, labels)
     if spans[shards.rank].stop == shards.own.stop:
-        longer = torch.cat([longer, longer.new_full((len(labels), 1), fill)], dim=1)
+        longer = torch.cat([longer, longer.new_full((len(labels), 1), ignore_index)], dim=1)
     return longer[:, 1:].contiguous() if shards.own.length else labels
 
 

@@ -64,7 +64,7 @@ def by_channels(
     shards: Shards,
     function: Callable[[Tensor, slice, Tensor | None], Tensor],
     u: Tensor,
-    *inputs: Tensor | None,
+    *tensors: Tensor | None,
     num_filters: int | None = None,
 ) -> Tensor:
     """Run a function of complete sequences that treats every channel alone, on a part of the channels per process.
@@ -78,7 +78,7 @@ def by_channels(
         function: Takes `(B, T, D_r)`, the channels that these are, and `cu_seqlens` of packed sequences or None;
             returns `(B, T, D_r)`, or `(C, B, T, D_r)`. A process without channels does not call it.
         u: `(B, T_r, D)`.
-        *inputs: Tensors that the function reads, so that their gradients exist on every process.
+        *tensors: Tensors that the function reads, so that their gradients exist on every process.
         num_filters: C; None if the function returns one output.
 
     Returns:
@@ -90,7 +90,7 @@ def by_channels(
     (x,) = divide(shards, u, tokens=1, width=2)
     if channels.start == channels.stop:
         shape = x.shape if num_filters is None else (num_filters, *x.shape)
-        y = nothing(shape, x, x, *inputs)
+        y = nothing(shape, x, x, *tensors)
     else:
         ends = None if shards.ends is None else torch.tensor(shards.ends, dtype=torch.int32, device=u.device)
         y = function(x, channels, ends)

@@ -196,11 +196,7 @@ class LocalAttention(nn.Module):
             Output `(B, T, H K)`, zero at masked tokens unless attention is full; and probabilities `(B, H, T, S)` if
             the attention function returns them.
         """
-        # the kernels handle complete sequences and single tokens; "eager" asks for dense attention
-        local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
-        local = local and self.config._attn_implementation != "eager"
-        if shards is not None:
-            self._check_divisible(local, shards, kwargs)
+        local = self._is_local(attention_mask, shards, kwargs)
         if local and complete:
             if kwargs.get("output_attentions"):
                 logger.warning_once("output_attentions needs attn_implementation='eager': local attention has none.")
@@ -383,8 +379,16 @@ class LocalAttention(nn.Module):
             output = output.masked_fill(~self._sees_others(query, attention_mask, cu_seqlens)[..., None, None], 0)
         return output.reshape(*shape, -1)
 
-    def _check_divisible(self, local: bool, shards: Shards, options: dict):
-        """Raise ValueError unless this attention can run over own tokens of a divided sequence."""
+    def _is_local(self, attention_mask: torch.Tensor | None, shards: Shards | None, options: dict) -> bool:
+        """Return whether the kernels can run, which handle complete sequences and single tokens.
+
+        Raises:
+            ValueError: They cannot, and the sequence is divided.
+        """
+        local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
+        local = local and self.config._attn_implementation != "eager"  # which asks for dense attention
+        if shards is None:
+            return local
         if self.attention_type == "full":
             check_divisible("full attention", shards.size)
         if not local or options.get("output_attentions"):
@@ -394,6 +398,7 @@ class LocalAttention(nn.Module):
             )
         if not self.include_self:
             raise ValueError("include_self must be True for a divided sequence; got False")
+        return local
 
     def _sees_others(
         self, query: torch.Tensor, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None

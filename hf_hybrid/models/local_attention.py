@@ -377,7 +377,7 @@ class LocalAttention(nn.Module):
         )
         if not self.include_self:
             output = output.masked_fill(~self._sees_others(query, attention_mask, cu_seqlens)[..., None, None], 0)
-        return output.reshape(*shape, -1)
+        return output.reshape(*shape, query.shape[2] * value.shape[3])  # -1 is ambiguous without tokens
 
     def _is_local(self, attention_mask: torch.Tensor | None, shards: Shards | None, options: dict) -> bool:
         """Return whether the kernels can run, which handle complete sequences and single tokens.

@@ -12,9 +12,9 @@ it is that of the complete sequence.
 Refused: an LSTM, see `check_divisible`.
 """
 
-from .attention import laplace_attention, linear_attention, local_attention
+from .attention import laplace_attention, linear_attention, local_attention, own_positions, sees_others
 from .collectives import Sent, count_sent, fetch
-from .context import active_group, context_parallel, next_tokens, own_part, own_positions, total
+from .context import active_group, context_parallel, next_tokens, own_part, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .refusals import check_divisible
 from .scans import diagonal_scan, s4_window_states, ssm_conv
@@ -43,6 +43,7 @@ __all__ = [
     "own_part",
     "own_positions",
     "s4_window_states",
+    "sees_others",
     "segment_recurrence",
     "short_conv",
     "ssm_conv",

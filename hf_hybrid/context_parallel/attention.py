@@ -163,6 +163,56 @@ def _with_grid(
     return query, key, value, torch.cat([position == grid, mask], dim=1)
 
 
+def own_positions(shards: Shards, mask: Tensor | None, device: torch.device) -> Tensor:
+    """Return the positions of own tokens in their sequences, `(B or 1, T_r)`.
+
+    Args:
+        shards: The layout.
+        mask: `(B, T_r)`, 1 = keep; then kept tokens are counted, for which each process sends 8 B bytes to each other.
+        device: Of the result.
+    """
+    if mask is not None:
+        kept = mask.to(torch.bool)
+        earlier = gather(shards, kept.sum(1))[: shards.rank].sum(0)
+        return (kept.cumsum(1) + earlier[:, None] - 1).clamp_min(0)
+    positions = torch.arange(shards.own.start, shards.own.stop, device=device)
+    if shards.ends is not None:
+        ends = torch.tensor(shards.ends, device=device)
+        positions = positions - ends[torch.searchsorted(ends, positions, right=True) - 1]
+    return positions[None]
+
+
+def sees_others(
+    shards: Shards, radius: int, mask: Tensor | None, chunk_size: int | None, device: torch.device
+) -> Tensor:
+    """Return whether causal own queries see an earlier kept token, `(B or 1, T_r)`.
+
+    Args:
+        shards: The layout.
+        radius: Tokens that a query sees before its own, at least 1 unless there are chunks.
+        mask: `(B, T_r)`, 1 = keep; None keeps all. With a mask one byte per token of the halo is sent.
+        chunk_size: Tokens per chunk; None for a window.
+        device: Of the result.
+
+    Raises:
+        ValueError: There are a mask and chunks, whose grid a mask may move.
+    """
+    if mask is None:
+        position = own_positions(shards, None, device)
+        return (position if chunk_size is None else position % chunk_size) > 0
+    if chunk_size is not None:
+        raise ValueError("include_self must be True with chunks and attention_mask for a divided sequence")
+    spans = shards.reach(radius, 0)
+    (kept,) = fetch(shards, spans, mask.to(torch.bool))
+    own = shards.own
+    if not own.length:
+        return mask.to(torch.bool)
+    before = own.start - spans[shards.rank].start
+    counts = F.pad(kept.long().cumsum(1), (1, 0))
+    token = torch.arange(before, before + own.length, device=kept.device)
+    return counts[:, token] > counts[:, (token - radius).clamp_min(0)]
+
+
 def laplace_attention(
     query: Tensor,
     key: Tensor,

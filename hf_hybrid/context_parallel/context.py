@@ -84,25 +84,6 @@ def next_tokens(labels: Tensor, shards: Shards, ignore_index: int) -> Tensor:
     return longer[:, 1:].contiguous() if shards.own.length else labels
 
 
-def own_positions(shards: Shards, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Return the positions of own tokens in their sequences, `(B or 1, T_r)`.
-
-    Args:
-        shards: The layout.
-        mask: `(B, T_r)`, 1 = keep; then kept tokens are counted, for which each process sends 8 B bytes to each other.
-        device: Of the result.
-    """
-    if mask is not None:
-        kept = mask.to(torch.bool)
-        earlier = gather(shards, kept.sum(1))[: shards.rank].sum(0)
-        return (kept.cumsum(1) + earlier[:, None] - 1).clamp_min(0)
-    positions = torch.arange(shards.own.start, shards.own.stop, device=device)
-    if shards.ends is not None:
-        ends = torch.tensor(shards.ends, device=device)
-        positions = positions - ends[torch.searchsorted(ends, positions, right=True) - 1]
-    return positions[None]
-
-
 class _Total(torch.autograd.Function):
     """Sum over processes; each one's gradient is that of its own addend."""
 

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..context_parallel import Shards, by_channels
 from ..kernels.checks import check_positive
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
 from ..kernels.packed import longest
 from ..kernels.precision import full_precision
-from .state_space import StateSpaceLayer, keep
+from .state_space import StateSpaceLayer, each_row, keep
 
 
 class ImplicitFilter(StateSpaceLayer):
@@ -237,6 +238,19 @@ class ImplicitConv(ImplicitFilter):
             return super()._run_packed(u, cu_seqlens)
         taps = self._taps(longest(u, cu_seqlens))[0, 0]
         return long_conv(u, taps.mT, skip=self.D[0], cu_seqlens=cu_seqlens).to(u.dtype)
+
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        """Return outputs at own tokens, `(B, T_r, H)`, or `(C, B, T_r, H)` for several filters."""
+        taps = self._generate(min(shards.longest, self.max_length), shards.share(self.hidden_size))[0]
+
+        def convolve(x: torch.Tensor, channels: slice, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+            if self.num_filters == 1:
+                return long_conv(x, taps[0].mT, skip=self.D[0, channels], cu_seqlens=cu_seqlens).to(u.dtype)
+            skip = self.D[:, channels]
+            return each_row(lambda rows: filter_bank_conv(rows, taps.mT, skip=skip), x, cu_seqlens).to(u.dtype)
+
+        filters = None if self.num_filters == 1 else self.num_filters
+        return by_channels(shards, convolve, u, taps, self.D, num_filters=filters)
 
     def sample(self, u: torch.Tensor, window: int) -> torch.Tensor:
         """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`, in u's dtype.

@@ -17,7 +17,7 @@ from ..kernels.long_conv import filter_bank_conv, long_conv, window_ends_conv
 from ..kernels.precision import compute_dtype
 from ..kernels.ssm_kernel import dplr_legs, ssm_taps
 from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv, of_channels
-from .state_space import StateSpaceLayer
+from .state_space import StateSpaceLayer, each_row
 
 
 class S4Base(StateSpaceLayer):
@@ -169,7 +169,7 @@ class S4Base(StateSpaceLayer):
 
     def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
         if self.num_filters > 1:
-            raise ValueError(f"num_filters must be 1 for a divided sequence; got {self.num_filters}")
+            return self._run_bank_divided(u, shards)
         trained = self._is_trained()
         # whichever sends less: states, which do not know of a largest length, or tokens for channels
         complete = self.max_length is None or self.max_length >= shards.longest
@@ -182,6 +182,16 @@ class S4Base(StateSpaceLayer):
             return system.convolve(x, skip, self.max_length, cu_seqlens=cu_seqlens)
 
         return by_channels(shards, convolve, u, *self._tensors(), self.D)
+
+    def _run_bank_divided(self, u: torch.Tensor, shards: Shards) -> torch.Tensor:
+        """Return all filters' outputs at own tokens, `(C, B, T_r, H)`."""
+
+        def convolve(x: torch.Tensor, channels: slice, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+            system = S4System(of_channels(self._tensors(), channels), self.discretization)
+            skip = None if self.D is None else self.D[:, channels]
+            return each_row(lambda rows: system.advance_all(rows, None, skip, False)[0], x, cu_seqlens)
+
+        return by_channels(shards, convolve, u, *self._tensors(), self.D, num_filters=self.num_filters)
 
     def _kept_system(self, trained: bool, channels: slice | None = None) -> S4System:
         """Return the system, or that of some channels, from the cache if it is frozen."""

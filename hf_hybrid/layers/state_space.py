@@ -243,6 +243,16 @@ class StateSpaceLayer(nn.Module):
         return u.masked_fill(~mask.to(torch.bool)[..., None], 0)
 
 
+def each_row(
+    function: Callable[[torch.Tensor], torch.Tensor], u: torch.Tensor, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor:
+    """Map `(B, T, H)` to `(..., B, T, H)` by a function of rows: one for each packed sequence, if there are any."""
+    if cu_seqlens is None:
+        return function(u)
+    rows, kept = to_rows(u, cu_seqlens)
+    return function(rows)[..., kept, :][..., None, :, :]
+
+
 def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
     """Return a key that changes when one of the tensors does, while the caller holds references to them.
 

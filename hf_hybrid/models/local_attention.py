@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
-from ..context_parallel import Shards, check_divisible
+from ..context_parallel import Shards, check_divisible, sees_others
 from ..context_parallel import local_attention as divided_attention
 from ..kernels import local_attention, local_attention_step
 from ..kernels.dispatch import exports_any
@@ -376,7 +376,11 @@ class LocalAttention(nn.Module):
             dropout=self.dropout,
         )
         if not self.include_self:
-            output = output.masked_fill(~self._sees_others(query, attention_mask, cu_seqlens)[..., None, None], 0)
+            if shards is None:
+                sees = self._sees_others(query, attention_mask, cu_seqlens)
+            else:
+                sees = sees_others(shards, reach, attention_mask, None if window else reach + 1, query.device)
+            output = output.masked_fill(~sees[..., None, None], 0)
         return output.reshape(*shape, query.shape[2] * value.shape[3])  # -1 is ambiguous without tokens
 
     def _is_local(self, attention_mask: torch.Tensor | None, shards: Shards | None, options: dict) -> bool:
@@ -396,8 +400,6 @@ class LocalAttention(nn.Module):
                 "a divided sequence needs attention_mask of shape (batch, length), attn_implementation other than "
                 "'eager', and no output_attentions"
             )
-        if not self.include_self:
-            raise ValueError("include_self must be True for a divided sequence; got False")
         return local
 
     def _sees_others(

@@ -13,8 +13,17 @@ from ..tolerances import assert_close
 
 TOKENS = 23
 CAUSAL, MASKED, TAGGING = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTokenClassification"
-# variants of SPADE that cannot be divided: what the error names
-REFUSED = {"lstm": "LSTM", "full": "full attention", "full attention alone": "full attention"}
+# variants that cannot be divided: what the error says
+REFUSED = {
+    ("spade", "lstm"): "context_parallel_size must be 1 with LSTM",
+    ("spade", "full"): "context_parallel_size must be 1 with full attention",
+    ("spade", "full attention alone"): "context_parallel_size must be 1 with full attention",
+    **{
+        ("bst", name): "context states of the window before cannot be divided"
+        for name, fields in DECODERS["bst", CAUSAL].items()
+        if fields.get("context_type") == "multi_filter" or fields.get("context_shift") == "window"
+    },
+}
 ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
     "spade": {
         "window": {},
@@ -42,7 +51,7 @@ class Variant(NamedTuple):
 
 
 VARIANTS = [
-    *(Variant(kind, CAUSAL, *item) for kind in ("spade", "chela") for item in DECODERS[kind, CAUSAL].items()),
+    *(Variant(kind, CAUSAL, *item) for kind in ("spade", "chela", "bst") for item in DECODERS[kind, CAUSAL].items()),
     *(Variant(kind, MASKED, *item) for kind in ENCODERS for item in ENCODERS[kind].items()),
     *(Variant(kind, TAGGING, "default", {}) for kind in ENCODERS),
 ]
@@ -79,8 +88,8 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
         labels[mask == 0] = -100
     if batch == "packed":
         inputs["position_ids"] = torch.cat([torch.arange(n) for n in (3, 11, 1, 8)])[None]
-    if variant.model_type == "spade" and variant.name in REFUSED:
-        with pytest.raises(ValueError, match=f"context_parallel_size must be 1 with {REFUSED[variant.name]}"):
+    if refusal := REFUSED.get((variant.model_type, variant.name)):
+        with pytest.raises(ValueError, match=refusal):
             _step(model, {name: _part(x, batch, group) for name, x in inputs.items()}, group)
         return ""
     expected, gradients = _step(model, inputs, None)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
+from ...context_parallel import Shards
 from ...kernels.packed import to_rows
 from ...layers.implicit_filter import ImplicitConv
 from ...layers.s4 import S4
@@ -181,7 +182,7 @@ class TokenContext(BstContext):
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend in chunks of W, causally; see `BstContext`."""
         before = None if state is None else state.filter
-        key, value, after = self._filtered_pair(u, before, return_state, span.cu_seqlens)
+        key, value, after = self._filtered_pair(u, before, return_state, span.cu_seqlens, span.shards)
         if state is not None:
             key, value = torch.cat([state.key, key], dim=1), torch.cat([state.value, value], dim=1)
         held = key.shape[1] - query.shape[1]
@@ -194,6 +195,7 @@ class TokenContext(BstContext):
             query_start=span.past,
             key_start=span.past - held,
             cu_seqlens=span.cu_seqlens,
+            shards=span.shards,
             **kwargs,
         )
         if not return_state:
@@ -207,12 +209,13 @@ class TokenContext(BstContext):
         state: torch.Tensor | None,
         return_state: bool,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
         if return_state:
             outputs, state = self.filter(u, state=state, return_state=True)
         else:
-            outputs, state = self.filter(u, cu_seqlens=cu_seqlens), None
+            outputs, state = self.filter(u, cu_seqlens=cu_seqlens, shards=shards), None
         return *self._project(outputs if outputs.dim() == 4 else outputs[None]), state
 
 
@@ -233,6 +236,9 @@ class WindowBeforeContext(BstContext):
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend to the window before; see `BstContext`."""
         shape = query.shape
+        if span.shards is not None:
+            fields = f"context_type {self.config.context_type!r} and context_shift {self.config.context_shift!r}"
+            raise ValueError(f"context states of the window before cannot be divided among processes; got {fields}")
         if span.cu_seqlens is not None:  # windows start with each sequence
             (query, kept), (u, _) = (to_rows(x.flatten(0, 1)[None], span.cu_seqlens) for x in (query, u))
             output, _ = self._attend_sequence(query, u, None, False, **kwargs)

@@ -13,7 +13,7 @@ Refused: an LSTM, see `check_divisible`.
 """
 
 from .attention import laplace_attention, linear_attention, local_attention, own_positions, sees_others
-from .collectives import Sent, count_sent, fetch
+from .collectives import Sent, count_sent, divide, fetch, gather, nothing, undivide
 from .context import active_group, context_parallel, next_tokens, own_part, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .refusals import check_divisible
@@ -31,8 +31,10 @@ __all__ = [
     "context_parallel",
     "count_sent",
     "diagonal_scan",
+    "divide",
     "fetch",
     "filter_bank_conv",
+    "gather",
     "group_of",
     "laplace_attention",
     "linear_attention",
@@ -40,6 +42,7 @@ __all__ = [
     "long_conv",
     "make_shards",
     "next_tokens",
+    "nothing",
     "own_part",
     "own_positions",
     "s4_window_states",
@@ -48,4 +51,5 @@ __all__ = [
     "short_conv",
     "ssm_conv",
     "total",
+    "undivide",
 ]

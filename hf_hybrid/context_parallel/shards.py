@@ -81,6 +81,11 @@ class Shards:
         """Tokens of the longest sequence."""
         return self.length if self.ends is None else max(b - a for a, b in itertools.pairwise(self.ends))
 
+    def of_windows(self, window: int) -> "Shards":
+        """Return which process has the end of each complete window of so many tokens."""
+        counts = tuple(own.stop // window - own.start // window for own in self.spans)
+        return Shards(counts, self.rank, self.group)
+
     def check(self, x: Tensor, name: str, dim: int = 1) -> None:
         """Raise ValueError unless a tensor holds the tokens of this process.
 

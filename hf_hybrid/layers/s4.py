@@ -259,6 +259,10 @@ class S4(S4Base):
             return window_ends_conv(u, self._exported_kernel(u), self.D, window).permute(1, 2, 0, 3)
         return self._system().sample(u, self.D, window)
 
+    def sample_divided(self, u: torch.Tensor, window: int, shards: Shards) -> torch.Tensor:
+        """Return `sample` for own tokens of a divided sequence: outputs at the ends of windows that lie in them."""
+        return self._system().sample(u, self.D, window, shards)
+
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, H, M, 2)` before tokens `stops` of masked inputs `(B, T, H)`; a stop may be T."""
         return self._system().follow(u, state, stops)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..context_parallel import Shards, ssm_conv
+from ..context_parallel import s4_window_states as divided_window_states
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv, spectral_conv
 from ..kernels.packed import longest
@@ -288,11 +289,17 @@ class S4System:
         y = y if skip is None else y + skip.to(dtype) * last.to(dtype)[..., None, :]
         return y.to(last.dtype)
 
-    def sample(self, u: torch.Tensor, skip: torch.Tensor | None, window: int) -> torch.Tensor:
-        """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`."""
+    def sample(
+        self, u: torch.Tensor, skip: torch.Tensor | None, window: int, shards: Shards | None = None
+    ) -> torch.Tensor:
+        """Return all filters' outputs at the last token of each full, or own, window, `(B, T // window, C, H)`."""
         assert self.P is not None
-        states = s4_window_states(u, self.B, self.P, self.w, self.dt, window, self.dtype(u))
-        return self.read(torch.view_as_real(states), u[:, window - 1 :: window], skip)
+        system, first = (self.B, self.P, self.w, self.dt, window, self.dtype(u)), window - 1
+        if shards is None:
+            states = s4_window_states(u, *system)
+        else:
+            states, first = divided_window_states(u, *system, shards), (first - shards.own.start) % window
+        return self.read(torch.view_as_real(states), u[:, first::window], skip)
 
 
 _handles = itertools.count(1)

@@ -20,6 +20,7 @@ from ...layers.s4 import S4
 from ..local_attention import LocalAttention
 from ..state_cache import without_first
 from .configuration_bst import BstConfig
+from .divided import check_windows, fetch_tokens, fetch_windows, no_tokens, own_tokens, own_windows
 from .windows import Span, from_windows, to_windows, window_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -237,8 +238,8 @@ class WindowBeforeContext(BstContext):
         """Attend to the window before; see `BstContext`."""
         shape = query.shape
         if span.shards is not None:
-            fields = f"context_type {self.config.context_type!r} and context_shift {self.config.context_shift!r}"
-            raise ValueError(f"context states of the window before cannot be divided among processes; got {fields}")
+            check_windows(span.shards, span.attention_mask)
+            return self._attend_divided(query, u, span.shards, **kwargs), None
         if span.cu_seqlens is not None:  # windows start with each sequence
             (query, kept), (u, _) = (to_rows(x.flatten(0, 1)[None], span.cu_seqlens) for x in (query, u))
             output, _ = self._attend_sequence(query, u, None, False, **kwargs)
@@ -246,6 +247,25 @@ class WindowBeforeContext(BstContext):
         if state is None:
             return self._attend_sequence(query, u, span.first, return_state, **kwargs)
         return self._attend_from_state(query, u, span.starts, state, **kwargs)
+
+    def _attend_divided(
+        self, query: torch.Tensor, u: torch.Tensor, shards: Shards, **kwargs: Unpack[TransformersKwargs]
+    ) -> torch.Tensor:
+        """Attend from own queries of a divided sequence."""
+        key, value = self._divided_pairs(u, shards)
+        first = self._first_pair(query.shape[0])
+        if not shards.own.length:
+            return no_tokens(query, key, value, *first)
+        if shards.own.start >= self.config.window:
+            first = [x[:, :0] for x in first]  # the first window's states get a gradient on every process
+        key, value = (torch.cat(pair, dim=1) for pair in zip(first, (key, value), strict=True))
+        windows = own_windows(shards, self.config.window, query)
+        output, _ = self._attend_all(*(x.flatten(0, 1) for x in (windows, key, value)), **kwargs)
+        return own_tokens(shards, self.config.window, output.unflatten(0, windows.shape[:2]))
+
+    def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
+        """Return keys and values `(B, n, S, H, K)` of the windows before those that hold own tokens."""
+        raise NotImplementedError
 
     def _first_pair(self, batch: int) -> Pair:
         """Return keys and values `(B, 1, S, H, K)` for the first window."""
@@ -349,6 +369,10 @@ class ShiftedTokenContext(WindowBeforeContext, TokenContext):
         key, value, _ = self._filtered_pair(u, None, False)
         return key.unflatten(1, (-1, self.config.window)), value.unflatten(1, (-1, self.config.window))
 
+    def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
+        key, value, _ = self._filtered_pair(u, None, False, shards=shards)
+        return fetch_tokens(shards, self.config.window, key, value)
+
     def _remember(
         self, state: ContextState, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None, length: int
     ) -> ContextState:
@@ -387,6 +411,10 @@ class MultiFilterContext(WindowBeforeContext):
     def _window_pairs(self, u: torch.Tensor) -> Pair:
         return self._pair(self.filter.sample(u, self.config.window))
 
+    def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
+        sampled = self.filter.sample_divided(u, self.config.window, shards)
+        return fetch_windows(shards, self.config.window, *self._pair(sampled))
+
     def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         states = self.filter.follow(u, state.filter, stops)
 
@@ -407,7 +435,8 @@ class MultiFilterContext(WindowBeforeContext):
             lifted = self.lift(states.to(self.lift.weight.dtype))
             states = lifted.unflatten(-1, (self.config.num_attention_heads, -1)).movedim(-2, 0)
         key, value = self._project(states)
-        return key.unflatten(1, (count, -1)), value.unflatten(1, (count, -1))
+        shape = (count, self.config.num_context_states)
+        return key.unflatten(1, shape), value.unflatten(1, shape)
 
 
 def make_context(config: BstConfig) -> BstContext:

@@ -14,7 +14,7 @@ Refused: an LSTM, see `check_divisible`.
 
 from .attention import laplace_attention, linear_attention, local_attention, own_positions, sees_others
 from .collectives import Sent, count_sent, divide, fetch, gather, nothing, undivide
-from .context import active_group, context_parallel, next_tokens, own_part, total
+from .context import active_group, add_up, context_parallel, next_tokens, own_part, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .refusals import check_divisible
 from .scans import diagonal_scan, s4_window_states, ssm_conv
@@ -26,6 +26,7 @@ __all__ = [
     "Shards",
     "Span",
     "active_group",
+    "add_up",
     "by_channels",
     "check_divisible",
     "context_parallel",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import fetch, gather
+from .collectives import Form, exchange, fetch, gather
 from .shards import Shards, Span, group_of
 
 _groups: list[dist.ProcessGroup] = []
@@ -94,6 +94,16 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
+
+
+def add_up(x: Tensor, shards: Shards) -> Tensor:
+    """Add a small tensor up over the processes; unlike in `total`, what all do with the sum adds to the gradient."""
+    others = [rank for rank in range(shards.size) if rank != shards.rank]
+    outgoing = [[x] if rank in others else [] for rank in range(shards.size)]
+    incoming = [[Form(tuple(x.shape), x.dtype)] if rank in others else [] for rank in range(shards.size)]
+    kept, received = exchange(shards, [x], outgoing, incoming)
+    received[shards.rank] = kept
+    return torch.stack([y for ys in received for y in ys]).sum(0)
 
 
 def total(x: Tensor, shards: Shards) -> Tensor:

@@ -26,7 +26,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
-from ..context_parallel import Shards, next_tokens, total
+from ..context_parallel import Shards, Span, add_up, fetch, gather, next_tokens, total
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
@@ -53,6 +53,26 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     positions = torch.arange(kept.shape[1], device=kept.device)
     position = kept.int().argmax(1) if pooling == "first" else (positions * kept).argmax(1)
     return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
+
+
+def pool_divided(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str, shards: Shards
+) -> torch.Tensor:
+    """Do as `pool` with own tokens of a divided sequence, `(B, T_r, D)`: the same `(B, D)` on all processes."""
+    if attention_mask is None:
+        attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
+    kept = attention_mask.to(torch.bool)
+    if pooling == "mean":
+        wide = compute_dtype(hidden_states)
+        summed = add_up(hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide), shards)
+        count = gather(shards, kept.sum(1, keepdim=True)).sum(0)
+        return (summed / count.clamp_min(1)).to(hidden_states.dtype)
+    position = torch.arange(shards.own.start, shards.own.stop, device=kept.device).expand(kept.shape)
+    nowhere = shards.length if pooling == "first" else -1
+    own = torch.cat([position.masked_fill(~kept, nowhere), position.new_full((len(kept), 1), nowhere)], dim=1)
+    found = gather(shards, own.amin(1)).amin(0) if pooling == "first" else gather(shards, own.amax(1)).amax(0)
+    found = torch.where(found == nowhere, 0, found)
+    return add_up(hidden_states.masked_fill((position != found[:, None])[..., None], 0).sum(1), shards)
 
 
 def make_embedding(config: PreTrainedConfig) -> nn.Module:
@@ -85,6 +105,23 @@ def pass_shards(
     if shards is not None:
         arguments["shards"] = shards
     return shards
+
+
+def pass_whole_rows(
+    arguments: dict[str, Any], inputs: torch.Tensor | None, why: str, attention_mask: torch.Tensor | None
+) -> Shards | None:
+    """Do as `pass_shards`, and raise ValueError if sequences are packed."""
+    shards = pass_shards(arguments, inputs, attention_mask)
+    if shards is None:
+        refuse_packed(arguments, why, attention_mask)
+    elif shards.ends is not None:
+        raise ValueError(f"sequences must not be packed into a row: {why}")
+    return shards
+
+
+def shared_loss(loss: torch.Tensor, shards: Shards | None) -> torch.Tensor:
+    """Return a loss that every process computes alike, so that gradients add up to those of one process."""
+    return loss if shards is None else total(loss / shards.size, shards)
 
 
 def mean_loss(
@@ -284,13 +321,18 @@ class SequenceClassificationForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Compute the logits of every sequence, and with labels the loss."""
-        refuse_packed(kwargs, "each row is classified as one", attention_mask)
+        inputs = next((x for x in (inputs_embeds, input_ids, kwargs.get("input_values")) if x is not None), None)
+        shards = pass_whole_rows(kwargs, inputs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        logits = self._classify(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
+        if shards is None:
+            pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        else:
+            pooled = pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
+        logits = self._classify(pooled)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -349,13 +391,17 @@ class QuestionAnsweringForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Compute the logits of the first and the last token, and with positions the loss."""
-        refuse_packed(kwargs, "each row has one answer", attention_mask)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        shards = pass_whole_rows(kwargs, inputs, "each row has one answer", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        logits = self.qa_outputs(outputs.last_hidden_state)
+        start_logits, end_logits = logits.unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            if shards is not None:
+                (logits,) = fetch(shards, [Span(0, shards.length)] * shards.size, logits)
+            loss = shared_loss(self.loss_function(*logits.unbind(dim=-1), start_positions, end_positions), shards)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,

@@ -12,6 +12,7 @@ from ..models.tiny import DECODERS, tiny_model
 from ..tolerances import assert_close
 
 TOKENS = 23
+SEQUENCES, ANSWERS = "AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"
 CAUSAL, MASKED, TAGGING = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTokenClassification"
 # variants that cannot be divided: what the error says
 REFUSED = {
@@ -54,6 +55,8 @@ VARIANTS = [
     *(Variant(kind, CAUSAL, *item) for kind in ("spade", "chela", "bst") for item in DECODERS[kind, CAUSAL].items()),
     *(Variant(kind, MASKED, *item) for kind in ENCODERS for item in ENCODERS[kind].items()),
     *(Variant(kind, TAGGING, "default", {}) for kind in ENCODERS),
+    *(Variant(kind, SEQUENCES, name, {"pooling": name}) for kind in ENCODERS for name in ("mean", "first", "last")),
+    *(Variant(kind, ANSWERS, "default", {}) for kind in ENCODERS),
 ]
 # how a batch is made of 23 tokens
 BATCHES = ("plain", "padded", "packed", "checkpointed")
@@ -81,6 +84,13 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     labels = torch.randint(0, 3, (rows, TOKENS)) if variant.auto_class == TAGGING else ids.clone()
     labels[:, ::7] = -100
     inputs = {"input_ids": ids, "labels": labels}
+    whole = {}  # what every process gets
+    if variant.auto_class == SEQUENCES:
+        whole["labels"] = torch.randint(0, 3, (rows,))
+    elif variant.auto_class == ANSWERS:
+        whole |= {"start_positions": torch.tensor([3, 9][:rows]), "end_positions": torch.tensor([20, 9][:rows])}
+    if whole:
+        del inputs["labels"]
     if batch == "padded":
         mask = torch.ones(rows, TOKENS, dtype=torch.int64)
         mask[1, 15:] = 0
@@ -93,11 +103,14 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     refusal = REFUSED.get((variant.model_type, variant.name))
     if variant.model_type == "bst" and variant.name in WINDOWS_BEFORE and batch == "packed":
         refusal = "context states of the window before"
+    if whole and batch == "packed":
+        refusal = "sequences must not be packed"
+    own = {name: _part(x, batch, group) for name, x in inputs.items()}
     if refusal is not None:
         with pytest.raises(ValueError, match=refusal):
-            _step(model, {name: _part(x, batch, group) for name, x in inputs.items()}, group)
+            _step(model, own | whole, group)
         return ""
-    expected, gradients = _step(model, inputs, None)
+    expected, gradients = _step(model, inputs | whole, None)
     if batch == "checkpointed":
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -106,8 +119,7 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
                 module.p = 0.0
             if hasattr(module, "config"):
                 module.config.attention_dropout = 0.0
-    own = {name: _part(x, batch, group) for name, x in inputs.items()}
-    output, parts = _step(model, own, group)
+    output, parts = _step(model, own | whole, group)
     # wrappers that reduce gradients wait for all of them
     missing = sorted(gradients.keys() - parts.keys())
     problem = f"no gradient of {missing}" if missing else ""
@@ -121,8 +133,10 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
             problem = problem or f"gradient of {name}: {error}"
     try:
         assert_close(output.loss, expected.loss, "float32")  # transformers computes losses in float32
-        if expected.logits is not None and output.logits is not None:
-            assert_close(output.logits, _part(expected.logits, batch, group), "float64 gradient")
+        for name in ("logits", "start_logits", "end_logits"):
+            if expected.get(name) is not None and output.get(name) is not None:
+                wanted = expected[name] if variant.auto_class == SEQUENCES else _part(expected[name], batch, group)
+                assert_close(output[name], wanted, "float64 gradient")
     except AssertionError as error:
         problem = problem or str(error)
     return problem

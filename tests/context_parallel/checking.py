@@ -8,13 +8,14 @@ import datetime
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_hybrid.context_parallel import Shards, count_sent, make_shards
 
@@ -22,6 +23,7 @@ from ..tolerances import assert_close
 from .behaviours import BEHAVIOURS
 from .models import check_model, model_cases
 from .operations import LENGTH, OPERATIONS, Operation
+from .training import TRAINING
 
 SIZES = (2, 3, 4, 8)
 LAYOUTS = {
@@ -152,11 +154,11 @@ def _compare(
             raise AssertionError(f"gradient of {name}: {error}") from None
 
 
-def _problem(name: str, group: dist.ProcessGroup) -> str:
+def _problem(function: Callable[..., None], group: dist.ProcessGroup, *rest: DeviceMesh) -> str:
     try:
-        BEHAVIOURS[name](group)
+        function(group, *rest)
     except AssertionError as error:
-        return f"rank {dist.get_rank(group)}: {error or name}"
+        return f"rank {dist.get_rank(group)}: {error or function.__name__}"
     return ""
 
 
@@ -175,7 +177,10 @@ def work(rank: int, folder: Path, full: bool) -> None:
         if rank < size:
             found[name] = check_model(variant, batch, groups[size])
     if not full and rank < 3:
-        found |= {name: _problem(name, groups[3]) for name in BEHAVIOURS}
+        found |= {name: _problem(function, groups[3]) for name, function in BEHAVIOURS.items()}
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))  # all processes make its groups
+    if rank < 4:
+        found |= {name: _problem(function, groups[4], grid) for name, function in TRAINING[full].items()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

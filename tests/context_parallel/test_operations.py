@@ -15,6 +15,7 @@ from ..torchrun import LIMIT, once
 from .behaviours import BEHAVIOURS
 from .checking import cases
 from .models import model_cases
+from .training import TRAINING
 
 ORDINARY = [case.name for case in cases(False)]
 REST = [case.name for case in cases(True)]
@@ -41,6 +42,11 @@ def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
 @pytest.mark.parametrize("name", some(MODELS + MODELS_REST, *MODELS))
 def test_a_model_on_a_divided_sequence_equals_one_process(name, tmp_path_factory):
     assert table(tmp_path_factory, name not in MODELS)[name] == ""
+
+
+@pytest.mark.parametrize("name", some([*TRAINING[False], *TRAINING[True]], *TRAINING[False]))
+def test_training_on_divided_sequences(name, tmp_path_factory):
+    assert table(tmp_path_factory, name in TRAINING[True])[name] == ""
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)

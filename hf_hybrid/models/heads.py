@@ -98,10 +98,13 @@ def embed_inputs(
 
 
 def pass_shards(
-    arguments: dict[str, Any], inputs: torch.Tensor | None, attention_mask: torch.Tensor | None
+    arguments: dict[str, Any],
+    inputs: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None = None,
 ) -> Shards | None:
     """Make the layout of a divided sequence and add it to the arguments of the model below a head; see `packing`."""
-    shards = None if inputs is None else take_shards(arguments, inputs, attention_mask)
+    shards = None if inputs is None else take_shards(arguments, inputs, attention_mask, past_key_values)
     if shards is not None:
         arguments["shards"] = shards
     return shards
@@ -211,7 +214,9 @@ class CausalLMForward:
             if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
                 raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
             use_cache = False if use_cache is None else use_cache
-        shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
+        shards = pass_shards(
+            kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask, past_key_values
+        )
         if shards is not None and labels is not None and shift_labels is None:
             shift_labels = next_tokens(labels, shards, -100)
         outputs = self.model(

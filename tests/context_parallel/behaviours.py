@@ -13,6 +13,7 @@ from hf_hybrid import context_parallel as divided
 from hf_hybrid import kernels
 from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards
 
+from ..models.tiny import tiny_inputs, tiny_model
 from ..tolerances import assert_close
 
 LENGTHS = (5, 0, 9)
@@ -95,6 +96,25 @@ def any_span(group: dist.ProcessGroup) -> None:
     assert torch.equal(got, ids[:, slice(*spans[rank])])
 
 
+def other_models(group: dist.ProcessGroup) -> None:
+    """Models that cannot read divided sequences say so, on every process."""
+    for model_type, auto_class in (
+        ("spade", "AutoModelForSeq2SeqLM"),
+        ("srformer_t5", "AutoModelForSeq2SeqLM"),
+        ("srformer_bart", "AutoModelForSeq2SeqLM"),
+    ):
+        model = tiny_model(model_type, auto_class)
+        with divided.context_parallel(group):
+            _refused("does not support context_parallel", lambda model=model: model(**tiny_inputs(model)))
+            _refused("must not be inside another", lambda: divided.context_parallel(group).__enter__())
+    model = tiny_model("spade", "AutoModelForCausalLM")
+    cache = model(**tiny_inputs(model)).past_key_values
+    with divided.context_parallel(group):
+        _refused("past_key_values must be None", lambda: model(**tiny_inputs(model), past_key_values=cache))
+        assert model(**tiny_inputs(model)).past_key_values is None
+    assert model(**tiny_inputs(model)).past_key_values is not None
+
+
 def bad_arguments(group: dist.ProcessGroup) -> None:
     """Every process raises the same error, which names the field, the value and the rule."""
     rank = dist.get_rank(group)
@@ -135,6 +155,7 @@ def _refused(words: str, call: Callable[[], object]) -> None:
 
 
 BEHAVIOURS = {
-    function.__name__: function for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, bad_arguments)
+    function.__name__: function
+    for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, bad_arguments)
 }
 """Name → a check in a group of three processes that raises AssertionError."""

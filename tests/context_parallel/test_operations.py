@@ -17,6 +17,9 @@ from .checking import cases
 from .models import model_cases
 from .training import TRAINING
 
+FULL_LIMIT = 1800
+"""Seconds for the rest of the matrix, in which up to eight processes share the cores."""
+pytestmark = pytest.mark.timeout(FULL_LIMIT)  # the first test of a run waits for all
 ORDINARY = [case.name for case in cases(False)]
 REST = [case.name for case in cases(True)]
 MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (False, True))
@@ -27,7 +30,9 @@ def table(tmp_path_factory, full: bool) -> dict[str, str]:
         command = [sys.executable, "-m", "tests.context_parallel.checking", str(folder), str(int(full))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         root = Path(__file__).parents[2]
-        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        run = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=FULL_LIMIT if full else LIMIT
+        )
         assert run.returncode == 0, run.stderr
 
     folder = once(tmp_path_factory, f"context_parallel_{int(full)}", fill)

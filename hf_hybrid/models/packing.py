@@ -1,7 +1,7 @@
 """Batches whose rows are not one sequence each.
 
-Packed: several sequences in one row, as padding-free data collators make them. Divided among processes, as context
-parallelism does: refused.
+Packed: several sequences in one row, as padding-free data collators make them. Divided among processes: by
+`context_parallel`, for models that call `take_shards`; by accelerate, refused.
 
 Shapes: B batch · T length · N sequences.
 """

@@ -165,9 +165,9 @@ def _problem(function: Callable[..., None], group: dist.ProcessGroup, *rest: Dev
 def work(rank: int, folder: Path, full: bool) -> None:
     """Run all cases as one of the processes."""
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
+    limit, long = datetime.timedelta(seconds=60), datetime.timedelta(minutes=30)  # some processes have less to do
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=limit)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=long)
     groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in SIZES}
     found: dict[str, str] = {}
     for case in cases(full):

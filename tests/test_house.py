@@ -19,10 +19,11 @@ LEAVES = ("version", "suggestions")  # files at the top that import nothing of t
 ALLOWED: dict[str, set[str]] = {
     "script": {"training"},
     "commands": {"training", "kernels", "data", "top"},
-    "training": {"models", "data", "metrics", "top"},
-    "top": {"models", "layers", "kernels"},  # hf_hybrid/__init__.py: public names and registration
-    "models": {"layers", "kernels"},
-    "layers": {"kernels"},
+    "training": {"models", "data", "metrics", "top", "context_parallel"},
+    "top": {"models", "layers", "kernels", "context_parallel"},  # hf_hybrid/__init__.py: public names and registration
+    "models": {"layers", "kernels", "context_parallel"},
+    "layers": {"kernels", "context_parallel"},
+    "context_parallel": {"kernels"},
     "kernels": set(),
     "data": set(),
     "metrics": set(),
@@ -31,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
 # part of the house -> libraries it must do without, even inside a function
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "kernels": {"transformers", "datasets", "evaluate", "accelerate", "peft", "tokenizers"},
+    "context_parallel": {"transformers", "datasets", "evaluate", "accelerate", "peft", "tokenizers"},
     "layers": {"datasets", "evaluate", "accelerate", "peft", "tokenizers"},
     "models": {"datasets", "evaluate"},
     "data": {"evaluate"},
@@ -212,6 +214,7 @@ HOUSE = {
     "hf_hybrid/kernels/__init__.py": "from .conv import conv\n",
     "hf_hybrid/kernels/conv/__init__.py": "def conv():\n    from .triton_kernels import launch\n",
     "hf_hybrid/kernels/conv/triton_kernels.py": "import triton\n",
+    "hf_hybrid/context_parallel/__init__.py": "from ..kernels import conv\n",
     "hf_hybrid/layers/__init__.py": "from ..kernels import conv\n",
     "hf_hybrid/models/__init__.py": "",
     "hf_hybrid/models/auto.py": "from .one import One\nfrom .two import Two\n",
@@ -244,6 +247,8 @@ def test_walker_accepts_a_house_in_order(tmp_path):
         ("run_glue.py", "from hf_hybrid import SpadeModel\n", "script must not import top"),
         ("hf_hybrid/layers/norms.py", "from ..models.cache import Cache\n", "layers must not import models"),
         ("hf_hybrid/kernels/scan.py", "import hf_hybrid.layers\n", "kernels must not import layers"),
+        ("hf_hybrid/kernels/scan.py", "from .. import context_parallel\n", "kernels must not import context_parallel"),
+        ("hf_hybrid/context_parallel/scan.py", "from ..layers import s4\n", "context_parallel must not import layers"),
         ("hf_hybrid/kernels/scan.py", "def f():\n    import hf_hybrid.models\n", "kernels must not import models"),
         ("hf_hybrid/kernels/scan.py", "from transformers import AutoModel\n", "kernels must not import transformers"),
         ("hf_hybrid/kernels/scan.py", "class A(nn.Module):\n    pass\n", "class A is a Module"),

@@ -13,12 +13,14 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+import hf_hybrid.context_parallel
 import hf_hybrid.kernels
 import hf_hybrid.layers
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.srformer.configuration_srformer import SegmentedCrossAttentionFields
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PLUMBING = ("context_parallel.shards", "context_parallel.collectives")  # what operations are made of
 # whose config fields' words need no explanation here
 PEERS = ("t5", "bart", "llama", "mistral", "mamba2", "jamba", "bert", "longt5", "pegasus_x", "modernbert", "gpt2")
 
@@ -46,9 +48,11 @@ def arguments(function: object) -> Iterator[str]:
 def public_names() -> dict[str, str]:
     """Arguments of operations and layers, and config fields: name -> one place where it stands."""
     names = {}
-    for package in (hf_hybrid.kernels, hf_hybrid.layers):
+    for package in (hf_hybrid.kernels, hf_hybrid.context_parallel, hf_hybrid.layers):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if package is hf_hybrid.kernels and not found.ispkg:
+                continue
+            if found.name.endswith(PLUMBING):
                 continue
             module = importlib.import_module(found.name)
             for name, value in vars(module).items():

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..context_parallel import Shards, by_channels
+from ..context_parallel import short_conv as divided_short_conv
 from ..kernels.checks import check_positive
 from ..kernels.long_conv import long_conv
 from ..kernels.packed import to_rows
@@ -150,6 +152,23 @@ class Hyena(ImplicitFilter):
         for index, gate in enumerate(reversed(gates[1:])):
             filters = (taps[:, index], self.D[index], v.shape[1])
             v = self._convolve(self.dropout(v * gate), *filters, cu_seqlens=cu_seqlens).to(v.dtype)
+        return self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
+
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        projected = _zero_masked(self.in_proj(u.to(self.in_proj.weight.dtype)), kept)
+        kernel = self.short_conv.weight[:, 0].flip(1)  # by lag
+        convolved = _zero_masked(divided_short_conv(projected, kernel, shards, self.short_conv.bias), kept)
+        *gates, v = convolved.chunk(self.order + 1, dim=-1)
+        taps = self._generate(min(shards.longest, self.max_length), shards.share(self.hidden_size))
+        for index, gate in enumerate(reversed(gates[1:])):
+
+            def convolve(
+                x: torch.Tensor, channels: slice, cu_seqlens: torch.Tensor | None, index: int = index
+            ) -> torch.Tensor:
+                filters = taps[:, index], self.D[index, channels], x.shape[1]
+                return self._convolve(x, *filters, cu_seqlens=cu_seqlens)
+
+            v = by_channels(shards, convolve, self.dropout(v * gate), taps, self.D).to(v.dtype)
         return self.out_proj((v * gates[0]).to(self.out_proj.weight.dtype)).to(u.dtype)
 
     def _split_state(self, state: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..context_parallel import Shards, by_channels, divide, nothing, undivide
 from ..kernels.checks import check_positive
 from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
 from ..kernels.packed import longest
 from ..kernels.precision import full_precision
-from .state_space import StateSpaceLayer, keep
+from .state_space import StateSpaceLayer, each_row, keep
 
 
 class ImplicitFilter(StateSpaceLayer):
@@ -114,10 +115,11 @@ class ImplicitFilter(StateSpaceLayer):
         self._kept = keep(self._kept, [tensor for _, tensor in self.own_tensors()], make)
         return self._kept[2][:, :, :wanted]
 
-    def _generate(self, length: int) -> torch.Tensor:
+    def _generate(self, length: int, channels: slice = slice(None)) -> torch.Tensor:
         """Return the filters' first taps, `(Z, C, length, H)`, in the layout of inputs for fast decoding."""
         with full_precision(self.mlp_in_weight.device):
-            return self._basis(length) @ self.mlp_out_weight.mT * self._envelope(length)
+            weight = self.mlp_out_weight[:, :, channels]
+            return self._basis(length) @ weight.mT * self._envelope(length)[:, channels]
 
     def _basis(self, length: int) -> torch.Tensor:
         """Return the basis of all filters without the envelope, `(length, F)`."""
@@ -237,33 +239,65 @@ class ImplicitConv(ImplicitFilter):
         taps = self._taps(longest(u, cu_seqlens))[0, 0]
         return long_conv(u, taps.mT, skip=self.D[0], cu_seqlens=cu_seqlens).to(u.dtype)
 
-    def sample(self, u: torch.Tensor, window: int) -> torch.Tensor:
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        """Return outputs at own tokens, `(B, T_r, H)`, or `(C, B, T_r, H)` for several filters."""
+        taps = self._generate(min(shards.longest, self.max_length), shards.share(self.hidden_size))[0]
+
+        def convolve(x: torch.Tensor, channels: slice, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+            if self.num_filters == 1:
+                return long_conv(x, taps[0].mT, skip=self.D[0, channels], cu_seqlens=cu_seqlens).to(u.dtype)
+            skip = self.D[:, channels]
+            return each_row(lambda rows: filter_bank_conv(rows, taps.mT, skip=skip), x, cu_seqlens).to(u.dtype)
+
+        filters = None if self.num_filters == 1 else self.num_filters
+        return by_channels(shards, convolve, u, taps, self.D, num_filters=filters)
+
+    def sample(self, u: torch.Tensor, window: int, channels: slice = slice(None)) -> torch.Tensor:
         """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`, in u's dtype.
 
-        It projects windows onto the filters' common basis and makes no taps.
+        It projects windows onto the filters' common basis and makes no taps. The inputs are those of `channels`.
         """
         wide = torch.promote_types(u.dtype, self.mlp_in_weight.dtype)
         count = u.shape[1] // window
         longest = min(max(1, count * window), self.max_length)
-        basis, envelope = self._basis(longest).flip(0).mT, self._envelope(longest).flip(0)
+        basis, envelope = self._basis(longest).flip(0).mT, self._envelope(longest)[:, channels].flip(0)
+        filters = self.mlp_out_weight[0][:, channels], self.D[:, channels]
         outputs = []
         for end in range(window, count * window + 1, window):
             inputs = u[:, max(0, end - self.max_length) : end].to(wide)
-            arguments = inputs, basis[:, -inputs.shape[1] :], envelope[-inputs.shape[1] :]
+            arguments = inputs, basis[:, -inputs.shape[1] :], envelope[-inputs.shape[1] :], *filters
             if torch.is_grad_enabled():  # autograd would store the products
                 outputs.append(checkpoint(self._project, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
                 outputs.append(self._project(*arguments))
         if not outputs:
-            return u.new_zeros(u.shape[0], 0, self.num_filters, self.hidden_size)
+            return u.new_zeros(u.shape[0], 0, self.num_filters, u.shape[2])
         return torch.stack(outputs, dim=1).to(u.dtype)
 
-    def _project(self, inputs: torch.Tensor, basis: torch.Tensor, envelope: torch.Tensor) -> torch.Tensor:
+    def sample_divided(self, u: torch.Tensor, window: int, shards: Shards) -> torch.Tensor:
+        """Return `sample` for own tokens of a divided sequence: outputs at the ends of windows that lie in them."""
+        (x,) = divide(shards, u, tokens=1, width=2)
+        windows = shards.of_windows(window)
+        if x.numel() and windows.length:
+            y = self.sample(x, window, shards.share(self.hidden_size))
+        else:
+            shape = (len(x), windows.length, self.num_filters, x.shape[2])
+            y = nothing(shape, x, x, *(tensor for _, tensor in self.own_tensors()))
+        return undivide(windows, y, self.hidden_size, tokens=1, width=3)
+
+    def _project(
+        self,
+        inputs: torch.Tensor,
+        basis: torch.Tensor,
+        envelope: torch.Tensor,
+        weight: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> torch.Tensor:
         """Return all filters' outputs `(B, C, H)` at the last input of `(B, l, H)`; basis and envelope reversed."""
         with full_precision(inputs.device):
             projected = basis.to(inputs.dtype) @ (inputs * envelope)
-            y = torch.einsum("bfh,chf->bch", projected, self.mlp_out_weight[0].to(inputs.dtype))
-        return y + self.D.to(inputs.dtype) * inputs[:, -1:]
+            y = torch.einsum("bfh,chf->bch", projected, weight.to(inputs.dtype))
+        return y + skip.to(inputs.dtype) * inputs[:, -1:]
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, L, H)` before tokens `stops` of masked inputs `(B, T, H)`; a stop may be T.
@@ -280,4 +314,4 @@ class ImplicitConv(ImplicitFilter):
     def read(self, state: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Return all filters' outputs `(B, C, H)` at a token, from the state after it and its input `(B, H)`."""
         basis, envelope = self._basis(self.max_length).flip(0).mT, self._envelope(self.max_length).flip(0)
-        return self._project(state, basis, envelope).to(last.dtype)
+        return self._project(state, basis, envelope, self.mlp_out_weight[0], self.D).to(last.dtype)

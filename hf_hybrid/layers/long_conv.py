@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..context_parallel import Shards, by_channels
+from ..context_parallel import long_conv as divided_long_conv
+from ..context_parallel import short_conv as divided_short_conv
 from ..kernels.checks import check_choice, check_positive
 from ..kernels.dispatch import exports_any, exports_to_onnx
 from ..kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
@@ -164,6 +167,10 @@ class LongConv(StateSpaceLayer):
 
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return self._convolve(u, self._taps(longest(u, cu_seqlens)), cu_seqlens)
+
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        kernel, *reverse = self._taps(shards.longest)
+        return divided_long_conv(u, kernel, shards, reverse_kernel=reverse[0] if reverse else None, skip=self.D)
 
     def _convolve(self, u: torch.Tensor, taps: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         reverse_kernel = taps[1] if self.bidirectional else None
@@ -331,6 +338,15 @@ class ShortLongConv(LongConv):
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return super()._run_packed(self._short_conv(u, None, None, cu_seqlens)[0], cu_seqlens)
 
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        if self.training and self.short_norms is not None:
+            raise ValueError(
+                "branch_norm must be False to train on a divided sequence: it needs statistics of all tokens"
+            )
+        kernel, bias = self._short_filter()
+        a = divided_short_conv(u, kernel, shards, bias, causal=not self.bidirectional, activation="silu")
+        return super()._run_divided(a if kept is None else a.masked_fill(~kept[..., None], 0), kept, shards)
+
     def _short_conv(
         self,
         u: torch.Tensor,
@@ -450,17 +466,27 @@ class DampedEMA(StateSpaceLayer):
         wide = torch.promote_types(compute_dtype(u), self.eta.dtype)
         return self._convolve(u.to(wide), self._system(), cu_seqlens).to(u.dtype)
 
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        system, wide = self._system(), torch.promote_types(compute_dtype(u), self.eta.dtype)
+
+        def convolve(x: torch.Tensor, at: slice, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+            return self._convolve(x, tuple(tensor[:, at] for tensor in system), cu_seqlens, self.omega[at])
+
+        return by_channels(shards, convolve, u.to(wide), *system, self.omega).to(u.dtype)
+
     def _convolve(
         self,
         u: torch.Tensor,
-        system: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        system: tuple[torch.Tensor, ...],
         cu_seqlens: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
     ) -> torch.Tensor:
         log_q, gain, weight = system
+        skip = self.omega if skip is None else skip
         length = longest(u, cu_seqlens)
         taps = [self._taps(*direction, length) for direction in zip(log_q, gain, weight, strict=True)]
         reverse_kernel = taps[1] if self.bidirectional else None
-        return long_conv(u, taps[0], reverse_kernel=reverse_kernel, skip=self.omega, cu_seqlens=cu_seqlens)
+        return long_conv(u, taps[0], reverse_kernel=reverse_kernel, skip=skip, cu_seqlens=cu_seqlens)
 
     def _taps(self, log_q: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, length: int) -> torch.Tensor:
         """Return one direction's impulse response `(H, length)` from S4D's kernel; B undoes its discretisation."""
@@ -469,5 +495,5 @@ class DampedEMA(StateSpaceLayer):
             return ((weight * gain)[:, None] @ (log_q[..., None] * lag).exp())[:, 0].to(self.eta.dtype)
         w = log_q.to(torch.complex128)
         B = (gain * log_q / torch.expm1(log_q)).to(w.dtype)
-        dt = log_q.new_ones(self.hidden_size)
+        dt = log_q.new_ones(len(log_q))
         return s4d_kernel((weight[None] / 2).to(w.dtype), B, w, dt, length)[0].to(self.eta.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from ..context_parallel import Shards, check_divisible
 from ..kernels.precision import full_precision
 from .state_space import StateSpaceLayer, keep_precision
 
@@ -49,6 +50,10 @@ class LSTM(StateSpaceLayer):
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.lstm = _WideLSTM(hidden_size, hidden_size, batch_first=True, bidirectional=bidirectional, dtype=dtype)
         self.reset_parameters()
+
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        check_divisible("LSTM", shards.size)
+        return self._run_masked(u, kept, None, False)[0]
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
         """Return `(B, 2, H)`: the hidden state (the last output) and the cell state."""

@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..context_parallel import Shards, by_channels
 from ..kernels.checks import check_positive
 from ..kernels.dispatch import exports_to_onnx
 from ..kernels.long_conv import filter_bank_conv, long_conv, window_ends_conv
 from ..kernels.precision import compute_dtype
 from ..kernels.ssm_kernel import dplr_legs, ssm_taps
-from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv
-from .state_space import StateSpaceLayer
+from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv, of_channels
+from .state_space import StateSpaceLayer, each_row
 
 
 class S4Base(StateSpaceLayer):
@@ -166,11 +167,38 @@ class S4Base(StateSpaceLayer):
             return super()._run_packed(u, cu_seqlens)
         return self._kept_system(self._is_trained()).convolve(u, self.D, self.max_length, cu_seqlens=cu_seqlens)
 
-    def _kept_system(self, trained: bool) -> S4System:
-        """Return the system, from the cache if it is frozen."""
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        if self.num_filters > 1:
+            return self._run_bank_divided(u, shards)
+        trained = self._is_trained()
+        # whichever sends less: states, which do not know of a largest length, or tokens for channels
+        complete = self.max_length is None or self.max_length >= shards.longest
+        if complete and (shards.size - 1) * self.state_size < 2 * max(shards.lengths):
+            return self._kept_system(trained).divide(u, self.D, shards)
+
+        def convolve(x: torch.Tensor, channels: slice, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+            system = self._kept_system(trained, channels)
+            skip = None if self.D is None else self.D[channels]
+            return system.convolve(x, skip, self.max_length, cu_seqlens=cu_seqlens)
+
+        return by_channels(shards, convolve, u, *self._tensors(), self.D)
+
+    def _run_bank_divided(self, u: torch.Tensor, shards: Shards) -> torch.Tensor:
+        """Return all filters' outputs at own tokens, `(C, B, T_r, H)`."""
+
+        def convolve(x: torch.Tensor, channels: slice, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+            system = S4System(of_channels(self._tensors(), channels), self.discretization)
+            skip = None if self.D is None else self.D[:, channels]
+            return each_row(lambda rows: system.advance_all(rows, None, skip, False)[0], x, cu_seqlens)
+
+        return by_channels(shards, convolve, u, *self._tensors(), self.D, num_filters=self.num_filters)
+
+    def _kept_system(self, trained: bool, channels: slice | None = None) -> S4System:
+        """Return the system, or that of some channels, from the cache if it is frozen."""
+        tensors = self._tensors() if channels is None else of_channels(self._tensors(), channels)
         if trained or torch.compiler.is_compiling():  # tracers see no addresses
-            return self._system()
-        return self._cache.system(self._tensors(), self.discretization)
+            return S4System(tensors, self.discretization)
+        return self._cache.system(tensors, self.discretization)
 
     def _tensors(self) -> S4Tensors:
         return S4Tensors(self.C, self.B, self.P, self.log_A_real, self.A_imag, self.log_dt)
@@ -230,6 +258,10 @@ class S4(S4Base):
         if exports_to_onnx():
             return window_ends_conv(u, self._exported_kernel(u), self.D, window).permute(1, 2, 0, 3)
         return self._system().sample(u, self.D, window)
+
+    def sample_divided(self, u: torch.Tensor, window: int, shards: Shards) -> torch.Tensor:
+        """Return `sample` for own tokens of a divided sequence: outputs at the ends of windows that lie in them."""
+        return self._system().sample(u, self.D, window, shards)
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, H, M, 2)` before tokens `stops` of masked inputs `(B, T, H)`; a stop may be T."""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..context_parallel import Shards, ssm_conv
+from ..context_parallel import s4_window_states as divided_window_states
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.long_conv import fft_length, filter_bank_conv, kernel_spectrum, long_conv, spectral_conv
 from ..kernels.packed import longest
@@ -61,6 +63,19 @@ class S4Tensors(NamedTuple):
     log_A_real: torch.Tensor
     A_imag: torch.Tensor
     log_dt: torch.Tensor
+
+
+def of_channels(tensors: S4Tensors, channels: slice) -> S4Tensors:
+    """Return the system of some channels, of which channel c reads copy ``c % S``."""
+    C, B, P, log_A_real, A_imag, log_dt = tensors
+    copies = len(log_A_real)
+    rows: Any = slice(None)
+    if copies == len(log_dt):
+        rows = channels
+    elif copies > 1:
+        rows = torch.arange(channels.start, channels.stop, device=B.device) % copies
+    low_rank = None if P is None else P[:, rows]
+    return S4Tensors(C[:, channels], B[:, rows], low_rank, log_A_real[rows], A_imag[rows], log_dt[channels])
 
 
 def _as_complex(pair: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -186,6 +201,14 @@ class S4System:
         spectrum, n_fft = self.spectrum(u.shape[1], max_length, self.dtype(u))
         return spectral_conv(u, spectrum, n_fft, skip, adjoint=adjoint)
 
+    def divide(self, u: torch.Tensor, skip: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        """Convolve own tokens `(B, T_r, H)` of a divided sequence, from the states of the other processes."""
+        dtype = self.dtype(u)
+        kernel = self.kernel(max(shards.lengths), dtype)
+        with self._making():
+            step = self._make_step()
+        return ssm_conv(u, kernel, self.C.to(complex_dtype(dtype)), step, shards, skip=skip)
+
     def advance(
         self, u: torch.Tensor, state: torch.Tensor | None, skip: torch.Tensor | None, max_length: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,11 +289,17 @@ class S4System:
         y = y if skip is None else y + skip.to(dtype) * last.to(dtype)[..., None, :]
         return y.to(last.dtype)
 
-    def sample(self, u: torch.Tensor, skip: torch.Tensor | None, window: int) -> torch.Tensor:
-        """Return all filters' outputs at the last token of each full window, `(B, T // window, C, H)`."""
+    def sample(
+        self, u: torch.Tensor, skip: torch.Tensor | None, window: int, shards: Shards | None = None
+    ) -> torch.Tensor:
+        """Return all filters' outputs at the last token of each full, or own, window, `(B, T // window, C, H)`."""
         assert self.P is not None
-        states = s4_window_states(u, self.B, self.P, self.w, self.dt, window, self.dtype(u))
-        return self.read(torch.view_as_real(states), u[:, window - 1 :: window], skip)
+        system, first = (self.B, self.P, self.w, self.dt, window, self.dtype(u)), window - 1
+        if shards is None:
+            states = s4_window_states(u, *system)
+        else:
+            states, first = divided_window_states(u, *system, shards), (first - shards.own.start) % window
+        return self.read(torch.view_as_real(states), u[:, first::window], skip)
 
 
 _handles = itertools.count(1)

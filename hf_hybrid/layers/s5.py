@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..context_parallel import Shards
+from ..context_parallel import diagonal_scan as divided_scan
 from ..kernels.checks import check_choice, check_positive
 from ..kernels.diagonal_scan import complex_product, diagonal_scan, scan_pairs
 from ..kernels.dispatch import exports_to_onnx
@@ -129,12 +131,16 @@ class S5(StateSpaceLayer):
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return self._run(u, None, False, cu_seqlens)[0]
 
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        return self._run(u, None, False, shards=shards)[0]
+
     def _run(
         self,
         u: torch.Tensor,
         state: torch.Tensor | None,
         return_state: bool,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if exports_to_onnx():
             return self._run_exported(u), None
@@ -148,14 +154,21 @@ class S5(StateSpaceLayer):
             Bbar = torch.view_as_real(gain[:, None] * torch.view_as_complex(self.B.to(dtype)))
             driven = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1))
             drive = torch.view_as_complex(driven.unflatten(-1, (-1, 2)))
-            states, last = diagonal_scan(decay, drive, initial_state=initial, cu_seqlens=cu_seqlens)
+            last = None
+            if shards is not None:
+                states = divided_scan(decay, drive, shards)
+            else:
+                states, last = diagonal_scan(decay, drive, initial_state=initial, cu_seqlens=cu_seqlens)
             y = self._read(torch.view_as_real(states), 0)
             if self.bidirectional:
-                states, _ = diagonal_scan(decay, drive, reverse=True, cu_seqlens=cu_seqlens)
+                if shards is not None:
+                    states = divided_scan(decay, drive, shards, reverse=True)
+                else:
+                    states, _ = diagonal_scan(decay, drive, reverse=True, cu_seqlens=cu_seqlens)
                 y = y + self._read(torch.view_as_real(states), 1)
             if self.D is not None:
                 y = y + self.D.to(dtype) * x
-        return y.to(u.dtype), torch.view_as_real(last) if return_state else None
+        return y.to(u.dtype), torch.view_as_real(last) if last is not None and return_state else None
 
     def _run_exported(self, u: torch.Tensor) -> torch.Tensor:
         """Compute the outputs with plain operations on real numbers, for ONNX."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..context_parallel import Shards
 from ..kernels.checks import check_choice, check_positive
 from ..kernels.dispatch import exports_to_onnx
 from ..kernels.packed import check_cu_seqlens, to_rows
@@ -104,6 +105,10 @@ class StateSpaceLayer(nn.Module):
         rows, kept = to_rows(u, cu_seqlens)
         return self._run_masked(rows, kept, None, False)[0][..., kept, :][..., None, :, :]
 
+    def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+        """Map own tokens `(B, T_r, H)` of a sequence that is divided among processes; see `_run_masked` for `kept`."""
+        raise NotImplementedError
+
     def _run_masked(
         self, u: torch.Tensor, kept: torch.Tensor | None, state: Any, return_state: bool
     ) -> tuple[torch.Tensor, Any]:
@@ -169,6 +174,7 @@ class StateSpaceLayer(nn.Module):
         state: Any = None,
         return_state: bool = False,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
     ) -> Any:
         """Run the layer over a sequence.
 
@@ -181,6 +187,8 @@ class StateSpaceLayer(nn.Module):
             return_state: Whether to also return the state after the last token. Causal only.
             cu_seqlens: Bounds of packed sequences in the rows joined to one, see `kernels.packed`; with neither mask
                 nor state.
+            shards: The layout of a sequence that is divided among processes, see `context_parallel`, with the bounds
+                of packed sequences; with neither `cu_seqlens` nor a state.
 
         Returns:
             `(B, T, H)` in the input's dtype, and with `return_state` the state after the last token, float32 or
@@ -189,8 +197,13 @@ class StateSpaceLayer(nn.Module):
         Raises:
             ValueError: A shape does not fit, or a bidirectional layer gets or returns a state.
         """
-        u = self._check_input(hidden_states, attention_mask, state, return_state)
-        if cu_seqlens is not None:
+        u = self._check_input(hidden_states, attention_mask, state, return_state, shards)
+        if shards is not None:
+            if cu_seqlens is not None or state is not None or return_state:
+                raise ValueError("shards must be None with cu_seqlens, state or return_state")
+            kept = None if attention_mask is None else attention_mask.to(torch.bool)
+            y, new_state = self._run_divided(u, kept, shards), None
+        elif cu_seqlens is not None:
             if attention_mask is not None or state is not None or return_state:
                 raise ValueError("cu_seqlens must be None with attention_mask, state or return_state")
             row = u.flatten(0, 1)[None]
@@ -208,8 +221,10 @@ class StateSpaceLayer(nn.Module):
             return y, new_state
         return y
 
-    def _check_input(self, u: torch.Tensor, mask: torch.Tensor | None, state: Any, return_state: bool) -> torch.Tensor:
-        if u.dim() != 3 or u.shape[2] != self.hidden_size or u.shape[1] == 0:
+    def _check_input(
+        self, u: torch.Tensor, mask: torch.Tensor | None, state: Any, return_state: bool, shards: Shards | None
+    ) -> torch.Tensor:
+        if u.dim() != 3 or u.shape[2] != self.hidden_size or (u.shape[1] == 0 and shards is None):
             raise ValueError(f"hidden_states must be (B, T, {self.hidden_size}) with T > 0; got {tuple(u.shape)}")
         if self.bidirectional and (state is not None or return_state):
             kind = type(self).__name__
@@ -226,6 +241,16 @@ class StateSpaceLayer(nn.Module):
             )
         # not a product, which would keep NaN in padding
         return u.masked_fill(~mask.to(torch.bool)[..., None], 0)
+
+
+def each_row(
+    function: Callable[[torch.Tensor], torch.Tensor], u: torch.Tensor, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor:
+    """Map `(B, T, H)` to `(..., B, T, H)` by a function of rows: one for each packed sequence, if there are any."""
+    if cu_seqlens is None:
+        return function(u)
+    rows, kept = to_rows(u, cu_seqlens)
+    return function(rows)[..., kept, :][..., None, :, :]
 
 
 def fingerprint(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from hf_hybrid.suggestions import did_you_mean
 
+from ..context_parallel import active_group
 from ..kernels.dispatch import exports_any, exports_to_onnx
 
 logger = logging.get_logger(__name__)
@@ -255,9 +256,9 @@ def check_adaptive_vocabulary(config: PreTrainedConfig):
 
 
 def check_not_empty(name: str, *inputs: torch.Tensor | None):
-    """Raise ValueError if an input `(B, T, ...)` has no token; None means not passed."""
+    """Raise ValueError if an input `(B, T, ...)` has no token; None means not passed. A shard may have none."""
     for x in inputs:
-        if x is not None and x.shape[1] == 0:
+        if x is not None and x.shape[1] == 0 and active_group() is None:
             raise ValueError(f"{name} must hold at least one token; got {tuple(x.shape[:2])}")
 
 

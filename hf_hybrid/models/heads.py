@@ -8,7 +8,8 @@ those named in the mixin's docstring. A language model's logits are `lm_head` of
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,13 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
+from ..context_parallel import Shards, Span, add_up, fetch, gather, next_tokens, total
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 from ..layers.state_space import ssm_parameters
 from .checks import check_fixed_length, check_not_empty
-from .packing import refuse_packed
+from .packing import refuse_packed, take_shards
 
 
 def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -53,6 +55,26 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
 
 
+def pool_divided(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str, shards: Shards
+) -> torch.Tensor:
+    """Do as `pool` with own tokens of a divided sequence, `(B, T_r, D)`: the same `(B, D)` on all processes."""
+    if attention_mask is None:
+        attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
+    kept = attention_mask.to(torch.bool)
+    if pooling == "mean":
+        wide = compute_dtype(hidden_states)
+        summed = add_up(hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide), shards)
+        count = gather(shards, kept.sum(1, keepdim=True)).sum(0)
+        return (summed / count.clamp_min(1)).to(hidden_states.dtype)
+    position = torch.arange(shards.own.start, shards.own.stop, device=kept.device).expand(kept.shape)
+    nowhere = shards.length if pooling == "first" else -1
+    own = torch.cat([position.masked_fill(~kept, nowhere), position.new_full((len(kept), 1), nowhere)], dim=1)
+    found = gather(shards, own.amin(1)).amin(0) if pooling == "first" else gather(shards, own.amax(1)).amax(0)
+    found = torch.where(found == nowhere, 0, found)
+    return add_up(hidden_states.masked_fill((position != found[:, None])[..., None], 0).sum(1), shards)
+
+
 def make_embedding(config: PreTrainedConfig) -> nn.Module:
     """Build the token embedding, ordinary or adaptive, scaled by ``sqrt(hidden_size)`` if the config asks for it."""
     scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
@@ -73,6 +95,55 @@ def embed_inputs(
     check_not_empty("input_ids", inputs_embeds)
     check_fixed_length("input_ids", inputs_embeds)
     return inputs_embeds
+
+
+def pass_shards(
+    arguments: dict[str, Any],
+    inputs: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None = None,
+) -> Shards | None:
+    """Make the layout of a divided sequence and add it to the arguments of the model below a head; see `packing`."""
+    shards = None if inputs is None else take_shards(arguments, inputs, attention_mask, past_key_values)
+    if shards is not None:
+        arguments["shards"] = shards
+    return shards
+
+
+def pass_whole_rows(
+    arguments: dict[str, Any], inputs: torch.Tensor | None, why: str, attention_mask: torch.Tensor | None
+) -> Shards | None:
+    """Do as `pass_shards`, and raise ValueError if sequences are packed."""
+    shards = pass_shards(arguments, inputs, attention_mask)
+    if shards is None:
+        refuse_packed(arguments, why, attention_mask)
+    elif shards.ends is not None:
+        raise ValueError(f"sequences must not be packed into a row: {why}")
+    return shards
+
+
+def shared_loss(loss: torch.Tensor, shards: Shards | None) -> torch.Tensor:
+    """Return a loss that every process computes alike, so that gradients add up to those of one process."""
+    return loss if shards is None else total(loss / shards.size, shards)
+
+
+def mean_loss(
+    of_count: Callable[[torch.Tensor | int | None], torch.Tensor],
+    labels: torch.Tensor,
+    count: torch.Tensor | int | None,
+    shards: Shards | None,
+) -> torch.Tensor:
+    """Return a mean of tokens' losses, over all processes if they divide a sequence.
+
+    Args:
+        of_count: Takes the number of labels, and returns the sum over own tokens divided by it; of None, the mean.
+        labels: `(B, T)` or of own tokens; -100 hides a token.
+        count: The number of labels, if it is known.
+        shards: The layout of a divided sequence, or None.
+    """
+    if shards is None:
+        return of_count(count)
+    return total(of_count(total((labels != -100).sum(), shards) if count is None else count), shards)
 
 
 def as_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -143,6 +214,11 @@ class CausalLMForward:
             if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
                 raise ValueError("logits_to_keep must be 0 together with labels, which need the logits of all tokens")
             use_cache = False if use_cache is None else use_cache
+        shards = pass_shards(
+            kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask, past_key_values
+        )
+        if shards is not None and labels is not None and shift_labels is None:
+            shift_labels = next_tokens(labels, shards, -100)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -155,16 +231,16 @@ class CausalLMForward:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         if self.config.adaptive_cutoffs is not None:
-            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch)
+            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch, shards)
         else:
             logits, loss = self.lm_head(hidden_states), None
             if has_labels:
-                loss = self.loss_function(
-                    logits,
-                    labels,
-                    vocab_size=self.config.vocab_size,
-                    num_items_in_batch=num_items_in_batch,
-                    shift_labels=shift_labels,
+                options = {"vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
+                loss = mean_loss(
+                    lambda count: self.loss_function(logits, labels, num_items_in_batch=count, **options),
+                    shift_labels,
+                    num_items_in_batch,
+                    shards,
                 )
         return CausalLMOutputWithPast(
             loss=loss,
@@ -180,14 +256,17 @@ class CausalLMForward:
         labels: torch.LongTensor | None,
         shift_labels: torch.LongTensor | None,
         num_items_in_batch: torch.Tensor | int | None,
+        shards: Shards | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
         loss, predicting = None, hidden_states
         if shift_labels is None and labels is not None:
             predicting, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         if shift_labels is not None:
-            total, count = self.lm_head.loss(predicting, shift_labels, embedding)
-            loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+            addend, count = self.lm_head.loss(predicting, shift_labels, embedding)
+            loss = mean_loss(
+                lambda number: addend / (count if number is None else number), shift_labels, num_items_in_batch, shards
+            )
         logits = None if loss is not None and self.training else self.lm_head(hidden_states, embedding)
         return logits, loss
 
@@ -214,12 +293,17 @@ class MaskedLMForward:
     ) -> MaskedLMOutput:
         """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            size = self.config.vocab_size
+            loss = mean_loss(
+                lambda count: self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=count),
+                labels,
+                num_items_in_batch,
+                shards,
             )
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -242,13 +326,18 @@ class SequenceClassificationForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Compute the logits of every sequence, and with labels the loss."""
-        refuse_packed(kwargs, "each row is classified as one", attention_mask)
+        inputs = next((x for x in (inputs_embeds, input_ids, kwargs.get("input_values")) if x is not None), None)
+        shards = pass_whole_rows(kwargs, inputs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        logits = self._classify(pool(outputs.last_hidden_state, attention_mask, self.config.pooling))
+        if shards is None:
+            pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        else:
+            pooled = pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
+        logits = self._classify(pooled)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -273,12 +362,18 @@ class TokenClassificationForward:
     ) -> TokenClassifierOutput:
         """Compute the logits of every token, and with labels the loss."""
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=num_items_in_batch)
+            loss = mean_loss(
+                lambda count: self.loss_function(logits, labels, self.config, num_items_in_batch=count),
+                labels,
+                num_items_in_batch,
+                shards,
+            )
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -301,13 +396,17 @@ class QuestionAnsweringForward:
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Compute the logits of the first and the last token, and with positions the loss."""
-        refuse_packed(kwargs, "each row has one answer", attention_mask)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        shards = pass_whole_rows(kwargs, inputs, "each row has one answer", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        logits = self.qa_outputs(outputs.last_hidden_state)
+        start_logits, end_logits = logits.unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            if shards is not None:
+                (logits,) = fetch(shards, [Span(0, shards.length)] * shards.size, logits)
+            loss = shared_loss(self.loss_function(*logits.unbind(dim=-1), start_positions, end_positions), shards)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,

@@ -20,6 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
+from ..context_parallel import Shards, check_divisible, sees_others
+from ..context_parallel import local_attention as divided_attention
 from ..kernels import local_attention, local_attention_step
 from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
@@ -28,6 +30,7 @@ from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
+from .masks import additive_mask, first_kept, kept_pairs
 from .packing import row_starts
 from .state_cache import cached_length
 
@@ -67,33 +70,6 @@ def eager_attention_forward(
     probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
     return torch.matmul(probabilities, value).transpose(1, 2), probabilities
-
-
-def first_kept(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's first kept token, `(B,)`; the mask's length if none is kept.
-
-    Chunks and windows are counted from there, so that left padding does not shift them.
-    """
-    kept = attention_mask.to(torch.bool)
-    return torch.where(kept.any(-1), kept.to(torch.int8).argmax(-1), kept.shape[-1])
-
-
-def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the boolean form of an attention mask `(B, S)`, or `(B, 1, 1 or T, S)` boolean or added to scores."""
-    if attention_mask.dim() == 4:
-        return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-    return attention_mask.to(torch.bool)[:, None, None, :]
-
-
-def additive_mask(
-    visible: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Join visibility and position bias into a mask that is added to attention scores; None without both."""
-    if visible is None:
-        return None if bias is None else bias.to(dtype)
-    lowest = torch.finfo(dtype).min
-    base = torch.zeros((), dtype=dtype, device=device) if bias is None else bias.to(dtype)
-    return torch.where(visible, base, lowest)
 
 
 def init_shared(module: nn.Module, config: PreTrainedConfig):
@@ -198,6 +174,7 @@ class LocalAttention(nn.Module):
         query_start: int | torch.Tensor = 0,
         key_start: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from every query to the keys it sees.
@@ -212,19 +189,18 @@ class LocalAttention(nn.Module):
             query_start: Position of the first query in the sequence.
             key_start: Position of the first key.
             cu_seqlens: Bounds of the sequences in a packed batch; see `packing`. Without mask and earlier tokens.
+            shards: The layout of a divided sequence, of which these are own tokens; see `packing`.
             **kwargs: Passed on to the attention function.
 
         Returns:
             Output `(B, T, H K)`, zero at masked tokens unless attention is full; and probabilities `(B, H, T, S)` if
             the attention function returns them.
         """
-        # the kernels handle complete sequences and single tokens; "eager" asks for dense attention
-        local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
-        local = local and self.config._attn_implementation != "eager"
+        local = self._is_local(attention_mask, shards, kwargs)
         if local and complete:
             if kwargs.get("output_attentions"):
                 logger.warning_once("output_attentions needs attn_implementation='eager': local attention has none.")
-            return self._attend_blocked(query, key, value, bias_table, attention_mask, cu_seqlens), None
+            return self._attend_blocked(query, key, value, bias_table, attention_mask, cu_seqlens, shards), None
         trained = self.dropout > 0 or (torch.is_grad_enabled() and query.requires_grad)
         if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             output = self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start)
@@ -368,12 +344,14 @@ class LocalAttention(nn.Module):
         bias_table: RelativePositionBias | None,
         attention_mask: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
+        shards: Shards | None,
     ) -> torch.Tensor:
         """`attend` over a complete sequence, by the blocked kernel."""
         shape = query.shape[:2]
         if cu_seqlens is not None:
             query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
-        length, window = query.shape[1], self.attention_type == "window"
+        length = query.shape[1] if shards is None else shards.longest
+        window = self.attention_type == "window"
         reach = self.config.local_radius if window else self.config.chunk_size - 1
         if not exports_any(length):
             reach = min(reach, max(length - 1, 0))
@@ -383,22 +361,46 @@ class LocalAttention(nn.Module):
             wide = compute_dtype(query)
             bias = query.new_zeros(query.shape[2], len(offsets), dtype=wide) if bias is None else bias.to(wide)
             bias = bias.masked_fill(offsets == 0, HIDDEN)
-        output = local_attention(
+        attend = local_attention if shards is None else divided_attention
+        output = attend(
             query,
             key,
             value,
+            **({"cu_seqlens": cu_seqlens} if shards is None else {"shards": shards}),
             bias=bias,
             radius=reach if window else None,
             chunk_size=None if window else reach + 1,
             causal=self.is_causal,
             attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
             scale=self.scaling,
             dropout=self.dropout,
         )
         if not self.include_self:
-            output = output.masked_fill(~self._sees_others(query, attention_mask, cu_seqlens)[..., None, None], 0)
-        return output.reshape(*shape, -1)
+            if shards is None:
+                sees = self._sees_others(query, attention_mask, cu_seqlens)
+            else:
+                sees = sees_others(shards, reach, attention_mask, None if window else reach + 1, query.device)
+            output = output.masked_fill(~sees[..., None, None], 0)
+        return output.reshape(*shape, query.shape[2] * value.shape[3])  # -1 is ambiguous without tokens
+
+    def _is_local(self, attention_mask: torch.Tensor | None, shards: Shards | None, options: dict) -> bool:
+        """Return whether the kernels can run, which handle complete sequences and single tokens.
+
+        Raises:
+            ValueError: They cannot, and the sequence is divided.
+        """
+        local = self.attention_type != "full" and (attention_mask is None or attention_mask.dim() == 2)
+        local = local and self.config._attn_implementation != "eager"  # which asks for dense attention
+        if shards is None:
+            return local
+        if self.attention_type == "full":
+            check_divisible("full attention", shards.size)
+        if not local or options.get("output_attentions"):
+            raise ValueError(
+                "a divided sequence needs attention_mask of shape (batch, length), attn_implementation other than "
+                "'eager', and no output_attentions"
+            )
+        return local
 
     def _sees_others(
         self, query: torch.Tensor, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Batches whose rows are not one sequence each.
 
-Packed: several sequences in one row, as padding-free data collators make them. Divided among processes, as context
-parallelism does: refused.
+Packed: several sequences in one row, as padding-free data collators make them. Divided among processes: by
+`context_parallel`, for models that call `take_shards`; by accelerate, refused.
 
 Shapes: B batch · T length · N sequences.
 """
@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
+from ..context_parallel import Shards, Span, active_group, fetch, make_shards
 from ..kernels.packed import bounds, check_cu_seqlens, sequence_starts
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids")
@@ -73,6 +74,61 @@ def take_bounds(
     return None if len(starts) == batch else torch.cat([starts, starts.new_tensor([batch * length])])
 
 
+def take_shards(
+    arguments: dict[str, Any],
+    inputs: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+) -> Shards | None:
+    """Return the layout of a sequence that is divided among processes; None outside a `context_parallel` block.
+
+    A layout that the caller has made already is taken from `arguments`. Otherwise remove `BOUNDS` from these. Packed
+    sequences are known by `cu_seq_lens_q`, bounds that count the tokens of all processes, or by own `seq_idx` or
+    `position_ids`, in a batch of one.
+
+    Args:
+        arguments: Changed in place.
+        inputs: Own tokens or embeddings, `(B, T_r, ...)`.
+        attention_mask: The forward's, `(B, T_r)`.
+        past_key_values: The forward's.
+
+    Raises:
+        ValueError: There is a cache, or packed sequences with a mask or in a larger batch.
+    """
+    if "shards" in arguments:
+        return arguments.pop("shards")
+    group = active_group()
+    if group is None:
+        return None
+    if past_key_values is not None:
+        raise ValueError("past_key_values must be None in context_parallel, which divides complete sequences")
+    given = {name: arguments.pop(name, None) for name in BOUNDS}
+    length, device = inputs.shape[1], inputs.device
+    cu_seqlens, numbers = given["cu_seq_lens_q"], given["seq_idx"]
+    if cu_seqlens is None and (numbers is not None or given["position_ids"] is not None):
+        cu_seqlens = _divided_bounds(numbers, given["position_ids"], make_shards(length, group, device=device))
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        if attention_mask is not None or inputs.shape[0] > 1:
+            raise ValueError(
+                "packed sequences must have no attention_mask and a batch of 1 in context_parallel; "
+                f"got a batch of {inputs.shape[0]}"
+            )
+        return make_shards(length, group, cu_seqlens=cu_seqlens, device=device)
+    return make_shards(length, group, device=device)
+
+
+def _divided_bounds(numbers: torch.Tensor | None, position_ids: torch.Tensor | None, shards: Shards) -> torch.Tensor:
+    """Return the bounds of sequences that begin where their number changes or positions do not rise by one."""
+    x = numbers if numbers is not None else position_ids
+    spans = [Span(max(0, own.start - 1), own.stop) if own.length else own for own in shards.spans]
+    (known,) = fetch(shards, spans, x[:1])
+    steps = known.diff() != (0 if numbers is not None else 1)
+    begins = torch.nn.functional.pad(steps, (1 if shards.own.start == 0 and shards.own.length else 0, 0), value=True)
+    (everywhere,) = fetch(shards, [Span(0, shards.length)] * shards.size, begins)
+    starts = everywhere[0].nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([shards.length])])
+
+
 def refuse_packed(arguments: dict[str, Any], why: str, attention_mask: torch.Tensor | None = None):
     """Remove `BOUNDS` from a forward's further arguments, and raise ValueError if sequences are packed."""
     _refuse_divided()
@@ -117,7 +173,9 @@ def _packed_by_positions(
 
 
 def _refuse_divided():
-    """Raise ValueError if accelerate divides sequences among processes: no state or window crosses to the next one."""
+    """Raise ValueError if sequences are divided among processes, for models that do not support it."""
+    if active_group() is not None:
+        raise ValueError("this model does not support context_parallel: call it outside the block")
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or torch.compiler.is_compiling():
         return

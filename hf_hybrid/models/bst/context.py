@@ -13,12 +13,14 @@ from torch.nn import functional as F
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
+from ...context_parallel import Shards
 from ...kernels.packed import to_rows
 from ...layers.implicit_filter import ImplicitConv
 from ...layers.s4 import S4
 from ..local_attention import LocalAttention
 from ..state_cache import without_first
 from .configuration_bst import BstConfig
+from .divided import check_windows, fetch_tokens, fetch_windows, no_tokens, own_tokens, own_windows
 from .windows import Span, from_windows, to_windows, window_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -181,7 +183,7 @@ class TokenContext(BstContext):
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend in chunks of W, causally; see `BstContext`."""
         before = None if state is None else state.filter
-        key, value, after = self._filtered_pair(u, before, return_state, span.cu_seqlens)
+        key, value, after = self._filtered_pair(u, before, return_state, span.cu_seqlens, span.shards)
         if state is not None:
             key, value = torch.cat([state.key, key], dim=1), torch.cat([state.value, value], dim=1)
         held = key.shape[1] - query.shape[1]
@@ -194,6 +196,7 @@ class TokenContext(BstContext):
             query_start=span.past,
             key_start=span.past - held,
             cu_seqlens=span.cu_seqlens,
+            shards=span.shards,
             **kwargs,
         )
         if not return_state:
@@ -207,12 +210,13 @@ class TokenContext(BstContext):
         state: torch.Tensor | None,
         return_state: bool,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
         if return_state:
             outputs, state = self.filter(u, state=state, return_state=True)
         else:
-            outputs, state = self.filter(u, cu_seqlens=cu_seqlens), None
+            outputs, state = self.filter(u, cu_seqlens=cu_seqlens, shards=shards), None
         return *self._project(outputs if outputs.dim() == 4 else outputs[None]), state
 
 
@@ -233,6 +237,9 @@ class WindowBeforeContext(BstContext):
     ) -> tuple[torch.Tensor, ContextState | None]:
         """Attend to the window before; see `BstContext`."""
         shape = query.shape
+        if span.shards is not None:
+            check_windows(span.shards, span.attention_mask)
+            return self._attend_divided(query, u, span.shards, **kwargs), None
         if span.cu_seqlens is not None:  # windows start with each sequence
             (query, kept), (u, _) = (to_rows(x.flatten(0, 1)[None], span.cu_seqlens) for x in (query, u))
             output, _ = self._attend_sequence(query, u, None, False, **kwargs)
@@ -240,6 +247,25 @@ class WindowBeforeContext(BstContext):
         if state is None:
             return self._attend_sequence(query, u, span.first, return_state, **kwargs)
         return self._attend_from_state(query, u, span.starts, state, **kwargs)
+
+    def _attend_divided(
+        self, query: torch.Tensor, u: torch.Tensor, shards: Shards, **kwargs: Unpack[TransformersKwargs]
+    ) -> torch.Tensor:
+        """Attend from own queries of a divided sequence."""
+        key, value = self._divided_pairs(u, shards)
+        first = self._first_pair(query.shape[0])
+        if not shards.own.length:
+            return no_tokens(query, key, value, *first)
+        if shards.own.start >= self.config.window:
+            first = [x[:, :0] for x in first]  # the first window's states get a gradient on every process
+        key, value = (torch.cat(pair, dim=1) for pair in zip(first, (key, value), strict=True))
+        windows = own_windows(shards, self.config.window, query)
+        output, _ = self._attend_all(*(x.flatten(0, 1) for x in (windows, key, value)), **kwargs)
+        return own_tokens(shards, self.config.window, output.unflatten(0, windows.shape[:2]))
+
+    def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
+        """Return keys and values `(B, n, S, H, K)` of the windows before those that hold own tokens."""
+        raise NotImplementedError
 
     def _first_pair(self, batch: int) -> Pair:
         """Return keys and values `(B, 1, S, H, K)` for the first window."""
@@ -343,6 +369,10 @@ class ShiftedTokenContext(WindowBeforeContext, TokenContext):
         key, value, _ = self._filtered_pair(u, None, False)
         return key.unflatten(1, (-1, self.config.window)), value.unflatten(1, (-1, self.config.window))
 
+    def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
+        key, value, _ = self._filtered_pair(u, None, False, shards=shards)
+        return fetch_tokens(shards, self.config.window, key, value)
+
     def _remember(
         self, state: ContextState, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None, length: int
     ) -> ContextState:
@@ -381,6 +411,10 @@ class MultiFilterContext(WindowBeforeContext):
     def _window_pairs(self, u: torch.Tensor) -> Pair:
         return self._pair(self.filter.sample(u, self.config.window))
 
+    def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
+        sampled = self.filter.sample_divided(u, self.config.window, shards)
+        return fetch_windows(shards, self.config.window, *self._pair(sampled))
+
     def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         states = self.filter.follow(u, state.filter, stops)
 
@@ -401,7 +435,8 @@ class MultiFilterContext(WindowBeforeContext):
             lifted = self.lift(states.to(self.lift.weight.dtype))
             states = lifted.unflatten(-1, (self.config.num_attention_heads, -1)).movedim(-2, 0)
         key, value = self._project(states)
-        return key.unflatten(1, (count, -1)), value.unflatten(1, (count, -1))
+        shape = (count, self.config.num_context_states)
+        return key.unflatten(1, shape), value.unflatten(1, shape)
 
 
 def make_context(config: BstConfig) -> BstContext:

@@ -29,7 +29,7 @@ from ..heads import (
     scale_outputs,
 )
 from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
-from ..packing import take_bounds
+from ..packing import take_bounds, take_shards
 from ..state_cache import SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
 from .context import BstContext, HeadwiseLinear, make_context
@@ -86,6 +86,7 @@ class BstLayer(GradientCheckpointingLayer):
             attention_mask=span.attention_mask,
             past_key_values=past_key_values,
             cu_seqlens=span.cu_seqlens,
+            shards=span.shards,
             **kwargs,
         )
         if self.context is not None:
@@ -161,11 +162,12 @@ class BstModel(BstPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
-        cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
-        if use_cache and past_key_values is None and cu_seqlens is None:
+        shards = take_shards(kwargs, inputs_embeds, attention_mask, past_key_values)
+        cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)
-        span = self._span(attention_mask, past_key_values, hidden_states, cu_seqlens)
+        span = self._span(attention_mask, past_key_values, hidden_states, cu_seqlens)._replace(shards=shards)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(hidden_states, span, past_key_values=past_key_values, **kwargs)
         hidden_states = self.final_norm(hidden_states)

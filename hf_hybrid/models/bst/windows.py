@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from ...context_parallel import Shards
+
 
 class Span(NamedTuple):
     """Position of consecutive tokens in a batch of sequences.
@@ -19,6 +21,7 @@ class Span(NamedTuple):
         starts: Position of the first of these tokens in each row, counted from the row's first kept token, so negative
             before it; None at the start of a sequence or if no layer needs it.
         cu_seqlens: Bounds of the sequences in a packed batch, see `packing`; else None.
+        shards: The layout of a divided sequence, of which these are own tokens, see `packing`; else None.
     """
 
     attention_mask: torch.Tensor | None
@@ -26,6 +29,7 @@ class Span(NamedTuple):
     first: torch.Tensor | None
     starts: list[int] | None
     cu_seqlens: torch.Tensor | None = None
+    shards: Shards | None = None
 
 
 def to_windows(x: torch.Tensor, first: torch.Tensor | None, count: int, window: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ...context_parallel import Shards
 from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import ShortLongConv
@@ -37,7 +38,7 @@ from ..heads import (
     make_embedding,
     pool,
 )
-from ..packing import refuse_packed, take_bounds
+from ..packing import refuse_packed, take_bounds, take_shards
 from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
 from .unit import ChelaUnit
@@ -68,6 +69,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `attention_mask` is `(B, T)`, True = keep."""
@@ -75,7 +77,9 @@ class ChelaLayer(GradientCheckpointingLayer):
         residual = hidden_states if self.raw_residual else inputs
         cached = None if past_key_values is None else state_layer(past_key_values, self.layer_idx)
         state = None if cached is None else cached.state
-        hidden_states, state = self.unit(inputs, residual, attention_mask, state, cached is not None, cu_seqlens)
+        hidden_states, state = self.unit(
+            inputs, residual, attention_mask, state, cached is not None, cu_seqlens, shards
+        )
         if cached is not None:
             cached.store(state, inputs.shape[1])
         if self.pre_norm:
@@ -206,8 +210,11 @@ class ChelaModel(ChelaPreTrainedModel):
             check_fixed_length("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
-        cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
-        if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None:
+        shards = take_shards(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if shards is not None and self.training and self.config.norm_type == "batch_norm":
+            raise ValueError("norm_type must not be batch_norm to train on a divided sequence: it needs all tokens")
+        cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
         kept = None
         if attention_mask is not None:
@@ -222,7 +229,12 @@ class ChelaModel(ChelaPreTrainedModel):
         hidden_states = self.dropout(inputs_embeds)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(
-                hidden_states, attention_mask=kept, past_key_values=past_key_values, cu_seqlens=cu_seqlens, **kwargs
+                hidden_states,
+                attention_mask=kept,
+                past_key_values=past_key_values,
+                cu_seqlens=cu_seqlens,
+                shards=shards,
+                **kwargs,
             )
         if self.final_norm is not None:
             hidden_states = apply_norm(self.final_norm, hidden_states, kept)

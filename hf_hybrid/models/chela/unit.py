@@ -11,6 +11,9 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ...context_parallel import Shards
+from ...context_parallel import laplace_attention as divided_laplace
+from ...context_parallel import linear_attention as divided_linear
 from ...kernels import laplace_attention, linear_attention
 from ...kernels.laplace_attention import laplace
 from ...kernels.packed import to_rows
@@ -124,6 +127,7 @@ class ChelaUnit(nn.Module):
         state: ChelaState | None,
         return_state: bool,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[torch.Tensor, ChelaState | None]:
         """Run the unit.
 
@@ -134,6 +138,7 @@ class ChelaUnit(nn.Module):
             state: State before these tokens.
             return_state: Whether to return the state after them.
             cu_seqlens: Bounds of the sequences in a packed batch; see `packing`.
+            shards: The layout of a divided sequence, of which these are own tokens; see `packing`.
 
         Returns:
             U, `(B, T, D)`, and the state or None.
@@ -145,11 +150,13 @@ class ChelaUnit(nn.Module):
             before = None if state is None else state.mixer
             mixed, mixer_state = self.mixer(hidden_states, attention_mask, state=before, return_state=True)
         else:
-            mixed = self.mixer(hidden_states, attention_mask, cu_seqlens=cu_seqlens)
+            mixed = self.mixer(hidden_states, attention_mask, cu_seqlens=cu_seqlens, shards=shards)
         mixed = self.dropout(mixed)
         value = self.value_dropout(F.silu(self.v_proj(hidden_states)))
         before = None if state is None else state.attention
-        attended, attention_state = self._attend(mixed, value, self._gate(mixed), attention_mask, before, cu_seqlens)
+        attended, attention_state = self._attend(
+            mixed, value, self._gate(mixed), attention_mask, before, cu_seqlens, shards
+        )
         output_gate = torch.sigmoid(self.output_gate_proj(mixed))
         attended = self.dropout(attended)
         output = residual + output_gate * (attended - residual)
@@ -171,12 +178,13 @@ class ChelaUnit(nn.Module):
         kept: torch.Tensor | None,
         state: torch.Tensor | KeptKeys | None,
         cu_seqlens: torch.Tensor | None,
+        shards: Shards | None,
     ) -> tuple[torch.Tensor, torch.Tensor | KeptKeys | None]:
         """Compute M, `(B, T, D)`, and the attention's next state (None in a bidirectional model)."""
         shape = mixed.shape
         if cu_seqlens is not None:
             mixed, value, gate = (x.flatten(0, 1)[None] for x in (mixed, value, gate))
-        heads = (*mixed.shape[:2], self.config.num_attention_heads, -1)
+        heads = (*mixed.shape[:2], self.config.num_attention_heads, mixed.shape[2] // self.config.num_attention_heads)
         query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
         key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
         if self.config.attention_fn == "laplace_feature":
@@ -185,14 +193,21 @@ class ChelaUnit(nn.Module):
             key = key.masked_fill(~kept[..., None], 0)
         query, key, value, gate = query.view(heads), key.view(heads), value.view(heads), gate.view(heads)
         if self.config.attention_fn == "laplace":
-            attended, state = self._laplace_attention(query, key, value, kept, state, cu_seqlens)
+            if shards is not None:
+                attended = self._divided_laplace(query, key, value, kept, shards)
+            else:
+                attended, state = self._laplace_attention(query, key, value, kept, state, cu_seqlens)
             return (attended * F.silu(gate)).reshape(shape), state
-        options = {"causal": self.config.is_decoder, "state": state, "cu_seqlens": cu_seqlens}
-        if self.config.attention_norm == "simple_rms_norm":
-            eps = self.config.attention_norm_eps
-            attended, state = linear_attention(query, key, value, norm_eps=eps, gate=gate, **options)
+        options = {"causal": self.config.is_decoder}
+        normed = self.config.attention_norm == "simple_rms_norm"
+        if normed:
+            options |= {"norm_eps": self.config.attention_norm_eps, "gate": gate}
+        if shards is not None:
+            attended = divided_linear(query, key, value, shards, **options)
+        else:
+            attended, state = linear_attention(query, key, value, state=state, cu_seqlens=cu_seqlens, **options)
+        if normed:
             return attended.reshape(shape), state
-        attended, state = linear_attention(query, key, value, **options)
         attended = self._normed(attended).to(value.dtype) * F.silu(gate)
         if self.attention_norm is None and value.dtype == torch.float16:
             logger.warning_once("attention_norm 'none' overflows float16 on long inputs: use bfloat16.")
@@ -207,6 +222,20 @@ class ChelaUnit(nn.Module):
             return self.attention_norm(attended)
         weights = {name: weight.to(attended.dtype) for name, weight in weights.items()}
         return torch.func.functional_call(self.attention_norm, weights, attended)
+
+    def _divided_laplace(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor | None, shards: Shards
+    ) -> torch.Tensor:
+        return divided_laplace(
+            query,
+            key,
+            value,
+            shards,
+            causal=self.config.is_decoder,
+            attention_mask=kept,
+            chunk_size=self.config.chunk_size,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )
 
     def _laplace_attention(
         self,

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
+from ...context_parallel import Shards
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
 from ...layers.norms import make_norm
@@ -165,6 +166,7 @@ class SpadeTokenMixer(nn.Module):
         *,
         bias_table: RelativePositionBias | None,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; the arguments are those of `LocalSelfAttention`."""
@@ -173,11 +175,12 @@ class SpadeTokenMixer(nn.Module):
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "cu_seqlens": cu_seqlens,
+            "shards": shards,
             **kwargs,
         }
         if self.ssm is None:
             return self.attention(hidden_states, **attend)[0]
-        global_states = self._state_space(hidden_states, attention_mask, past_key_values, cu_seqlens)
+        global_states = self._state_space(hidden_states, attention_mask, past_key_values, cu_seqlens, shards)
         if self.attention is None:
             return global_states
         if self.config.combine_mode == "stack":
@@ -201,6 +204,7 @@ class SpadeTokenMixer(nn.Module):
         attention_mask: torch.Tensor | None,
         past_key_values: Cache | None,
         cu_seqlens: torch.Tensor | None,
+        shards: Shards | None,
     ) -> torch.Tensor:
         """Run the state space model, with the state in the cache if there is one."""
         if self.config.ssm_stop_gradient:
@@ -213,7 +217,7 @@ class SpadeTokenMixer(nn.Module):
                 )
             attention_mask = attention_mask[:, -hidden_states.shape[1] :]
         if past_key_values is None:
-            return self.ssm(hidden_states, attention_mask, cu_seqlens=cu_seqlens)
+            return self.ssm(hidden_states, attention_mask, cu_seqlens=cu_seqlens, shards=shards)
         layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
         if not hasattr(layer, "recurrent_states"):
             raise ValueError(
@@ -267,6 +271,7 @@ class SpadeLayer(GradientCheckpointingLayer):
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
@@ -276,6 +281,7 @@ class SpadeLayer(GradientCheckpointingLayer):
             decoder_cache(past_key_values),
             bias_table=bias_table,
             cu_seqlens=cu_seqlens,
+            shards=shards,
             **kwargs,
         )
         hidden_states = self._add(hidden_states, mixed, self.mixer_norm)

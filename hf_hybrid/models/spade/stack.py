@@ -16,12 +16,13 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ...context_parallel import Shards, own_positions
 from ...kernels.packed import longest
 from ...layers.norms import make_norm
 from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin, embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, additive_mask, init_shared, kept_pairs, make_bias_table
-from ..packing import row_starts, take_bounds
+from ..packing import row_starts, take_bounds, take_shards
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 from .layer import SpadeCrossAttention, SpadeLayer
@@ -146,8 +147,9 @@ class SpadeStack(SpadePreTrainedModel):
         inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
-        cu_seqlens = take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
-        if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None:
+        shards = take_shards(kwargs, inputs_embeds, attention_mask, past_key_values)
+        cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
+        if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
         has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
         if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
@@ -156,7 +158,7 @@ class SpadeStack(SpadePreTrainedModel):
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            hidden_states = hidden_states + self._positions(inputs_embeds, past, attention_mask, cu_seqlens)
+            hidden_states = hidden_states + self._positions(inputs_embeds, past, attention_mask, cu_seqlens, shards)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
@@ -172,6 +174,7 @@ class SpadeStack(SpadePreTrainedModel):
                 encoder_attention_mask=encoder_attention_mask,
                 past_key_values=past_key_values,
                 cu_seqlens=cu_seqlens,
+                shards=shards,
                 **kwargs,
             )
         if self.final_norm is not None:
@@ -201,9 +204,10 @@ class SpadeStack(SpadePreTrainedModel):
         past: int,
         attention_mask: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
+        shards: Shards | None,
     ) -> torch.Tensor:
         """Return absolute position embeddings `(B or 1, T, D)`, counted from each sequence's first kept token."""
-        length = longest(hidden_states, cu_seqlens)
+        length = longest(hidden_states, cu_seqlens) if shards is None else shards.longest
         traced = torch.compiler.is_exporting() and isinstance(past, torch.Tensor)  # then nobody knows its value
         if not traced and past + length > self.config.max_decoder_position_embeddings:
             raise ValueError(
@@ -211,7 +215,9 @@ class SpadeStack(SpadePreTrainedModel):
                 f"{self.config.max_decoder_position_embeddings} tokens, cached ones included; got {past + length}: "
                 f"use decoder_position='relative' for longer outputs"
             )
-        if attention_mask is not None and attention_mask.dim() == 2:
+        if shards is not None:
+            positions = own_positions(shards, attention_mask, self.embed_positions.weight.device)
+        elif attention_mask is not None and attention_mask.dim() == 2:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
         else:
             positions = torch.arange(hidden_states.shape[1], device=self.embed_positions.weight.device)[None] + past

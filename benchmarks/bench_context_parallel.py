@@ -1,0 +1,100 @@
+"""Memory and bytes sent of a training step on one sequence over several processes.
+
+python -m benchmarks.bench_context_parallel --processes 1 2 4 --length 65536
+
+Processes run on the CPU, with gloo. Their times say nothing about GPUs and are not printed. `stored` is what autograd
+keeps for the backward, counted storage by storage without parameters; `peak` is how far resident memory rises above
+what the process held before the step; `sent` is what the process sends in forward and backward. Each number is the
+largest of all processes.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_hybrid  # noqa: F401 - registers the architectures
+from hf_hybrid.context_parallel import context_parallel, count_sent, own_part
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 64}
+MODELS = {
+    "spade": {**SIZES, "num_attention_heads": 4, "local_radius": 64, "is_decoder": True, "is_encoder_decoder": False},
+    "chela": {**SIZES, "is_decoder": True},
+    "bst": {**SIZES, "num_attention_heads": 4, "window": 64},
+}
+
+
+class Stored:
+    """Counts the storages that autograd keeps inside a ``with`` block, but for those of some tensors."""
+
+    def __init__(self, *others: torch.Tensor):
+        self.bytes = 0
+        self._seen = {x.untyped_storage().data_ptr() for x in others}
+        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._kept.append(x.detach())
+            self.bytes += storage.nbytes()
+        return x
+
+    def __enter__(self) -> "Stored":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        self._kept.clear()
+
+
+def resident(name: str) -> int:
+    """Return a line of this process's status in bytes: VmRSS, or VmHWM, its peak."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def work(rank: int, size: int, length: int, model_type: str, folder: str) -> None:
+    """Run one step as one of the processes and write its numbers."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **MODELS[model_type]))
+    ids = own_part(torch.randint(3, 60, (1, length)), dist.group.WORLD)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    with context_parallel(dist.group.WORLD), count_sent() as sent:
+        with Stored(*model.parameters(), *model.buffers()) as stored:
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    numbers = torch.tensor([stored.bytes, resident("VmHWM") - before, sent.bytes])
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        stored_bytes, peak, most = (number / 2**20 for number in numbers.tolist())
+        print(f"| {model_type} | {size} | {stored_bytes:.1f} | {peak:.0f} | {most:.2f} |", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--length", type=int, default=65536)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    arguments = parser.parse_args()
+    print("| model | processes | stored (MiB) | peak (MiB) | sent (MiB) |\n|---|---:|---:|---:|---:|")
+    for model_type in arguments.models:
+        for size in arguments.processes:
+            with tempfile.TemporaryDirectory() as folder:
+                settings = (size, arguments.length, model_type, folder)
+                mp.start_processes(work, settings, nprocs=size, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Runs cases in several processes: ``python -m tests.context_parallel.checking FOLDER FULL``, FULL 0 or 1.
+
+One pool of eight processes, forked from one that has imported everything, runs all cases; those of fewer processes run
+in a group of the first ones. A table goes to the folder: case → what went wrong, empty if nothing did.
+"""
+
+import datetime
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_hybrid.context_parallel import Shards, count_sent, make_shards
+
+from ..tolerances import assert_close
+from .behaviours import BEHAVIOURS
+from .models import check_model, model_cases
+from .operations import LENGTH, OPERATIONS, Operation
+from .training import TRAINING
+
+SIZES = (2, 3, 4, 8)
+LAYOUTS = {
+    2: [(1, 23), (24, 0), (13, 11)],
+    3: [(9, 7, 8), (2, 1, 21), (20, 0, 4), (12, 12, 0)],
+    4: [(6, 6, 6, 6), (1, 2, 1, 20)],
+    8: [(3, 3, 3, 3, 3, 3, 3, 3), (5, 1, 0, 8, 1, 7, 2, 0)],
+}
+PACKED = [(0, 5, 5, 17, 24), (0, 10, 11, 12, 24)]
+# one of each kind: these run with 4 and 8 processes too
+KINDS = ("window 4 causal", "chunks both", "laplace chunks causal", "linear gated causal", "short 5 both", "long both",
+         "scan complex", "s4 both", "segments neurons")  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One check: an operation, the tokens of each process, and the bounds of packed sequences or None."""
+
+    operation: str
+    lengths: tuple[int, ...]
+    ends: tuple[int, ...] | None
+
+    @property
+    def name(self) -> str:
+        packed = "" if self.ends is None else f", packed {'-'.join(map(str, self.ends))}"
+        return f"{self.operation}, {'+'.join(map(str, self.lengths))}{packed}"
+
+
+def cases(full: bool) -> Iterator[Case]:
+    """The ordinary cases, or the rest of the matrix."""
+    for name, operation in OPERATIONS.items():
+        for size in SIZES:
+            for lengths in LAYOUTS[size]:
+                for ends in (None, *(PACKED if operation.packed else ())):
+                    few = lengths != LAYOUTS[size][-1] if size <= 3 else name in KINDS
+                    ordinary = few and ends != PACKED[1]
+                    if ordinary != full:
+                        yield Case(name, lengths, ends)
+        if full:
+            yield from drawn(name, operation)
+
+
+def drawn(name: str, operation: Operation) -> Iterator[Case]:
+    """Random lengths and bounds, the same in every run."""
+    numbers = random.Random(name)
+    for size in (*SIZES, *SIZES):
+        borders = sorted(numbers.randint(0, LENGTH) for _ in range(size - 1))
+        lengths = tuple(b - a for a, b in zip([0, *borders], [*borders, LENGTH], strict=True))
+        ends = (0, *sorted(numbers.randint(0, LENGTH) for _ in range(numbers.randint(0, 5))), LENGTH)
+        yield Case(name, lengths, ends if operation.packed and numbers.random() < 0.7 else None)
+
+
+def padding(batch: int, seed: int) -> torch.Tensor:
+    """A mask `(batch, LENGTH)` with padding on the left, the right, or holes; some rows have no token."""
+    numbers = random.Random(seed)
+    mask = torch.ones(batch, LENGTH, dtype=torch.bool)
+    mask[0, : numbers.randint(1, 12)] = False
+    mask[1, numbers.randint(12, 23) :] = False
+    if batch > 2:
+        mask[2, [numbers.randint(0, 23) for _ in range(6)]] = False
+        mask[2, :3] = False
+    return mask
+
+
+def check(case: Case, group: dist.ProcessGroup) -> str:
+    """Compare own outputs and gradients with one process's; return what is wrong."""
+    operation = OPERATIONS[case.operation]
+    seed = sum(map(ord, case.name))
+    batch = 1 if case.ends is not None else 3 if operation.masked else 2
+    inputs, parameters = operation.draw(LENGTH, batch, torch.Generator().manual_seed(seed))
+    mask = padding(batch, seed) if operation.masked and batch > 1 else None
+    given = inputs | parameters
+    for x in given.values():
+        x.requires_grad_()
+    cu_seqlens = None if case.ends is None else torch.tensor(case.ends, dtype=torch.int32)
+    expected = operation.one(inputs, parameters, operation.options, mask, cu_seqlens)
+    weight = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(seed + 1))
+    loss = _loss(expected, weight)
+    gradients = dict(zip(given, torch.autograd.grad(loss, list(given.values()), materialize_grads=True), strict=True))
+
+    shards = make_shards(case.lengths[dist.get_rank(group)], group, cu_seqlens=cu_seqlens)
+    at = (slice(None),) * operation.dim + (slice(*shards.own),)
+    own = {name: x.detach()[at].clone().requires_grad_() for name, x in inputs.items()}
+    copies = {name: x.detach().clone().requires_grad_() for name, x in parameters.items()}
+    with count_sent() as sent:
+        output = operation.many(own, copies, operation.options, None if mask is None else mask[at], shards)
+    out_at = at if operation.out_dim is None else (slice(None),) * operation.out_dim + (slice(*shards.own),)
+    with count_sent() as returned:
+        _loss(output, weight[out_at]).backward()
+    try:
+        _compare(operation, shards, output, expected.detach()[out_at], own, copies, gradients)
+        count = operation.sends(shards, operation.options, batch, mask)
+        assert sent.bytes == count, f"sends {sent.bytes} bytes instead of {count}"
+        assert returned.collectives == sent.collectives - (mask is not None and "chunk_size" in operation.options)
+    except AssertionError as error:
+        return f"rank {shards.rank}: {error}"
+    return ""
+
+
+def _loss(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    product = output * weight
+    return product.real.sum() if product.is_complex() else product.sum()
+
+
+def _compare(
+    operation: Operation,
+    shards: Shards,
+    output: torch.Tensor,
+    expected: torch.Tensor,
+    own: dict[str, torch.Tensor],
+    copies: dict[str, torch.Tensor],
+    gradients: dict[str, torch.Tensor],
+) -> None:
+    at = (slice(None),) * operation.dim + (slice(*shards.own),)
+    errors = []
+    for name, x in copies.items():  # every process takes part, whatever the comparisons say
+        total = torch.zeros_like(x) if x.grad is None else x.grad.clone()
+        dist.all_reduce(total, group=shards.group)
+        errors.append((name, total, gradients[name]))
+    assert all(x.grad is not None for x in own.values()), "an input has no gradient"
+    assert all(x.grad is not None for name, x in copies.items() if gradients[name].any()), "a parameter has none"
+    assert output.dtype == expected.dtype
+    assert_close(output, expected, "float64 gradient")
+    errors += [(name, x.grad, gradients[name][at]) for name, x in own.items()]
+    for name, actual, wanted in errors:
+        try:
+            assert_close(actual, wanted, "float64 gradient")
+        except AssertionError as error:
+            raise AssertionError(f"gradient of {name}: {error}") from None
+
+
+def _problem(function: Callable[..., None], group: dist.ProcessGroup, *rest: DeviceMesh) -> str:
+    try:
+        function(group, *rest)
+    except AssertionError as error:
+        return f"rank {dist.get_rank(group)}: {error or function.__name__}"
+    return ""
+
+
+def work(rank: int, folder: Path, full: bool) -> None:
+    """Run all cases as one of the processes."""
+    torch.set_num_threads(1)
+    limit, long = datetime.timedelta(seconds=60), datetime.timedelta(minutes=30)  # some processes have less to do
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=long)
+    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in SIZES}
+    found: dict[str, str] = {}
+    for case in cases(full):
+        if rank < len(case.lengths):
+            found[case.name] = check(case, groups[len(case.lengths)])
+    for name, variant, batch, size in model_cases(full):
+        if rank < size:
+            found[name] = check_model(variant, batch, groups[size])
+    if not full and rank < 3:
+        found |= {name: _problem(function, groups[3]) for name, function in BEHAVIOURS.items()}
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))  # all processes make its groups
+    if rank < 4:
+        found |= {name: _problem(function, groups[4], grid) for name, function in TRAINING[full].items()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: Path, full: bool) -> None:
+    """Fill the folder with ``table.json``."""
+    mp.start_processes(work, (folder, full), nprocs=max(SIZES), start_method="fork")
+    table: dict[str, str] = {}
+    for rank in range(max(SIZES)):
+        for name, problem in json.loads((folder / f"{rank}.json").read_text()).items():
+            table[name] = table.get(name) or problem
+    (folder / "table.json").write_text(json.dumps(table))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "1")

@@ -1,0 +1,66 @@
+"""Every operation on a divided sequence computes what one process computes, and sends what its docstring says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_hybrid.context_parallel import check_divisible
+
+from ..matrix import some
+from ..torchrun import LIMIT, once
+from .behaviours import BEHAVIOURS
+from .checking import cases
+from .models import model_cases
+from .training import TRAINING
+
+FULL_LIMIT = 1800
+"""Seconds for the rest of the matrix, in which up to eight processes share the cores."""
+pytestmark = pytest.mark.timeout(FULL_LIMIT)  # the first test of a run waits for all
+ORDINARY = [case.name for case in cases(False)]
+REST = [case.name for case in cases(True)]
+MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (False, True))
+
+
+def table(tmp_path_factory, full: bool) -> dict[str, str]:
+    def fill(folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.context_parallel.checking", str(folder), str(int(full))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[2]
+        run = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=FULL_LIMIT if full else LIMIT
+        )
+        assert run.returncode == 0, run.stderr
+
+    folder = once(tmp_path_factory, f"context_parallel_{int(full)}", fill)
+    return json.loads((folder / "table.json").read_text())
+
+
+@pytest.mark.parametrize("name", some(dict.fromkeys(ORDINARY + REST), *ORDINARY))
+def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
+    assert table(tmp_path_factory, name not in ORDINARY)[name] == ""
+
+
+@pytest.mark.parametrize("name", some(MODELS + MODELS_REST, *MODELS))
+def test_a_model_on_a_divided_sequence_equals_one_process(name, tmp_path_factory):
+    assert table(tmp_path_factory, name not in MODELS)[name] == ""
+
+
+@pytest.mark.parametrize("name", some([*TRAINING[False], *TRAINING[True]], *TRAINING[False]))
+def test_training_on_divided_sequences(name, tmp_path_factory):
+    assert table(tmp_path_factory, name in TRAINING[True])[name] == ""
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_all_operations_behave(name, tmp_path_factory):
+    assert table(tmp_path_factory, False)[name] == ""
+
+
+def test_what_cannot_be_divided_is_refused():
+    check_divisible("LSTM", 1)
+    check_divisible("s4", 8)
+    with pytest.raises(ValueError, match=r"context_parallel_size must be 1 with LSTM: its gates.* got 8 processes"):
+        check_divisible("LSTM", 8)

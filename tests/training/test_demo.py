@@ -16,6 +16,7 @@ def micro(data):
         "validation_file": data["validation"],
         "test_file": data["test"],
         "cache_dir": data["cache"],
+        "tokenizer_type": "marked",
         "tokenizer_vocab_size": 300,
         "max_source_length": 48,
         "max_target_length": 8,
@@ -118,7 +119,7 @@ def test_an_interrupted_demo_goes_on_when_it_is_started_again(micro, tmp_path, m
 @pytest.mark.parametrize("recipe", [demo.SHORT, demo.LONG], ids=["short", "long"])
 def test_recipes_are_command_lines_that_are_understood(recipe, tmp_path):
     groups = (demo.ModelArguments, demo.SummarizationArguments, demo.SummarizationTrainingArguments)
-    model_args, data_args, training_args = demo.parse_arguments(groups, demo._argv(recipe, tmp_path, train=True))
+    model_args, data_args, training_args = demo.parse_arguments(groups, demo._argv(recipe, tmp_path))
     assert data_args.dataset_name == "embedded:docstrings"
     assert training_args.do_train
     assert training_args.max_steps == recipe.training["max_steps"]

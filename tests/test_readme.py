@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shutil
+import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -279,9 +280,15 @@ PAGES_WITH_PYTHON = [
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
-def test_python_on_other_pages_runs(page, workplace):
+def test_python_on_other_pages_runs(page, workplace, monkeypatch):
+    with socket.socket() as free:  # as torchrun starts the only process of a group
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for source in blocks(TEXTS[page], "python"):
         code = compile(source, page, "exec")
+        for name, value in group.items() if "init_process_group" in source else ():
+            monkeypatch.setenv(name, value)
         if "onnxruntime" not in source:  # tests/clients runs that, where it is installed
             exec(code, {})
 

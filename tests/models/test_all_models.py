@@ -26,6 +26,7 @@ from .tiny import (
     DECODER_CASES,
     DECODERS,
     FIELD_NAMES,
+    FIRST_CASES,
     GENERATIVE,
     MODEL_CLASSES,
     NEEDS_DICT,
@@ -191,7 +192,9 @@ def test_generate_is_the_same_with_and_without_cache(model_type, auto_class, cas
     model = tiny_model(model_type, auto_class, **DECODERS[model_type, auto_class][case])
     inputs = tiny_inputs(model)
     inputs.pop("decoder_input_ids", None)
-    for strategy in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"num_beams": 2, "do_sample": True}):
+    strategies = ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"num_beams": 2, "do_sample": True})
+    # the last one alone reorders every cache; that steps are right without it, the test above shows
+    for strategy in strategies if (model_type, auto_class, case) in FIRST_CASES else strategies[-1:]:
         sequences = []
         for use_cache in (True, False):
             torch.manual_seed(5)

@@ -10,9 +10,8 @@ from hf_hybrid.models import generation
 
 from ..matrix import some
 from ..tolerances import assert_close
-from .tiny import DECODER_CASES, DECODERS, tiny_inputs, tiny_model
+from .tiny import DECODER_CASES, DECODERS, FIRST_CASES, tiny_inputs, tiny_model
 
-FIRST_CASES = [next(case for case in DECODER_CASES if case[:2] == decoder) for decoder in DECODERS]
 every_decoder = pytest.mark.parametrize(("model_type", "auto_class", "case"), DECODER_CASES)
 
 GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}

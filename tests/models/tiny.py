@@ -180,6 +180,7 @@ DECODERS = {
 }
 DECODERS |= {key: {"default": {}} for key in GENERATIVE if key not in DECODERS}
 DECODER_CASES = [(model_type, name, case) for model_type, name in GENERATIVE for case in DECODERS[model_type, name]]
+FIRST_CASES = [next(case for case in DECODER_CASES if case[:2] == decoder) for decoder in DECODERS]
 
 
 def tiny_config(model_type: str, **overrides):

@@ -4,15 +4,16 @@ r"""Make the texts that the starter is pre-trained on, without what the demo val
 document in each row, and ``sources.json`` with their number, size, hash, licence and origin. `path/to/data` holds
 novels and Wikipedia's articles; the documentation is that of the installed packages.
 
-The starter is a SPADE encoder-decoder of 7.7 million parameters, under 16 MB in bfloat16. On two cores an epoch of it
-takes about an hour. A rate of 6e-3 is no better than 2e-3 in the first 200 steps::
+The starter is a SPADE encoder-decoder of 7.6 million parameters, under 16 MB in bfloat16. It learns by text infilling,
+which makes it copy: after 800 steps of it, 400 steps on the demo's task reach a validation loss of 4.01, after 1,000
+steps of span corruption 4.47, without pre-training 4.79. A step takes two seconds on two cores::
 
-    python -m hf_hybrid.training pretrain --objective span_corruption --model_type spade --config_overrides \
+    python -m hf_hybrid.training pretrain --objective text_infilling --model_type spade --config_overrides \
         "preset=tiny,num_hidden_layers=4,num_decoder_layers=4,intermediate_size=704,norm_position=pre,dropout=0" \
         --tokenizer_type marked --tokenizer_vocab_size 5600 --learning_rate 2e-3 --lr_scheduler_type cosine \
         --warmup_steps 0.05 --adam_beta2 0.98 --weight_decay 0.01 --train_file corpus/train.jsonl \
-        --validation_file corpus/validation.jsonl --max_seq_length 512 --per_device_train_batch_size 16 \
-        --num_train_epochs 2 --do_train --do_eval --use_cpu --preprocessing_num_workers 2 \
+        --validation_file corpus/validation.jsonl --max_seq_length 256 --per_device_train_batch_size 16 \
+        --num_train_epochs 1 --do_train --do_eval --use_cpu --preprocessing_num_workers 2 \
         --resume_from_checkpoint auto --output_dir starter
     python -m benchmarks.ship_starter starter corpus path/to/spade-en-tiny
 

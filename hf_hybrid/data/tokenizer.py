@@ -27,8 +27,9 @@ __all__ = [
     "TOKENIZER_TYPES",
     "add_mask_token",
     "add_sentinels",
-    "byte_level_bytes",
     "byte_tokenizer",
+    "is_marked",
+    "marked_bytes",
     "sentinel_names",
     "train_tokenizer",
 ]
@@ -112,10 +113,16 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     return _completed(tokenizer)
 
 
-def byte_level_bytes(token: str) -> int:
-    """Return how many bytes a token of byte-level byte pair encoding adds to a text.
+def is_marked(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether a tokenizer is of the type ``marked``."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return type(decoder).__name__ == "Sequence" and JOIN + LITERAL in decoder.__getstate__().decode()
 
-    A mark of a ``marked`` tokenizer adds none, and takes a space back; `LITERAL` gives both to the mark before it.
+
+def marked_bytes(token: str) -> int:
+    """Return how many bytes a token of a ``marked`` tokenizer adds to a text.
+
+    A mark adds none, and takes a space back; `LITERAL` gives both to the mark before it.
     """
     from tokenizers import pre_tokenizers
 

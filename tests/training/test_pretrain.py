@@ -335,6 +335,7 @@ def test_tokens_have_the_bytes_of_their_text(kind, text):
         text += "'s focalLength in _Stone.Bridge(x)\n\u2040 and \u21e7\u2040\nNext"
         tokenizer = train_tokenizer([text] * 20, 300, tokenizer_type="marked")
     else:
+        text += " \u2040\u21e7\u2060" if kind in ("byte pairs", "bytes") else ""  # no marks there
         tokenizer = byte_tokenizer() if kind == "bytes" else _trained(kind, [text] * 20)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     spaces = 1 if kind in ("word pieces", "unigrams") else 0

@@ -1,6 +1,5 @@
 """Scores of pre-training: exact means over the labels, and bits per byte of the text that they hold."""
 
-import json
 import math
 import re
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
-from hf_hybrid.data.tokenizer import byte_level_bytes
+from hf_hybrid.data.tokenizer import is_marked, marked_bytes
 from hf_hybrid.training.scores import clm
 
 METRICS = (*clm.METRICS, "bits_per_byte")
@@ -46,21 +45,16 @@ def _token_bytes(tokenizer: PreTrainedTokenizerBase, number: int) -> int:
     token: Any = tokenizer.convert_ids_to_tokens(number)
     if re.fullmatch("<0x[0-9A-F]{2}>", token):  # a byte that SentencePiece has no character for
         return 1
-    if _is_byte_level(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)):
-        return byte_level_bytes(token)
+    if is_marked(tokenizer):
+        return marked_bytes(token)
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if type(decoder).__name__ == "ByteLevel":  # which shows each byte as a character
+        return len(token)
     before = tokenizer("a", add_special_tokens=False)["input_ids"]
     alone, together = (
         str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (before, [*before, number])
     )
     return len(together.encode()) - len(alone.encode())
-
-
-def _is_byte_level(decoder: Any) -> bool:
-    """Whether a decoder of tokenizers begins with that of bytes, each shown as a character."""
-    if decoder is None:
-        return False
-    steps = json.loads(decoder.__getstate__())
-    return bool(steps.get("decoders", [steps])[0]["type"] == "ByteLevel")
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

@@ -28,7 +28,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
-from datetime import datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from typing import Any
 from benchmarks.comparison import COLUMNS, append_rows, best_rate, mean_and_error, read_rows
 from benchmarks.recall_models import MODELS
 from benchmarks.recall_run import BINS, FACTORS, RECIPES, Recipe, Run, is_done_by, recipe_hash, train
-from benchmarks.record import Row, command_line, markdown_table, stamp
+from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
 from hf_hybrid.version import __version__
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
@@ -146,11 +145,11 @@ def work(
                 run = running.pop(future)
                 if (error := future.exception()) is not None:
                     failures.append(f"{run}: {error}")
-                    _say(f"FAILED {failures[-1]}")
+                    say(f"FAILED {failures[-1]}")
                     continue
                 row = row_of(run, recipes[run.task], future.result())
                 append_rows(path, columns, [row])
-                _say(f"{run}: {row['outcome']}, accuracy {row.get('accuracy', '')}, far {row.get('far', '')}")
+                say(f"{run}: {row['outcome']}, accuracy {row.get('accuracy', '')}, far {row.get('far', '')}")
 
 
 def _one_thread() -> None:
@@ -159,10 +158,6 @@ def _one_thread() -> None:
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-
-
-def _say(text: str) -> None:
-    print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
 
 # ---- tables ----
@@ -185,13 +180,9 @@ def report(rows: list[Row]) -> str:
     """Return a table for each task: accuracy of all answers and of far ones, of longer sequences, and by distance."""
     if not rows:
         return "no rows yet"
-    dates = sorted({row["date"] for row in rows})
-    names = ("cpu", "torch", "transformers", "hf_hybrid")
-    versions = ", ".join(f"{name} {' and '.join(sorted({row[name] for row in rows}))}" for name in names[1:])
-    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
     parts = [
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {cpus}, one thread; {versions}. Shares of right "
-        "answers, mean ± standard error over the seeds; *far*: beyond the reach of every ablation."
+        f"{measured_on(rows)}. Shares of right answers, mean ± standard error over the seeds; "
+        "*far*: beyond the reach of every ablation."
     ]
     for task in dict.fromkeys(row["dataset"] for row in rows):
         own = [row for row in rows if row["dataset"] == task]

@@ -37,7 +37,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from benchmarks.comparison import (
     report,
 )
 from benchmarks.experiment import Experiment, Run, plan, read_experiment
-from benchmarks.record import read_csv, stamp
+from benchmarks.record import read_csv, say, stamp
 from benchmarks.train_one import MODEL, RESULT, RUN
 from benchmarks.without_training import BASELINES
 from hf_hybrid.training.run_folder.files import replacing
@@ -113,7 +112,7 @@ class Queue:
             return step(*arguments)
         except Exception as error:
             self.failures[name] = str(error)
-            _say(f"FAILED {name}: {error}")
+            say(f"FAILED {name}: {error}")
 
     def _waiting(self) -> list[Run]:
         """List the runs that can start now, in order."""
@@ -155,7 +154,7 @@ class Queue:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RUN).write_text(json.dumps(spec, indent=1), encoding="utf-8")
         self.running[run] = self.start(folder)
-        _say(f"begins {run}")
+        say(f"begins {run}")
 
     def _finish(self, run: Run, process: Any) -> None:
         if process.returncode or not self._is_kept(run):
@@ -177,7 +176,7 @@ class Queue:
             append_rows(experiment.curves, CURVE_COLUMNS, [own | point for point in curve])
             append_rows(experiment.table, experiment.columns, [row])
             score = experiment.scores[0]
-            _say(f"ended {run}: {result['outcome']}, {score} {values.get(score, '')}")
+            say(f"ended {run}: {result['outcome']}, {score} {values.get(score, '')}")
         if run.model != experiment.start:
             _delete(folder)
         elsewhere = [other for other in self.running if other.experiment == experiment.name]
@@ -220,10 +219,6 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
 def _delete(folder: Path) -> None:
     (folder / RESULT).unlink(missing_ok=True)  # the result marks a complete folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _say(text: str) -> None:
-    print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
 
 def _shown(values: Mapping[str, float], scores: Sequence[str]) -> dict[str, str]:
@@ -280,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Timeout:
         parser.error(f"another queue works in {arguments.output_dir}")
     except KeyboardInterrupt:
-        _say("interrupted; the same command goes on")
+        say("interrupted; the same command goes on")
         return 130
     for experiment in experiments:
         if rows := experiment.rows():

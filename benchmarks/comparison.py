@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from scipy.stats import ttest_ind
 
-from benchmarks.record import Row, markdown_table
+from benchmarks.record import Row, markdown_table, measured_on
 
 # fmt: off
 COLUMNS = (
@@ -137,15 +137,10 @@ def report(rows: Sequence[Row]) -> str:
     most = max(map(len, runs.values()), default=0)
     steps = sorted({row["steps"] for row in trained if row["steps"]}, key=int)
     own_steps = ["steps"] if len(steps) > 1 else []
-    dates = sorted({row["date"] for row in rows})
     seeds = "one seed" if most == 1 else f"{most} seeds: mean ± standard error"
-    names = ("cpu", "torch", "transformers", "hf_hybrid")
-    versions = {name: " and ".join(sorted({row[name] for row in rows})) for name in names}
     caption = (
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {versions.pop('cpu')}, one thread; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f". {rows[0]['dataset']}, {'' if own_steps or not steps else f'{steps[0]} steps, '}{seeds}. "
-        "CPU minutes are those of a run's training steps."
+        f"{measured_on(rows)}. {rows[0]['dataset']}, {'' if own_steps or not steps else f'{steps[0]} steps, '}{seeds}."
+        " CPU minutes are those of a run's training steps."
     )
     header = ["model", "parameters", *own_steps, "learning rate", "CPU minutes", *map(title, scores)]
     plain = [row for row in rows if not row["seed"]]

@@ -1,6 +1,5 @@
 """Experiments of `compare_on_data`: their files, their runs, and the order of work."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from benchmarks.comparison import (
     read_rows,
     searched,
 )
-from benchmarks.record import Row
+from benchmarks.record import Row, short_hash
 from benchmarks.train_one import slug
 from hf_hybrid.version import __version__
 
@@ -113,7 +112,7 @@ class Experiment:
         made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
         made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]
         made_by += [self.spec["excerpt"]] if "excerpt" in self.spec else []
-        return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
+        return short_hash(made_by)
 
     def rows(self) -> list[Row]:
         """The finished rows."""

@@ -15,7 +15,6 @@ the network.
 """
 
 import argparse
-import hashlib
 import json
 import math
 import sys
@@ -31,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.lra_recipes import MODELS, PAPERS, LongRangeClassifier, LraRecipe, config_of, recipe_of
-from benchmarks.record import markdown_table
+from benchmarks.record import markdown_table, short_hash
 from benchmarks.train_one import slug
 from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.lra import LRA, LraRows, load_lra
@@ -106,7 +105,7 @@ class LongRangeRun:
         self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
         self.best: dict[str, Any] = {"validation": -1.0}
         made_by = [arguments.task, arguments.model, asdict(self.recipe), _without_version(config), len(self.inputs)]
-        self.hash = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        self.hash = short_hash(made_by)
 
     @property
     def inputs(self) -> list[Any]:

@@ -1,7 +1,5 @@
 """One run of `bench_recall`: train a model on a task of recall, and measure what it remembers, at what distance."""
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
+from benchmarks.record import short_hash
 from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.data.recall import RECALL, Examples, draw
@@ -80,11 +79,6 @@ class Run:
     seed: int
     rate: str
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """The key of its row."""
-        return self.task, self.model, str(self.seed), self.rate
-
     def __str__(self) -> str:
         return f"{self.task}: {self.model}, seed {self.seed}, learning rate {self.rate}"
 
@@ -116,7 +110,7 @@ def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
     constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _WARMUP, _CLIP, _CHECKS, _TOKENS]
     known = RECALL[task]
     made_by = [task, dict(known.sizes), known.train, known.test, asdict(recipe), config, constants]
-    return hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return short_hash(made_by)
 
 
 # ---- training ----

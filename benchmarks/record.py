@@ -2,7 +2,9 @@
 
 import argparse
 import csv
+import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +33,26 @@ def stamp() -> Row:
         "transformers": version_of("transformers"),
         "hf_hybrid": __version__,
     }
+
+
+def measured_on(rows: Sequence[Row]) -> str:
+    """Return dates, machines and versions of rows, for a caption; each ran with one thread."""
+    dates = sorted({row["date"] for row in rows})
+    names = ("cpu", "torch", "transformers", "hf_hybrid")
+    versions = {name: " and ".join(sorted({row[name] for row in rows})) for name in names}
+    return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {versions.pop('cpu')}, one thread; " + ", ".join(
+        f"{name} {version}" for name, version in versions.items()
+    )
+
+
+def short_hash(made_by: Any) -> str:
+    """Return a short hash of everything that determines a result."""
+    return hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def say(text: str) -> None:
+    """Print a line with the time, at once."""
+    print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
 
 def version_of(package: str) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.data.cache import cache_root, cached_folder
 
@@ -115,7 +115,7 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 def is_marked(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether a tokenizer is of the type ``marked``."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    decoder: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     return type(decoder).__name__ == "Sequence" and JOIN + LITERAL in decoder.__getstate__().decode()
 
 

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
-from ...context_parallel import Shards
+from ...context_parallel import Shards, nothing
 from ...kernels.packed import to_rows
 from ...layers.implicit_filter import ImplicitConv
 from ...layers.s4 import S4
 from ..local_attention import LocalAttention
 from ..state_cache import without_first
 from .configuration_bst import BstConfig
-from .divided import check_windows, fetch_tokens, fetch_windows, no_tokens, own_tokens, own_windows
+from .divided import check_windows, fetch_tokens, fetch_windows, own_tokens, own_windows
 from .windows import Span, from_windows, to_windows, window_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -255,7 +255,7 @@ class WindowBeforeContext(BstContext):
         key, value = self._divided_pairs(u, shards)
         first = self._first_pair(query.shape[0])
         if not shards.own.length:
-            return no_tokens(query, key, value, *first)
+            return nothing(query.shape, query, query, key, value, *first)
         if shards.own.start >= self.config.window:
             first = [x[:, :0] for x in first]  # the first window's states get a gradient on every process
         key, value = (torch.cat(pair, dim=1) for pair in zip(first, (key, value), strict=True))

@@ -7,7 +7,7 @@ that end in own tokens · S states of a window.
 import torch
 from torch.nn import functional as F
 
-from ...context_parallel import Shards, Span, fetch, gather, nothing
+from ...context_parallel import Shards, Span, fetch, gather
 from ..masks import first_kept
 from .windows import from_windows, to_windows
 
@@ -63,8 +63,3 @@ def own_tokens(shards: Shards, window: int, x: torch.Tensor) -> torch.Tensor:
     """Invert `own_windows`."""
     head = shards.own.start % window
     return from_windows(x, None, head + shards.own.length)[:, head:]
-
-
-def no_tokens(query: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-    """Return the output of a shard without tokens."""
-    return nothing(query.shape, query, query, *tensors)

@@ -28,7 +28,8 @@ from ..heads import (
     make_embedding,
     scale_outputs,
 )
-from ..local_attention import LocalSelfAttention, first_kept, init_shared, make_feed_forward
+from ..local_attention import LocalSelfAttention, init_shared, make_feed_forward
+from ..masks import first_kept
 from ..packing import take_bounds, take_shards
 from ..state_cache import SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig

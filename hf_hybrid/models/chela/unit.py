@@ -21,6 +21,7 @@ from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
 from ...layers.norms import make_norm
 from ...layers.s4d import S4D
 from ...layers.state_space import StateSpaceLayer
+from ..masks import first_kept
 from .configuration_chela import ChelaConfig
 
 ALPHA_STD = 0.02
@@ -251,8 +252,7 @@ class ChelaUnit(nn.Module):
             attended, _ = self._laplace_attention(query, key, value, kept, None, None)
             return attended[kept][None], None
         kept = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device) if kept is None else kept
-        length = kept.shape[1]
-        first = position = torch.where(kept.any(1), kept.int().argmax(1), length)
+        first = position = first_kept(kept)
         if state is not None:
             past = state.kept.shape[1]
             first = torch.where(state.first < past, state.first, past + position)

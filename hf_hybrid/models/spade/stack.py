@@ -21,7 +21,8 @@ from ...kernels.packed import longest
 from ...layers.norms import make_norm
 from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin, embed_inputs, make_embedding
-from ..local_attention import LocalSelfAttention, additive_mask, init_shared, kept_pairs, make_bias_table
+from ..local_attention import LocalSelfAttention, init_shared, make_bias_table
+from ..masks import additive_mask, kept_pairs
 from ..packing import row_starts, take_bounds, take_shards
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5

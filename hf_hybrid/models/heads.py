@@ -1,14 +1,14 @@
 """Embeddings, pooling and heads that several architectures share.
 
 They read of a config: `vocab_size hidden_size tie_word_embeddings scale_embeddings adaptive_cutoffs`, with cutoffs
-`adaptive_factor adaptive_dropout`; classifiers of sequences `pooling`.
+`adaptive_factor adaptive_dropout`; language models `skip_logits`; classifiers of sequences `pooling`.
 
 A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
 those named in the mixin's docstring. A language model's logits are `lm_head` of its last hidden states.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.embedding import ScaledEmbedding
 from ..layers.state_space import ssm_parameters
 from .checks import check_fixed_length, check_not_empty
+from .losses import OfCount, loss_alone, loss_of_logits, skips_logits
 from .packing import refuse_packed, take_shards
 
 
@@ -128,7 +129,7 @@ def shared_loss(loss: torch.Tensor, shards: Shards | None) -> torch.Tensor:
 
 
 def mean_loss(
-    of_count: Callable[[torch.Tensor | int | None], torch.Tensor],
+    of_count: OfCount,
     labels: torch.Tensor,
     count: torch.Tensor | int | None,
     shards: Shards | None,
@@ -171,8 +172,8 @@ class StateSpaceModelMixin:
 class CausalLMForward:
     """Forward of a causal language model: `lm_head`, from `add_lm_head`, on a causal `model` with `embed_tokens`.
 
-    With `config.adaptive_cutoffs` the logits are log-probabilities; in training with labels they are None, since the
-    loss needs only those of each label's cluster.
+    With `config.adaptive_cutoffs` the logits are log-probabilities; in training with labels they are None, unless the
+    call has `skip_logits=False`, since the loss needs only those of each label's cluster.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -198,15 +199,18 @@ class CausalLMForward:
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Compute the logits of the token after each token, and with labels the loss.
 
         In place of `labels`, `shift_labels` `(B, T)` holds the label of each token's prediction: `labels` already
-        shifted, as context parallelism passes them.
+        shifted, as context parallelism passes them. With `skip_logits` (see the config) the loss is computed alone.
         """
         num_items_in_batch, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
+        adaptive = self.config.adaptive_cutoffs is not None
+        skips = skips_logits(self, skip_logits, has_labels, in_training=self.config.skip_logits or adaptive)
         if has_labels:
             inputs = input_ids if inputs_embeds is None else inputs_embeds
             if shift_labels is not None and inputs is not None and shift_labels.shape != inputs.shape[:2]:
@@ -230,18 +234,10 @@ class CausalLMForward:
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
-        if self.config.adaptive_cutoffs is not None:
-            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch, shards)
-        else:
-            logits, loss = self.lm_head(hidden_states), None
-            if has_labels:
-                options = {"vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
-                loss = mean_loss(
-                    lambda count: self.loss_function(logits, labels, num_items_in_batch=count, **options),
-                    shift_labels,
-                    num_items_in_batch,
-                    shards,
-                )
+        logits = None if skips else self._logits(hidden_states)
+        loss = None
+        if has_labels:
+            loss = self._loss(logits, hidden_states, labels, shift_labels, num_items_in_batch, shards)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -250,25 +246,34 @@ class CausalLMForward:
             attentions=outputs.attentions,
         )
 
-    def _adaptive_outputs(
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.config.adaptive_cutoffs is None:
+            return self.lm_head(hidden_states)
+        return self.lm_head(hidden_states, self._tied_tables())
+
+    def _tied_tables(self) -> nn.Module | None:
+        return self.model.embed_tokens if self.config.tie_word_embeddings else None
+
+    def _loss(
         self,
+        logits: torch.Tensor | None,
         hidden_states: torch.Tensor,
         labels: torch.LongTensor | None,
         shift_labels: torch.LongTensor | None,
         num_items_in_batch: torch.Tensor | int | None,
         shards: Shards | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
-        loss, predicting = None, hidden_states
-        if shift_labels is None and labels is not None:
-            predicting, shift_labels = hidden_states[:, :-1], labels[:, 1:]
-        if shift_labels is not None:
-            addend, count = self.lm_head.loss(predicting, shift_labels, embedding)
-            loss = mean_loss(
-                lambda number: addend / (count if number is None else number), shift_labels, num_items_in_batch, shards
-            )
-        logits = None if loss is not None and self.training else self.lm_head(hidden_states, embedding)
-        return logits, loss
+    ) -> torch.Tensor:
+        adaptive = self.config.adaptive_cutoffs is not None
+        if logits is not None and not adaptive:
+            of_count = loss_of_logits(self, logits, labels, shift_labels=shift_labels)
+        else:
+            if shift_labels is None:
+                hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+            of_count = loss_alone(self, hidden_states, shift_labels, self._adaptive_loss if adaptive else None)
+        return mean_loss(of_count, shift_labels, num_items_in_batch, shards)
+
+    def _adaptive_loss(self, hidden_states: torch.Tensor, labels: torch.LongTensor) -> torch.Tensor:
+        return self.lm_head.loss(hidden_states, labels, self._tied_tables())[0]
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
         """Resize the vocabulary, as in every model of transformers; an adaptive vocabulary has a fixed size."""
@@ -289,22 +294,20 @@ class MaskedLMForward:
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Compute the logits of every token, and with labels the loss."""
+        """Compute the logits of every token, and with labels the loss; with `skip_logits` the loss alone."""
+        skips = skips_logits(self, skip_logits, labels is not None, in_training=self.config.skip_logits)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        logits = self.lm_head(outputs.last_hidden_state)
+        logits = None if skips else self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            size = self.config.vocab_size
-            loss = mean_loss(
-                lambda count: self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=count),
-                labels,
-                num_items_in_batch,
-                shards,
-            )
+            states = outputs.last_hidden_state
+            of_count = loss_alone(self, states, labels) if skips else loss_of_logits(self, logits, labels)
+            loss = mean_loss(of_count, labels, num_items_in_batch, shards)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

@@ -25,6 +25,7 @@ from ..heads import (
     as_decoder,
     scale_outputs,
 )
+from ..losses import loss_alone, loss_of_logits, skips_logits
 from ..packing import PAIRS, refuse_packed
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
@@ -182,9 +183,11 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
         decoder_inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        skips = skips_logits(self, skip_logits, labels is not None, in_training=self.config.skip_logits)
         if labels is not None:
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
@@ -202,16 +205,15 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        states = outputs.last_hidden_state
+        logits = None if skips else self.lm_head(states)
         loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                shift_labels=labels,  # the decoder's inputs are shifted
-                num_items_in_batch=num_items_in_batch,
-            )
+        if labels is not None:  # the decoder's inputs are shifted
+            if skips:
+                of_count = loss_alone(self, states, labels)
+            else:
+                of_count = loss_of_logits(self, logits, labels, shift_labels=labels)
+            loss = of_count(num_items_in_batch)
         others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 

@@ -27,7 +27,7 @@ from hf_hybrid.training.run_folder.checkpoints import (
 )
 from hf_hybrid.training.run_folder.files import CARD_FILE, CannotSave, explain_full_disk, replacing
 from hf_hybrid.training.run_folder.hub import explain_hub_error
-from hf_hybrid.training.trainer.loss import ShiftingLabelSmoother, loss_counts_items
+from hf_hybrid.training.trainer.loss import ShiftingLabelSmoother, can_skip_logits, loss_counts_items
 from hf_hybrid.training.trainer.measuring import Measurements
 from hf_hybrid.training.trainer.noisy_data import NoisyRows, NoisyStream, SimilarLengths
 from hf_hybrid.training.trainer.non_finite import (
@@ -155,7 +155,9 @@ class ScriptTrainer(Trainer):
             loss, we weight the mean that it returns by its share of the label tokens. Then N small batches equal one
             large one.
         """
-        if not model.training:
+        if model.training:
+            inputs = self._without_logits(inputs)
+        else:
             num_items_in_batch = None  # average over this process's batch, not over those of all processes
         smoothed = self.label_smoother is not None  # Trainer's label smoothing counts items
         if num_items_in_batch is None or smoothed or "labels" not in inputs:
@@ -172,6 +174,12 @@ class ScriptTrainer(Trainer):
         if not self._loss_counts_items and self.args.n_gpu <= 1:
             loss = loss * (items / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _without_logits(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Ask for the loss alone, which takes less memory, of a model that can do so; label smoothing needs logits."""
+        if self.label_smoother is None and "labels" in inputs and can_skip_logits(cast("torch.nn.Module", self.model)):
+            return {**inputs, "skip_logits": True}
+        return inputs
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm of a step's gradients, right before the weights change.
@@ -244,6 +252,8 @@ class ScriptTrainer(Trainer):
     ) -> Any:
         """Compute loss, predictions and labels of a batch; the loss without repeated rows."""
         step = super().prediction_step
+        if prediction_loss_only:
+            inputs = self._without_logits(inputs)
         loss, predictions, labels = step(model, inputs, prediction_loss_only, *args, **kwargs)
         count = count_new_rows(self.accelerator, find_batch_size(inputs))
         if loss is not None and count is not None:

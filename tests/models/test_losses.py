@@ -16,10 +16,10 @@ from .losses_divided import WRAPPERS
 from .tiny import is_causal_lm, tiny_inputs, tiny_labels, tiny_model
 
 CAUSAL, PAIRS, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
-HEADS = [(name, CAUSAL) for name in ("bst", "chela", "spade")] + [
-    ("spade", PAIRS),
-    ("spade", MASKED),
-    ("chela", MASKED),
+HEADS = [
+    *((model_type, CAUSAL) for model_type in ("bst", "chela", "spade")),
+    *((model_type, PAIRS) for model_type in ("spade", "srformer_bart", "srformer_t5")),
+    *((model_type, MASKED) for model_type in ("chela", "spade")),
 ]
 NONE = {"dropout": 0.0, "attention_dropout": 0.0}
 FIELDS = {
@@ -28,11 +28,12 @@ FIELDS = {
     "scaled": {"scale_decoder_outputs": True},
     "adaptive": {"adaptive_cutoffs": [10, 30], "adaptive_factor": 2, "is_decoder": True},
 }
+UNSCALED = ("chela", "srformer_bart")
 CASES = [
     (*head, case)
     for head in HEADS
     for case in FIELDS
-    if not (case == "scaled" and head[0] == "chela") and not (case == "adaptive" and head[1] != CAUSAL)
+    if not (case == "scaled" and head[0] in UNSCALED) and not (case == "adaptive" and head[1] != CAUSAL)
 ]
 every_head = pytest.mark.parametrize(("model_type", "auto_class"), HEADS)
 
@@ -71,6 +72,8 @@ def test_loss_and_gradients_are_those_of_all_logits(model_type, auto_class, case
     model = tiny_model(model_type, auto_class, **NONE, **FIELDS[case]).double().train()
     if checkpointed:
         model.activation_checkpointing_enable()
+    if hasattr(model, "final_logits_bias"):
+        nn.init.normal_(model.final_logits_bias)
     inputs, labels = labelled(model)
     for count in (None, torch.tensor(40)):
         outputs = model(**inputs, labels=labels, num_items_in_batch=count, skip_logits=True)
@@ -110,8 +113,8 @@ def test_a_model_returns_logits_unless_it_is_asked_not_to(model_type, auto_class
                 outputs = model(**inputs, labels=labels, skip_logits=argument)
                 assert (outputs.logits is None) == bool(skips)
                 assert outputs.loss is not None
-                if skips:
-                    assert set(outputs) & {"loss", "logits"} == {"loss"}
+                others = set(model(**inputs, labels=labels, skip_logits=False)) - {"logits"}
+                assert set(outputs) - {"logits"} == others
             source = {"decoder_input_ids": labels.clamp_min(0)} if auto_class == PAIRS else {}
             assert model(**inputs, **source).logits.shape == (2, tokens, model.config.vocab_size)
 
@@ -146,7 +149,7 @@ def test_what_cannot_be_done_is_refused(model_type, auto_class):
 @every_head
 def test_a_head_with_an_adapter(model_type, auto_class, targets):
     model = tiny_model(model_type, auto_class, tie_word_embeddings=False, **NONE).double()
-    targets = {"target_modules": r".*layers\.0.*(q_proj|output_gate_proj)", **targets}
+    targets = {"target_modules": r".*(layers|block)\.0.*(q_proj|output_gate_proj|\.q)", **targets}
     adapted = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets)).double().train()
     inputs, labels = labelled(model)
     loss = adapted(**inputs, labels=labels, skip_logits=True).loss

@@ -1,6 +1,11 @@
 """A loss over a sequence whose logits are never all held: it is summed over chunks of the tokens.
 
 N tokens with labels · D hidden size · V vocabulary
+
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) and Liger's fused loss save one of four matrix products, since
+they compute gradients in the forward. They take a weight in place of a head, so they know no adapters and no adaptive
+softmax, and have no second derivatives. torch's adds up a bfloat16 loss in bfloat16, a percent off for 2,048 tokens,
+and computes in float32 under autocast; Liger's needs Triton.
 """
 
 from collections.abc import Callable

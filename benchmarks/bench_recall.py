@@ -32,11 +32,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison import COLUMNS, append_rows, best_rate, mean_and_error, read_rows
+from benchmarks.comparison import (
+    COLUMNS,
+    append_rows,
+    best_rate,
+    check_recipe,
+    check_version,
+    mean_and_error,
+    read_rows,
+)
 from benchmarks.recall_models import MODELS
 from benchmarks.recall_run import BINS, FACTORS, RECIPES, Recipe, Run, is_done_by, recipe_hash, train
 from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
-from hf_hybrid.version import __version__
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
 SELECT = "validation_accuracy"
@@ -75,23 +82,11 @@ def check_rows(rows: Sequence[Row], recipes: Mapping[str, Recipe], path: Path) -
     Raises:
         ValueError: There are some.
     """
-    known: dict[tuple[str, str], str] = {}
-    for row in rows:
-        task, model = row["dataset"], row["model"]
-        if task not in recipes or model not in MODELS:
-            continue
-        if row["hf_hybrid"] != __version__:
-            raise ValueError(
-                f"{path}: rows must come from version {__version__}, this one; those of {model!r} on {task} come from "
-                f"{row['hf_hybrid']}. Delete them, or continue with that version"
-            )
-        if (task, model) not in known:
-            known[task, model] = recipe_hash(task, model, recipes[task])
-        if row["recipe"] != known[task, model]:
-            raise ValueError(
-                f"{path}: rows of {model!r} on {task} must have the recipe {known[task, model]}, the present one; got "
-                f"{row['recipe']}. Delete these rows, or name another file with --out"
-            )
+    for task, recipe in recipes.items():
+        own = [row for row in rows if row["dataset"] == task]
+        for model in dict.fromkeys(row["model"] for row in own if row["model"] in MODELS):
+            check_version(path, own, model)
+            check_recipe(path, own, model, recipe_hash(task, model, recipe), where=task)
 
 
 def row_of(run: Run, recipe: Recipe, values: Mapping[str, float]) -> Row:

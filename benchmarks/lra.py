@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import get_scheduler
 
 from benchmarks.lra_recipes import MODELS, PAPERS, LongRangeClassifier, LraRecipe, config_of, recipe_of
 from benchmarks.record import markdown_table, short_hash
@@ -38,6 +39,7 @@ from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
 CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
+_RESUMED = ("model", "optimizer", "schedule")
 _WARMUP = 0.05
 _SMALL_ROWS = {"train": 32, "validation": 16, "test": 16}
 Batch = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -46,7 +48,7 @@ Batch = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 # ---- data ----
 
 
-def rows_of(task: str, split: str, data_dir: Path | None, seed: int, count: int | None, folder: Path) -> LraRows:
+def load_rows(task: str, split: str, data_dir: Path | None, seed: int, count: int | None, folder: Path) -> LraRows:
     """Load a split; drawn rows are drawn once, and kept as a file in a folder."""
     if data_dir is not None:
         return load_lra(task, split, data_dir=data_dir, count=count)
@@ -95,13 +97,14 @@ class LongRangeRun:
         where = (arguments.data_dir, arguments.seed)
         kept = Path(arguments.output_dir, "data")
         splits = dict.fromkeys(("train", "validation", arguments.tested))
-        self.rows = {split: rows_of(arguments.task, split, *where, count[split], kept) for split in splits}
+        self.rows = {split: load_rows(arguments.task, split, *where, count[split], kept) for split in splits}
         self.tested = arguments.tested
         torch.manual_seed(arguments.seed)
         self.model: nn.Module = LongRangeClassifier(config, LRA[arguments.task]).to(self.device)
         rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=decay)
         separate_ssm_parameters(self.optimizer, self.model.model)  # type: ignore[arg-type]
+        self.schedule = get_scheduler("linear", self.optimizer, math.ceil(_WARMUP * self.steps), self.steps)
         self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
         self.best: dict[str, Any] = {"validation": -1.0}
         made_by = [arguments.task, arguments.model, asdict(self.recipe), _without_version(config), len(self.inputs)]
@@ -143,10 +146,6 @@ class LongRangeRun:
         yield from batches(self.rows["train"], order[done * self.recipe.batch :], self.recipe.batch, self.device)
 
     def _update(self, sequences: list[Any], labels: torch.Tensor) -> None:
-        warmup = max(1, round(_WARMUP * self.steps))
-        factor = min((self.step + 1) / warmup, 1 - max(0, self.step - warmup) / max(1, self.steps - warmup))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * factor
         self.model.train()
         torch.manual_seed(self.seed * 1_000_003 + self.step)  # dropout goes on as if nothing had stopped it
         loss = F.cross_entropy(self.model(*sequences), labels)
@@ -155,6 +154,7 @@ class LongRangeRun:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
         self.step += 1
 
@@ -180,7 +180,7 @@ class LongRangeRun:
     def save(self, began: float) -> None:
         """Write a checkpoint; an interruption leaves the one before."""
         self.minutes += (time.monotonic() - began) / 60
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "best": self.best}
+        states = {name: getattr(self, name).state_dict() for name in _RESUMED} | {"best": self.best}
         counts = {"step": self.step, "minutes": self.minutes, "history": self.history, "hash": self.hash}
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / CHECKPOINT) as path:
@@ -204,8 +204,8 @@ class LongRangeRun:
                 f"{path} must have the recipe {self.hash}, the present one; got {kept['hash']}. Delete it, or name "
                 "another --output_dir"
             )
-        self.model.load_state_dict(kept["model"])
-        self.optimizer.load_state_dict(kept["optimizer"])
+        for name in _RESUMED:
+            getattr(self, name).load_state_dict(kept[name])
         self.step, self.minutes, self.history, self.best = (
             kept[name] for name in ("step", "minutes", "history", "best")
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import get_scheduler
 
 from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
 from benchmarks.record import short_hash
@@ -32,6 +33,8 @@ ENOUGH = 0.995
 _TOKENS = 2**16
 """Tokens of a batch of tests, and of all tests of a greater length."""
 WEIGHT_DECAY = 0.1
+_SCHEDULE = "cosine"
+"""Transformers' name of how the learning rate falls after a linear warm-up."""
 _WARMUP, _CLIP, _CHECKS = 0.1, 1.0, 12
 
 
@@ -107,7 +110,7 @@ def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
     """Return a hash of everything that determines a run, except seed and learning rate."""
     config = fitted(model, shape_of(task, recipe)).to_dict()
     config.pop("transformers_version", None)
-    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _WARMUP, _CLIP, _CHECKS, _TOKENS]
+    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _SCHEDULE, _WARMUP, _CLIP, _CHECKS, _TOKENS]
     known = RECALL[task]
     made_by = [task, dict(known.sizes), known.train, known.test, asdict(recipe), config, constants]
     return short_hash(made_by)
@@ -134,7 +137,7 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
         own = [parameter for name, parameter in model.named_parameters() if name.startswith("decoder.")]
         optimizer.add_param_group({"params": own})
     validation = examples(run.task, "validation", VALIDATION, recipe, seed=run.seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
+    schedule = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * recipe.steps), recipe.steps)
     began, step = time.process_time(), 0
     for batch in _batches(run, recipe):
         model.train()
@@ -153,12 +156,6 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
                 break
     values |= {"steps": step, "cpu_minutes": (time.process_time() - began) / 60, "chance": validation.chance}
     return values | _tests(model, run, recipe)
-
-
-def _rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
-    warmup = max(1, round(_WARMUP * steps))
-    return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
 
 
 def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -71,6 +71,8 @@ RECIPES: dict[str, Recipe] = {
     "needle": Recipe(1500),
 }
 """The tasks of the benchmark, in order."""
+STATE_TASKS = ("mqar", "key_value")
+"""The tasks that show what a size of the state is worth."""
 
 
 @dataclass(frozen=True)
@@ -230,5 +232,30 @@ def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
 
 
 def is_done_by(task: str, model: str) -> bool:
-    """Return whether a model can do a task: encoder-decoders read documents, the others do everything else."""
-    return MODELS[model].is_encoder_decoder == RECIPES[task].is_encoder_decoder
+    """Return whether a model does a task: encoder-decoders read documents, the others do everything else.
+
+    Models with another size of the state do `STATE_TASKS` alone.
+    """
+    kind = MODELS[model]
+    if kind.state_of is not None and task not in STATE_TASKS:
+        return False
+    return kind.is_encoder_decoder == RECIPES[task].is_encoder_decoder
+
+
+def estimated_minutes(task: str, model: str, recipe: Recipe, updates: int = 3) -> float:
+    """Return the CPU minutes of a run that takes all its steps, from the time of a few of them.
+
+    Tests and validation compute outputs alone, a third of an update's work.
+    """
+    run, known = Run(task, model, 0, "0.001"), RECALL[task]
+    few = replace(recipe, steps=updates)
+    network: nn.Module = build(model, shape_of(task, recipe), seed=0)
+    network = Compressor(network, shape_of(task, recipe).vocab_size) if task == "compression" else network  # type: ignore[arg-type]
+    seconds = []
+    for batch, _ in zip(_batches(run, few), range(updates), strict=False):
+        began = time.process_time()
+        F.cross_entropy(_logits(network, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten()).backward()
+        seconds.append(time.process_time() - began)
+    trained = recipe.steps * recipe.batch
+    tested = known.test + _CHECKS * VALIDATION + len(FACTORS) * _TOKENS / known.length
+    return min(seconds) / recipe.batch * (trained + tested / 3) / 60

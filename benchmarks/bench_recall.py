@@ -2,7 +2,7 @@
 
 Run it from the repository root::
 
-    python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: hours on two cores
+    python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: a night on two cores
     python -m benchmarks.bench_recall --quick                                 # own tasks, one seed: minutes
     python -m benchmarks.bench_recall --plan                                  # how many runs, and how long they take
     python -m benchmarks.bench_recall --report benchmarks/results/recall.csv  # its tables

@@ -62,13 +62,13 @@ RECIPES: dict[str, Recipe] = {
     "latch": Recipe(600),
     "key_value": Recipe(900),
     "facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
-    "mqar": Recipe(3000, batch=64, width=128),
+    "mqar": Recipe(3000, width=128),
     "in_context_recall": Recipe(1200),
     "noisy_recall": Recipe(1200),
-    "selective_copying": Recipe(1500),
+    "selective_copying": Recipe(1500, batch=16),
     "compression": Recipe(1200),
     "memorization": Recipe(1200),
-    "needle": Recipe(1500),
+    "needle": Recipe(1500, batch=16),
 }
 """The tasks of the benchmark, in order."""
 STATE_TASKS = ("mqar", "key_value")

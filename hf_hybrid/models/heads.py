@@ -346,7 +346,24 @@ class SequencePairClassificationForward:
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Compute the logits of every pair, and with labels the loss."""
+        """Compute the logits of every pair, and with labels the loss.
+
+        Args:
+            input_ids: Tokens of the first sequences, `(B, T)`.
+            attention_mask: `(B, T)`, 1 = keep.
+            inputs_embeds: In place of tokens, `(B, T, D)`.
+            input_values: In place of tokens, real values, `(B, T)` or `(B, T, config.input_size)`.
+            pair_input_ids: Tokens of the second sequences, `(B, T_2)`.
+            pair_attention_mask: `(B, T_2)`.
+            pair_inputs_embeds: `(B, T_2, D)`.
+            pair_input_values: `(B, T_2)` or `(B, T_2, config.input_size)`.
+            labels: `(B,)`; of several labels at once, or of numbers, as for a classifier of single sequences.
+            **kwargs: Passed to `model`.
+
+        Raises:
+            ValueError: One of the sequences is missing, there are not as many of one as of the other, or sequences are
+                packed.
+        """
         refuse_packed(kwargs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}

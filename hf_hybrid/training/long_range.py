@@ -7,6 +7,7 @@ pairs of documents, from scratch or from a checkpoint. ``--recipe`` takes a pape
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 # ---- flags ----
 
 
+@dataclass
+class _Work:
+    """The flags of the run that decide which others it needs."""
+
+    do_train: bool = False
+    do_eval: bool = False
+
+
 def complete_flags(argv: Sequence[str]) -> list[str]:
     """Put a recipe's flags, and those that keep the best checkpoint, before the given ones, which count more."""
-    flags: Any = (LongRangeArguments,)
-    known, _ = FlagParser(flags, allow_abbrev=False).parse_known_args(list(argv))
+    flags: Any = (LongRangeArguments, _Work)
+    known, _ = FlagParser(flags, allow_abbrev=False, add_help=False).parse_known_args(list(argv))
     given = given_flags(argv)
     before: dict[str, Any] = {}
-    if {"do_train", "do_eval"} <= given and not given & _BEST.keys():
+    if known.do_train and known.do_eval and not given & _BEST.keys():
         before |= _BEST
     if known.recipe is not None and known.task_name is not None:
         recipe = find_recipe(known.recipe, known.task_name)

@@ -146,8 +146,16 @@ def test_a_recipe_sets_what_is_not_given(command, tmp_path):
     assert long_range.complete_flags(["--do_train", "--do_eval"])[:4] == [
         "--eval_strategy", "epoch", "--save_strategy", "epoch",
     ]  # fmt: skip
-    own = ["--do_train", "--do_eval", "--eval_strategy", "steps"]
-    assert long_range.complete_flags(own) == own
+    for own in (["--do_train", "--do_eval", "--eval_strategy", "steps"], ["--do_train", "--do_eval", "false"]):
+        assert long_range.complete_flags(own) == own
+
+
+def test_help_shows_all_flags(capsys):
+    with pytest.raises(SystemExit) as left:
+        long_range.main(["--help"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(flag in printed for flag in ("--recipe", "--model_type", "--learning_rate"))
 
 
 # ---- bad input ----

@@ -380,8 +380,8 @@ class SpadeForSequenceClassification(SpadeClassifierMixin, SequenceClassificatio
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        input_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         return super().forward(
@@ -400,7 +400,8 @@ class SpadeForSequencePairClassification(
     """SPADE encoder, or causal stack, that reads two sequences separately and classifies the pair.
 
     For the Long Range Arena's retrieval task. The head is that of `SpadeForSequenceClassification`, on both pooled
-    vectors, concatenated with the second sequence's first, as in Mega. Hidden states are not returned.
+    vectors, concatenated with the second sequence's first, as in Mega: ``W_c tanh(W_d [p(x_2), p(x_1)] + b_d) + b_c``.
+    Hidden states are not returned.
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]

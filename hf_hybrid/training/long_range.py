@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     rows = {split: _load(data_args, model_args.cache_dir, split, reads) for split in asked_splits(training_args)}
     settled = (model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
     model = load_model(*settled, ignore_mismatched_sizes=data_args.ignore_mismatched_sizes)
-    training_args.remove_unused_columns = False  # the collator reads what the model does not
+    training_args.remove_unused_columns = False  # an adapter's forward does not name those of pairs
     trainer = ScriptTrainer(
         model=attach_adapter(model, model_args, training_args, resume_from, task_type="SEQ_CLS"),
         args=training_args,
@@ -162,8 +162,8 @@ def _tokenizer(
         tokenizer = lra_tokenizer(name)
         given = model_args.overrides(type(config))
         fit_config_to_tokenizer(config, tokenizer, vocab_size_is_given="vocab_size" in given)
-    flags = ("tokenizer_name", "tokenizer_type", "model_name_or_path", "resume_from_checkpoint")
-    sources = {flag: getattr(model_args, flag, None) for flag in flags} | {"resume_from_checkpoint": resume_from}
+    sources = {flag: getattr(model_args, flag) for flag in ("tokenizer_name", "tokenizer_type", "model_name_or_path")}
+    sources["resume_from_checkpoint"] = resume_from
     source = next((f"--{flag} {value}" for flag, value in sources.items() if value is not None), "the tokenizer")
     check_tokenizer(tokenizer, name, source)
     ids = data_args.task.vocab_size or 0

@@ -11,6 +11,8 @@ import hf_hybrid
 from hf_hybrid.commands import program
 from hf_hybrid.data.lra import load_lra
 from hf_hybrid.training import long_range
+from hf_hybrid.training.collating import long_range_collator
+from hf_hybrid.training.trainer.measuring import Measurements
 from tests.training.pages import read_page
 
 TINY = {
@@ -156,6 +158,18 @@ def test_help_shows_all_flags(capsys):
     assert left.value.code == 0
     printed = capsys.readouterr().out
     assert all(flag in printed for flag in ("--recipe", "--model_type", "--learning_rate"))
+
+
+def test_pixels_and_both_documents_of_a_pair_are_counted():
+    measured = Measurements(torch.nn.Linear(1, 1))
+    measured.count({"input_values": torch.zeros(2, 5)})
+    assert (measured.examples, measured.tokens) == (2, 10)
+    rows = [
+        {"input_ids": [1, 2], "pair_input_ids": [3], "labels": 0},
+        {"input_ids": [1], "pair_input_ids": [], "labels": 1},
+    ]
+    measured.count(long_range_collator(rows))
+    assert (measured.examples, measured.tokens) == (4, 15)
 
 
 # ---- bad input ----

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .faults import named_faults
 from .shards import Shards, Span
 
 
@@ -84,7 +85,8 @@ def _swap(
     messages = [_as_bytes(x) for tensors in outgoing for x in tensors]
     buffer = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *messages])
     received = buffer.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(received, buffer, [sum(of_rank) for of_rank in sizes], sent, group=shards.group)
+    with named_faults(shards.group):
+        dist.all_to_all_single(received, buffer, [sum(of_rank) for of_rank in sizes], sent, group=shards.group)
     parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
     return [[_from_bytes(next(parts), form) for form in forms] for forms in incoming]
 

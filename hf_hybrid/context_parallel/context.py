@@ -58,11 +58,16 @@ def own_part(x: Tensor, mesh: DeviceMesh | dist.ProcessGroup, dim: int = 1) -> T
         mesh: A mesh of one dimension, or a group.
         dim: The dimension of tokens.
     """
+    own = own_span(x.shape[dim], mesh)
+    return x.narrow(dim, own.start, own.length).contiguous()
+
+
+def own_span(length: int, mesh: DeviceMesh | dist.ProcessGroup) -> Span:
+    """Return which of `length` tokens `own_part` gives to this process."""
     group = group_of(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    length = -(-x.shape[dim] // size)
-    start = min(rank * length, x.shape[dim])
-    return x.narrow(dim, start, min(length, x.shape[dim] - start)).contiguous()
+    part = -(-length // size)
+    return Span(min(rank * part, length), min((rank + 1) * part, length))
 
 
 def next_tokens(labels: Tensor, shards: Shards, ignore_index: int) -> Tensor:

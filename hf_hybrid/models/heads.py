@@ -175,6 +175,7 @@ class CausalLMForward:
     loss needs only those of each label's cluster.
     """
 
+    divides_sequences = True  # in `context_parallel`; see `check_divisible_model`
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
@@ -282,6 +283,8 @@ class CausalLMForward:
 class MaskedLMForward:
     """Forward of a masked language model: `lm_head` on every token of a bidirectional `model`."""
 
+    divides_sequences = True
+
     @can_return_tuple
     def forward(
         self,
@@ -313,6 +316,7 @@ class MaskedLMForward:
 class SequenceClassificationForward:
     """Forward of a sequence classifier: `dropout` and `classifier` on the tokens pooled by `config.pooling`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 
@@ -349,6 +353,7 @@ class SequenceClassificationForward:
 class TokenClassificationForward:
     """Forward of a token classifier: `dropout` and `classifier` on every token of `model`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     @can_return_tuple
@@ -382,6 +387,7 @@ class TokenClassificationForward:
 class QuestionAnsweringForward:
     """Forward of a model that marks an answer's first and last token: `qa_outputs` on every token of `model`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid import context_parallel as divided
 from hf_hybrid import kernels
-from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards
+from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards, meet
 
 from ..models.tiny import tiny_inputs, tiny_model
 from ..tolerances import assert_close
@@ -130,6 +130,11 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
     _refused(
         "length must be 0 or more on every rank, and positive on one; got [0, 0, 0]", lambda: make_shards(0, group)
     )
+    _refused(
+        "a batch must have the same rows on all ranks; rank 1 has 2 and rank 0 has 1",
+        lambda: make_shards(LENGTHS[rank], group, rows=2 if rank == 1 else 1),
+    )
+    assert meet(group, rank + 5) == {0: 5, 1: 6, 2: 7}
     shards = make_shards(LENGTHS[rank], group)
     x = torch.zeros(1, LENGTHS[rank] + 1, 2, 3)
     message = f"query must hold the {LENGTHS[rank]} tokens of rank {rank} in dimension 1"

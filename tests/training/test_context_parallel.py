@@ -163,9 +163,7 @@ def test_a_run_goes_on_with_other_groups(folder, outcomes):
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("hangs", "1"), ("ends", "1"), ("ends", "0")])
-def test_all_processes_name_the_one_that_is_missing(kind, rank, folder, tmp_path):
-    """In its third step, when two checkpoints are saved."""
+def _pair(folder, tmp_path, *fault):
     argv = [
         "--train_file", str(folder / "train.txt"), "--do_train", "--model_type", "spade", "--config_overrides",
         MODELS["spade"], "--tokenizer_type", "bytes", "--block_size", "16", "--per_device_train_batch_size", "1",
@@ -173,17 +171,36 @@ def test_all_processes_name_the_one_that_is_missing(kind, rank, folder, tmp_path
         "--output_dir", str(tmp_path / "out"), "--max_steps", "5", "--save_steps", "1", "--ddp_backend", "gloo",
         "--context_parallel_size", "2", "--context_parallel_timeout", "3",
     ]  # fmt: skip
-    children = pair("clm", argv, tmp_path, fault=(kind, rank, 3))
+    return pair("clm", argv, tmp_path, fault=fault)
+
+
+def _said_by_rank_1(tmp_path):
+    """What torchrun shows of other processes than the first."""
+    return f"error: {json.loads((tmp_path / 'error1').read_text())['message']['message']}"
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("hangs", "1"), ("ends", "1"), ("ends", "0")])
+def test_all_processes_name_the_one_that_is_missing(kind, rank, folder, tmp_path):
+    """In its third step, when two checkpoints are saved."""
+    children = _pair(folder, tmp_path, kind, rank, 3)
     other = children.pop(1 - int(rank))
     code, said = other.wait()
     for child in children:
         child.process.kill()
         child.process.join()
-    if rank == "0":  # what torchrun shows of other processes than the first
-        said = f"error: {json.loads((tmp_path / 'error1').read_text())['message']['message']}"
+    said = _said_by_rank_1(tmp_path) if rank == "0" else said
     assert code == 1, said
     assert "Traceback" not in said
     named = "the store of rank 0 with it" if rank == "0" else "rank 1 ended, or did not answer in time"
     assert len(re.findall(f"^error: .*{named}", said, re.MULTILINE)) == 1, said
     saved = complete_checkpoints(tmp_path / "out")
     assert [Path(path).name for path in saved] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_processes_that_read_different_rows_stop(folder, tmp_path):
+    (code, said), (other_code, _) = (child.wait() for child in _pair(folder, tmp_path, "reads less", "1", 0))
+    assert code == other_code == 2
+    for words in (said, _said_by_rank_1(tmp_path)):
+        assert re.search(r"^error: .*: ranks 1 and 0 share a sequence .* \[1, 15\]", words, re.MULTILINE), (
+            words
+        )

@@ -89,6 +89,27 @@ def next_tokens(labels: Tensor, shards: Shards, ignore_index: int) -> Tensor:
     return longer[:, 1:].contiguous() if shards.own.length else labels
 
 
+def previous_tokens(labels: Tensor, shards: Shards, first: int) -> Tensor:
+    """Return the token before each own one, the last of the process before for the first: 8 B bytes sent.
+
+    Args:
+        labels: `(B, T_r)`.
+        shards: The layout.
+        first: What precedes the first token of the sequence.
+
+    Returns:
+        `(B, T_r)`.
+    """
+    shards.check(labels, "labels")
+    spans = [Span(max(0, own.start - 1), own.stop) if own.length else own for own in shards.spans]
+    (longer,) = fetch(shards, spans, labels)
+    if not shards.own.length:
+        return labels
+    if shards.own.start == 0:
+        longer = torch.cat([longer.new_full((len(labels), 1), first), longer], dim=1)
+    return longer[:, :-1].contiguous()
+
+
 class _Total(torch.autograd.Function):
     """Sum over processes; each one's gradient is that of its own addend."""
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from hf_hybrid import ChelaForSequencePairClassification, kernels
 from hf_hybrid import context_parallel as divided
-from hf_hybrid import kernels
 from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards, meet
 
 from ..models.tiny import tiny_inputs, tiny_model
@@ -99,7 +99,6 @@ def any_span(group: dist.ProcessGroup) -> None:
 def other_models(group: dist.ProcessGroup) -> None:
     """Models that cannot read divided sequences say so, on every process."""
     for model_type, auto_class in (
-        ("spade", "AutoModelForSeq2SeqLM"),
         ("srformer_t5", "AutoModelForSeq2SeqLM"),
         ("srformer_bart", "AutoModelForSeq2SeqLM"),
     ):
@@ -113,6 +112,29 @@ def other_models(group: dist.ProcessGroup) -> None:
         _refused("past_key_values must be None", lambda: model(**tiny_inputs(model), past_key_values=cache))
         assert model(**tiny_inputs(model)).past_key_values is None
     assert model(**tiny_inputs(model)).past_key_values is not None
+
+
+def pairs_of_texts(group: dist.ProcessGroup) -> None:
+    """CHELA reads two sequences of different lengths, each divided."""
+    torch.manual_seed(0)
+    model = ChelaForSequencePairClassification(tiny_model("chela", "AutoModel").config).double().eval()
+    first, second, labels = torch.randint(3, 60, (2, 14)), torch.randint(3, 60, (2, 5)), torch.tensor([0, 2])
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[0, 3:] = 0
+    inputs = {"input_ids": first, "pair_input_ids": second, "pair_attention_mask": mask}
+    expected = model(**inputs, labels=labels)
+    expected.loss.backward()
+    gradients = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    with divided.context_parallel(group):
+        output = model(**{name: divided.own_part(x, group) for name, x in inputs.items()}, labels=labels)
+    output.loss.backward()
+    assert_close(output.logits, expected.logits.detach(), "float64 gradient")
+    problems = []
+    for name, x in model.named_parameters():
+        dist.all_reduce(x.grad, group=group)
+        problems += [] if torch.allclose(x.grad, gradients[name], rtol=0, atol=1e-12) else [name]
+    assert not problems
 
 
 def bad_arguments(group: dist.ProcessGroup) -> None:
@@ -161,6 +183,6 @@ def _refused(words: str, call: Callable[[], object]) -> None:
 
 BEHAVIOURS = {
     function.__name__: function
-    for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, bad_arguments)
+    for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, pairs_of_texts, bad_arguments)
 }
 """Name → a check in a group of three processes that raises AssertionError."""

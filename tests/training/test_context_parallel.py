@@ -20,7 +20,9 @@ from ..torchrun import LIMIT, once
 from .children import pair
 from .conftest import NO_DROPOUT
 
-CLM, GLUE, PRETRAIN = (f"hf_hybrid.training.{name}" for name in ("clm", "glue", "pretrain"))
+CLM, GLUE, PRETRAIN, SUMMARIZATION = (
+    f"hf_hybrid.training.{name}" for name in ("clm", "glue", "pretrain", "summarization")
+)
 PROCESSES = 4
 TIMED = re.compile(r"runtime|per_second|^epoch")
 SIZES = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
@@ -40,12 +42,15 @@ def folder(tmp_path_factory):
 def _write_rows(folder):
     """Seven of them to evaluate: two groups with two rows each have an uneven last batch."""
     rng = random.Random(0)
-    for split, rows in (("train", 24), ("validation", 7), ("test", 7)):
-        texts = [" ".join(rng.choices(_WORDS, k=rng.randint(3, 12))) for _ in range(rows)]
+    for split, count in (("train", 24), ("validation", 7), ("test", 7)):
+        texts = [" ".join(rng.choices(_WORDS, k=rng.randint(3, 12))) for _ in range(count)]
         labels = [rng.randint(0, 2) for _ in texts]
-        lines = [json.dumps({"text": text, "label": label}) for text, label in zip(texts, labels, strict=True)]
+        rows = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
         if split == "test":
-            lines = [json.dumps({"text": text}) for text in texts]
+            rows = [{"text": text} for text in texts]
+        lines = [json.dumps(row) for row in rows]
+        summaries = [json.dumps({"document": text, "summary": text[:7]}) for text in texts]
+        (folder / f"{split}.summaries.jsonl").write_text("\n".join(summaries) + "\n")
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
         (folder / f"{split}.txt").write_text("\n".join(texts * 8) + "\n")
 
@@ -70,6 +75,7 @@ def _jobs(folder, cache, sharing):
     clm = ("--block_size", "32", "--eval_sequence_length", "61", "--max_eval_samples", "7")
     masked = ("--objective", "masked_words", "--max_seq_length", "48", "--bf16", "false", "--train_sampling_strategy",
               "random")  # fmt: skip
+    spans = ("--max_seq_length", "48", "--bf16", "false", "--train_sampling_strategy", "random")
     return {
         # clipped in some steps
         "many steps": (CLM, argv("many", "spade", "txt", 2, 4, *clm, *none, "50", "--learning_rate", "0.02",
@@ -80,6 +86,10 @@ def _jobs(folder, cache, sharing):
         "classes": (GLUE, argv("classes", "chela", "jsonl", 2, 4, *none, "4", "--learning_rate", "0.05",
             "--max_seq_length", "48", "--gradient_accumulation_steps", "2")),
         "masked": (PRETRAIN, argv("masked", "spade", "jsonl", 4, 2, *masked, *none, "3", "--learning_rate", "0.05")),
+        "spans": (PRETRAIN, argv("spans", "spade", "jsonl", 4, 2, *spans, *none, "2", "--learning_rate", "0.05")),
+        "summaries": (SUMMARIZATION, argv("summaries", "spade", "summaries.jsonl", 2, 4, *none, "3",
+            "--learning_rate", "0.05", "--max_source_length", "48", "--max_target_length", "9", "--do_predict",
+            "--predict_with_generate", "--test_file", str(folder / "test.summaries.jsonl"))),
         "first part": (CLM, argv("parts", "chela", "txt", 2, 4, *clm, "--max_steps", "6", "--save_steps", "3",
             "--learning_rate", "0.05")),
         "other size": (CLM, argv("others", "chela", "txt", 4, 4, *clm, "--max_steps", "6", "--save_steps", "3",
@@ -113,7 +123,7 @@ def _scores(metrics):
     return {name: value for name, value in metrics.items() if not TIMED.search(name) and name != "total_flos"}
 
 
-@pytest.mark.parametrize("name", ["many steps", "smoothed", "streamed", "classes", "masked"])
+@pytest.mark.parametrize("name", ["many steps", "smoothed", "streamed", "classes", "masked", "spans", "summaries"])
 def test_processes_that_share_sequences_give_what_one_gives(name, folder, outcomes):
     """Losses and gradient norms at each step, weights, scores and predictions."""
     module, argv = _jobs(folder, "one", False)[name]
@@ -139,7 +149,7 @@ def test_processes_that_share_sequences_give_what_one_gives(name, folder, outcom
     _same_weights(one, four)
     for file in one.glob("*predict*.txt"):
         assert file.read_text() == (four / file.name).read_text()
-    assert name != "classes" or list(one.glob("*predict*.txt"))
+    assert name not in ("classes", "summaries") or list(one.glob("*predict*.txt"))
 
 
 def _same_weights(one, four):
@@ -201,6 +211,4 @@ def test_processes_that_read_different_rows_stop(folder, tmp_path):
     (code, said), (other_code, _) = (child.wait() for child in _pair(folder, tmp_path, "reads less", "1", 0))
     assert code == other_code == 2
     for words in (said, _said_by_rank_1(tmp_path)):
-        assert re.search(r"^error: .*: ranks 1 and 0 share a sequence .* \[1, 15\]", words, re.MULTILINE), (
-            words
-        )
+        assert re.search(r"^error: .*: ranks 1 and 0 share a sequence .* \[1, 15\]", words, re.MULTILINE), words

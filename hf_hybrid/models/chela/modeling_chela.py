@@ -36,9 +36,12 @@ from ..heads import (
     TokenClassificationForward,
     as_decoder,
     make_embedding,
+    pass_whole_rows,
     pool,
+    pool_divided,
+    shared_loss,
 )
-from ..packing import refuse_packed, take_bounds, take_shards
+from ..packing import take_bounds, take_shards
 from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
 from .unit import ChelaUnit
@@ -354,6 +357,7 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
     states are not returned.
     """
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 
@@ -378,7 +382,6 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        refuse_packed(kwargs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
@@ -388,19 +391,28 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
                 f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
                 f"size; got sizes {sizes[0]} and {sizes[1]}"
             )
+        layouts = []
+        for inputs, mask in ((first, attention_mask), (second, pair_attention_mask)):
+            given = next(x for x in inputs.values() if x is not None)
+            layouts.append(pass_whole_rows(kwargs, given, "each row is classified as one", mask))
+            kwargs.pop("shards", None)  # each has its own
+        shards, pair_shards = layouts
         pooled = (
-            self._pooled(pair_attention_mask, **second, **kwargs),
-            self._pooled(attention_mask, **first, **kwargs),
+            self._pooled(pair_attention_mask, pair_shards, **second, **kwargs),
+            self._pooled(attention_mask, shards, **first, **kwargs),
         )
         logits = self.classifier(torch.cat(pooled, dim=-1))
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
-    def _pooled(self, attention_mask: torch.Tensor | None, **inputs) -> torch.Tensor:
-        outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
-        return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+    def _pooled(self, attention_mask: torch.Tensor | None, shards: Shards | None, **inputs) -> torch.Tensor:
+        if shards is None:
+            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+            return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, shards=shards, **inputs)
+        return pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
 
 
 class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedModel):

@@ -144,7 +144,10 @@ class SpadeStack(SpadePreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
-        """Run the stack on tokens or embeddings; `encoder_hidden_states` is `(B, S, D)`."""
+        """Run the stack on tokens or embeddings; `encoder_hidden_states` is `(B, S, D)`.
+
+        Of a divided document it is own tokens, and `source_shards` the layout.
+        """
         inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
@@ -164,7 +167,7 @@ class SpadeStack(SpadePreTrainedModel):
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
 
-        if encoder_attention_mask is not None:
+        if encoder_attention_mask is not None and kwargs.get("source_shards") is None:
             encoder_attention_mask = self._cross_attention_mask(encoder_attention_mask, hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(

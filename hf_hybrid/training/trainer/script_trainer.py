@@ -297,7 +297,8 @@ class ScriptTrainer(Trainer):
         """
         step = super().prediction_step
         context, own = nullcontext, inputs
-        if self.division is not None and any(inputs.get(name) is None for name in self.label_names):
+        generates = getattr(self.args, "predict_with_generate", False)  # each process alone, from the complete rows
+        if self.division is not None and not generates and any(inputs.get(name) is None for name in self.label_names):
             context, own = self._prepare_context_parallel_inputs(model, inputs)  # as Trainer does with labels
         with context():
             loss, predictions, labels = step(model, own, prediction_loss_only, *args, **kwargs)

@@ -100,17 +100,8 @@ class SpadeCrossAttention(nn.Module):
         heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
         dropout = self.config.attention_dropout if self.training else 0.0
         if source_shards is not None:
-            query, key, value = (
-                project(x).unflatten(-1, heads[2:])
-                for project, x in zip(
-                    (self.q_proj, self.k_proj, self.v_proj),
-                    (hidden_states, encoder_hidden_states, encoder_hidden_states),
-                    strict=True,
-                )
-            )
-            options = {"attention_mask": attention_mask, "scale": self.scaling, "dropout": dropout}
-            output = cross_attention(query, key, value, shards, source_shards, **options)
-            return self.o_proj(output.flatten(2)), None
+            layouts = (shards, source_shards)
+            return self._attend_divided(hidden_states, encoder_hidden_states, *layouts, attention_mask, dropout), None
         query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
         if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
             layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
@@ -134,6 +125,22 @@ class SpadeCrossAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(batch, length, -1)), probabilities
+
+    def _attend_divided(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        shards: Shards,
+        source_shards: Shards,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """`forward` of own targets `(B, T_r, D)` and own tokens of the document, `(B, S_r, D)`."""
+        heads = (self.config.num_attention_heads, self.config.head_dim)
+        query = self.q_proj(hidden_states).unflatten(-1, heads)
+        key, value = (project(encoder_hidden_states).unflatten(-1, heads) for project in (self.k_proj, self.v_proj))
+        options = {"attention_mask": attention_mask, "scale": self.scaling, "dropout": dropout}
+        return self.o_proj(cross_attention(query, key, value, shards, source_shards, **options).flatten(2))
 
 
 class SpadeTokenMixer(nn.Module):

@@ -15,6 +15,7 @@ largest of all processes.
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -146,14 +147,14 @@ def extrapolate(length: int) -> None:
         print(f"| {name} | {counted} | {sent.collectives} | {shown} |", flush=True)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--length", type=int, default=65536)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--extrapolate", action="store_true", help="estimate times of large models on GPUs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.extrapolate:
         extrapolate(2**20)
         return

@@ -20,10 +20,8 @@ def check_divisible_model(config: PreTrainedConfig, model_class: type[PreTrained
         return
     if not getattr(model_class, "divides_sequences", False):
         name = config.model_type if model_class is None else model_class.__name__
-        raise ValueError(
-            f"context_parallel_size must be 1 with {name}, which cannot divide a sequence among processes; "
-            f"got {processes}"
-        )
+        why = getattr(model_class, "why_not_divided", "it cannot divide a sequence among processes")
+        raise ValueError(f"context_parallel_size must be 1 with {name}: {why}; got {processes}")
     if getattr(config, "ssm_type", None) == "lstm":
         check_divisible("LSTM", processes)
     if getattr(config, "attention_type", None) == "full":

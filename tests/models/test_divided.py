@@ -16,8 +16,8 @@ CAUSAL, PAIRS = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
     [
         ("spade", CAUSAL, {"ssm_type": "lstm"}, "must be 1 with LSTM: its gates"),
         ("spade", CAUSAL, {"attention_type": "full"}, "must be 1 with full attention: every token"),
-        ("srformer_t5", PAIRS, {}, "must be 1 with SRformerT5ForConditionalGeneration, which cannot"),
-        ("bst", "AutoModel", {}, "must be 1 with BstModel"),
+        ("srformer_t5", PAIRS, {}, "must be 1 with SRformerT5ForConditionalGeneration: its encoder, T5"),
+        ("bst", "AutoModel", {}, "must be 1 with BstModel: it cannot"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(model_type, auto_class, fields, message):

@@ -27,13 +27,13 @@ class Division:
 
     Attributes:
         size: N, the processes that share rows.
-        index: Which of the D groups this process belongs to.
-        group: The processes that share its rows.
+        replicas: D, the groups.
+        group: The processes that share this one's rows.
+        seed: Of this process's random numbers, another one for each part of a sequence.
     """
 
     def __init__(self, args: ScriptTrainingArguments) -> None:
         self.size, self.replicas = args.context_parallel_size, args.replicas
-        self.index, own = divmod(args.process_index, self.size)
         timeout = datetime.timedelta(seconds=args.context_parallel_timeout)
         self.group, _ = distributed.new_subgroups(group_size=self.size, timeout=timeout)
         # on the CPU, so that waiting for a process does not wait for its GPU
@@ -47,7 +47,7 @@ class Division:
         names = ("dp_shard", "cp")
         device: Any = args.device.type
         self._mesh = DeviceMesh.from_group([rows, self.group], device, mesh=ranks, mesh_dim_names=names)
-        self.seed = args.seed + own
+        self.seed = args.seed + args.process_index % self.size
 
     def check_together(self, inputs: dict[str, Any] | None = None) -> None:
         """Wait for the processes of the group, which must come with the same batch.
@@ -60,8 +60,8 @@ class Division:
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         sums = [float(x.sum()) for x in tensors.values()]
         entries = meet(self._host, (shapes, sums))
+        first, expected = next(iter(entries.items()))
         for rank, entry in entries.items():
-            first, expected = next(iter(entries.items()))
             if entry != expected:
                 what = f"{entry[0]} and {expected[0]}" if entry[0] != expected[0] else "other numbers"
                 raise ValueError(

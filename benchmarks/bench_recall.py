@@ -2,15 +2,17 @@
 
 Run it from the repository root::
 
-    python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: hours on two cores
+    python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: a night on two cores
     python -m benchmarks.bench_recall --quick                                 # own tasks, one seed: minutes
+    python -m benchmarks.bench_recall --plan                                  # how many runs, and how long they take
     python -m benchmarks.bench_recall --report benchmarks/results/recall.csv  # its tables
 
 The tasks are those of `hf_hybrid.data.recall`, with their published sizes. Models have two layers (Mamba-2, whose
 layers are half as large, three; encoder-decoders one on each side), windows, chunks and local kernels of 8 tokens, and
 the same number of parameters. An ablation is the model without its global part. Its layers together reach 16 tokens at
 most, and the own tasks ask beyond 32: there an ablation can only guess. SRformer's ablation reads one segment of the
-document, and counts as far what lies in another.
+document, and counts as far what lies in another. BST and SPADE have copies with states of other sizes, which do two
+tasks alone.
 
 The first seed trains each model at three learning rates, the others at the best of them by validation. Training ends
 when 99.5 % of the validation is right. Then a test measures the accuracy of all answers, of far ones and by distance,
@@ -32,16 +34,33 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison import COLUMNS, append_rows, best_rate, mean_and_error, read_rows
+from benchmarks.comparison import (
+    COLUMNS,
+    append_rows,
+    best_rate,
+    check_recipe,
+    check_version,
+    mean_and_error,
+    read_rows,
+)
 from benchmarks.recall_models import MODELS
-from benchmarks.recall_run import BINS, FACTORS, RECIPES, Recipe, Run, is_done_by, recipe_hash, train
+from benchmarks.recall_run import (
+    BINS,
+    FACTORS,
+    RECIPES,
+    Recipe,
+    Run,
+    estimated_minutes,
+    is_done_by,
+    recipe_hash,
+    train,
+)
 from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
-from hf_hybrid.version import __version__
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
 SELECT = "validation_accuracy"
 RATES = ("0.001", "0.003", "0.01")
-QUICK_TASKS, QUICK_RATE, QUICK_STEPS = ("aggregate", "latch", "key_value", "facts"), "0.003", 600
+QUICK_TASKS, QUICK_RATE, QUICK_STEPS = ("aggregate", "latch", "key_value", "facts"), "0.003", 500
 _FAR = [f"at_{least}" for least in BINS]
 SCORES = (SELECT, "accuracy", "far", "chance", "trained_steps", *(f"x{factor}" for factor in FACTORS), *_FAR)
 
@@ -75,23 +94,11 @@ def check_rows(rows: Sequence[Row], recipes: Mapping[str, Recipe], path: Path) -
     Raises:
         ValueError: There are some.
     """
-    known: dict[tuple[str, str], str] = {}
-    for row in rows:
-        task, model = row["dataset"], row["model"]
-        if task not in recipes or model not in MODELS:
-            continue
-        if row["hf_hybrid"] != __version__:
-            raise ValueError(
-                f"{path}: rows must come from version {__version__}, this one; those of {model!r} on {task} come from "
-                f"{row['hf_hybrid']}. Delete them, or continue with that version"
-            )
-        if (task, model) not in known:
-            known[task, model] = recipe_hash(task, model, recipes[task])
-        if row["recipe"] != known[task, model]:
-            raise ValueError(
-                f"{path}: rows of {model!r} on {task} must have the recipe {known[task, model]}, the present one; got "
-                f"{row['recipe']}. Delete these rows, or name another file with --out"
-            )
+    for task, recipe in recipes.items():
+        own = [row for row in rows if row["dataset"] == task]
+        for model in dict.fromkeys(row["model"] for row in own if row["model"] in MODELS):
+            check_version(path, own, model)
+            check_recipe(path, own, model, recipe_hash(task, model, recipe), where=task)
 
 
 def row_of(run: Run, recipe: Recipe, values: Mapping[str, float]) -> Row:
@@ -227,18 +234,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs (one per core)")
     quick = f"the tasks {', '.join(QUICK_TASKS)}, one seed and rate, {QUICK_STEPS} steps"
     parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--plan", action="store_true", help="only count the runs, and estimate their time")
     parser.add_argument("--steps", type=int, help="most updates (the task's own)")
+
+
+def plan(recipes: Mapping[str, Recipe], models: Sequence[str], rates: int, seeds: int, jobs: int) -> str:
+    """Return a table of the runs of each task, and how many CPU minutes they take at most: all steps of all runs."""
+    lines, count, minutes = [], 0, 0.0
+    for task, recipe in recipes.items():
+        doing = [model for model in models if is_done_by(task, model)]
+        runs = len(doing) * (rates + seeds - 1)
+        taken = sum(estimated_minutes(task, model, recipe) for model in doing) * (rates + seeds - 1)
+        lines.append([task, str(len(doing)), str(runs), f"{taken:.0f}"])
+        count, minutes = count + runs, minutes + taken
+    table = markdown_table(["task", "models", "runs", "CPU minutes at most"], lines)
+    time = f"{minutes:.0f} CPU minutes: {minutes / jobs:.0f} minutes on {jobs} free cores"
+    return f"{table}\n\n{count} runs, at most {time}"
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Do what is missing, and return all rows."""
     if arguments.quick:
         arguments.tasks, arguments.rates, arguments.seeds = QUICK_TASKS, (QUICK_RATE,), arguments.seeds[:1]
+        arguments.models = [model for model in arguments.models if MODELS[model].state_of is None]
         arguments.steps = arguments.steps or QUICK_STEPS
         if arguments.out == DEFAULT_OUT:
             arguments.out = DEFAULT_OUT.with_stem("recall_quick")
     more: dict[str, Any] = {} if arguments.steps is None else {"steps": arguments.steps}
     recipes = {task: replace(RECIPES[task], **more) for task in arguments.tasks}
+    if arguments.plan:
+        _one_thread()
+        print(plan(recipes, arguments.models, len(arguments.rates), len(arguments.seeds), arguments.jobs))
+        raise SystemExit(0)
     settings = (recipes, arguments.models, [f"{float(rate):g}" for rate in arguments.rates], arguments.seeds)
     failures = work(arguments.out, *settings, arguments.jobs)
     if failures:

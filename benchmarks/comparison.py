@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from scipy.stats import ttest_ind
 
 from benchmarks.record import Row, markdown_table, measured_on
+from hf_hybrid.version import __version__
 
 # fmt: off
 COLUMNS = (
@@ -68,6 +69,42 @@ def append_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, Any
             writer.writeheader()
         writer.writerows(rows)
         file.write(lines.getvalue().encode())
+
+
+def check_recipe(path: Path, rows: Sequence[Row], model: str, recipe: str, *, where: str) -> None:
+    """Refuse a model's rows of another recipe.
+
+    Args:
+        path: Their file.
+        rows: Rows, also of other models.
+        model: The model.
+        recipe: Its present recipe.
+        where: The experiment or task.
+
+    Raises:
+        ValueError: There are some.
+    """
+    others = [row for row in rows if row["model"] == model and row["recipe"] != recipe]
+    if others:
+        listed = "; ".join(f"seed {row['seed']} at {row['learning_rate']} (recipe {row['recipe']})" for row in others)
+        raise ValueError(
+            f"{path}: rows of {model!r} have another recipe than {recipe}, the present one of {where}: {listed}. "
+            "Delete these rows, or write another file"
+        )
+
+
+def check_version(path: Path, rows: Sequence[Row], model: str) -> None:
+    """Refuse a model's rows of another version of this package, because a recipe does not contain defaults.
+
+    Raises:
+        ValueError: There are some.
+    """
+    others = {row["hf_hybrid"] for row in rows if row["model"] == model} - {__version__}
+    if others:
+        raise ValueError(
+            f"{path}: rows of {model!r} come from version {', '.join(sorted(others))}, and this is {__version__}. "
+            "Delete these rows, or continue with that version"
+        )
 
 
 # ---- the best learning rate ----

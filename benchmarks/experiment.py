@@ -9,13 +9,14 @@ from typing import Any
 from benchmarks.comparison import (
     COLUMNS,
     best_rate,
+    check_recipe,
+    check_version,
     is_better,
     read_rows,
     searched,
 )
 from benchmarks.record import Row, short_hash
 from benchmarks.train_one import slug
-from hf_hybrid.version import __version__
 
 _KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "scores", "select", "evaluations"}
 _OWN_KEYS = {"learning_rates", "learning_rate", "initial"}
@@ -180,7 +181,7 @@ def plan(
         if not is_start and experiment.start is not None and not parents:
             break  # its own search comes first
         recipe = experiment.recipe(model, parents.get(seeds[0]))
-        _check_recipe(experiment, rows, model, recipe)
+        check_recipe(experiment.table, rows, model, recipe, where=experiment.name)
         search = [
             Run(experiment.name, model, seeds[0], rate, recipe, parents.get(seeds[0]))
             for rate in _searched_rates(experiment, rows, model)
@@ -192,7 +193,7 @@ def plan(
                 more = [Run(experiment.name, model, seed, rate, recipe, parents.get(seed)) for seed in seeds]
         search, repeat = ([run for run in runs if run.key not in done] for runs in (search, more))
         if search or repeat:
-            _check_version(experiment, rows, model)
+            check_version(experiment.table, rows, model)
         if is_start:
             parents = {run.seed: run for run in more}
             before = [*search, *repeat]
@@ -219,23 +220,3 @@ def _searched_rates(experiment: Experiment, rows: Sequence[Row], model: str) -> 
         elif best == rates[-1]:
             rates.append(f"{float(rates[-1]) ** 2 / float(rates[-2]):g}")
     return rates
-
-
-def _check_recipe(experiment: Experiment, rows: Sequence[Row], model: str, recipe: str) -> None:
-    others = [row for row in rows if row["model"] == model and row["recipe"] != recipe]
-    if others:
-        listed = "; ".join(f"seed {row['seed']} at {row['learning_rate']} (recipe {row['recipe']})" for row in others)
-        raise ValueError(
-            f"{experiment.table}: rows of {model!r} have another recipe than {recipe}, the present one of "
-            f"{experiment.name}: {listed}. Delete these rows, or rename the model"
-        )
-
-
-def _check_version(experiment: Experiment, rows: Sequence[Row], model: str) -> None:
-    """Refuse rows of another version, because a recipe does not contain defaults."""
-    others = {row["hf_hybrid"] for row in rows if row["model"] == model} - {__version__}
-    if others:
-        raise ValueError(
-            f"{experiment.table}: rows of {model!r} come from version {', '.join(sorted(others))}, and this is "
-            f"{__version__}. Delete these rows, or continue with that version"
-        )

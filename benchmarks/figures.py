@@ -1,4 +1,4 @@
-"""Draw the results of the benchmarks: ``docs/figures/learning.svg``, ``defaults``, ``costs``, ``cost``, ``recall``.
+"""Draw the results of the benchmarks: ``docs/figures/learning.svg``, ``defaults``, ``costs``, ``cost``, ``recall...``.
 
 Run it from the repository root after a new measurement::
 
@@ -11,7 +11,8 @@ Run it from the repository root after a new measurement::
   steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
 - ``costs``: from the measurements on a CPU, see `costs`; ``cost`` has its first two rows, for the README.
 - ``recall``: from ``benchmarks/results/recall.csv``, a panel for each architecture: the accuracy over the distance of
-  the answer, with and without its global part.
+  the answer, with and without its global part; ``recall_states``: a panel for each task that was done with several
+  sizes of a state, the accuracy over how much a model keeps of a sequence.
 
 A drawing contains a hash of its data, by which a test checks that it is current. With the same matplotlib, the same
 files give the same bytes.
@@ -43,7 +44,7 @@ from benchmarks.comparison import (
     title,
 )
 from benchmarks.costs import Costs, costs, draw_costs, overview
-from benchmarks.recall_figure import Recall, draw_recall, recall
+from benchmarks.recall_figure import Recall, States, draw_recall, draw_states, recall, states
 from benchmarks.record import Row, read_csv
 from hf_hybrid.training.report.curves import STYLE
 
@@ -124,10 +125,17 @@ def defaults(results: Path = RESULTS) -> list[Bars]:
     return [Bars(name, score, cells) for (name, score), cells in panels.items()]
 
 
-SHOWN = {"learning": learning, "defaults": defaults, "costs": costs, "cost": overview, "recall": recall}
+SHOWN = {
+    "learning": learning,
+    "defaults": defaults,
+    "costs": costs,
+    "cost": overview,
+    "recall": recall,
+    "recall_states": states,
+}
 
 
-def digest(panels: Sequence[Curves | Bars | Costs | Recall]) -> str:
+def digest(panels: Sequence[Curves | Bars | Costs | Recall | States]) -> str:
     """Return a hash of the data."""
     return hashlib.sha256(repr([astuple(panel) for panel in panels]).encode()).hexdigest()[:16]
 
@@ -135,7 +143,9 @@ def digest(panels: Sequence[Curves | Bars | Costs | Recall]) -> str:
 # ---- drawing ----
 
 
-def draw(panels: Sequence[Curves] | Sequence[Bars] | Sequence[Costs] | Sequence[Recall]) -> str:
+def draw(
+    panels: Sequence[Curves] | Sequence[Bars] | Sequence[Costs] | Sequence[Recall] | Sequence[States],
+) -> str:
     """Draw panels, two in a row, as an SVG on white."""
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -164,6 +174,8 @@ def _form(panels: Sequence[Any]) -> tuple[Callable[[Axes, Any], None], float, fl
         return _draw_bars, 5.2, 1.1 + 0.34 * max(len(panel.cells) for panel in panels), {}
     if isinstance(panels[0], Recall):
         return draw_recall, 5.2, 3.2 + 0.38 * max(len(panel.tasks) for panel in panels), {}
+    if isinstance(panels[0], States):
+        return draw_states, 5.2, 3.2 + 0.19 * max(len(panel.models) for panel in panels), {}
     return draw_costs, 4.2, 2.75, {"font.size": 12, "axes.titlesize": 12}
 
 

@@ -24,60 +24,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional as F
+from transformers import get_scheduler
 
-from benchmarks.lra_recipes import MODELS, PAPERS, LongRangeClassifier, LraRecipe, config_of, recipe_of
+from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
 from benchmarks.record import markdown_table, short_hash
 from benchmarks.train_one import slug
 from hf_hybrid.data.drawing import split_generator
-from hf_hybrid.data.lra import LRA, LraRows, load_lra
+from hf_hybrid.data.lra import LRA, load_lra_once
+from hf_hybrid.training.collating import long_range_collator
+from hf_hybrid.training.flags.recipes import LongRangeRecipe
+from hf_hybrid.training.long_range import LongRangeRows
 from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
 CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
-_WARMUP = 0.05
+_RESUMED = ("model", "optimizer", "schedule")
 _SMALL_ROWS = {"train": 32, "validation": 16, "test": 16}
-Batch = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+Batch = dict[str, torch.Tensor]
 
 
 # ---- data ----
 
 
-def rows_of(task: str, split: str, data_dir: Path | None, seed: int, count: int | None, folder: Path) -> LraRows:
-    """Load a split; drawn rows are drawn once, and kept as a file in a folder."""
-    if data_dir is not None:
-        return load_lra(task, split, data_dir=data_dir, count=count)
-    path = folder / f"{task}-{split}-{count or 'all'}-{seed}.npz"
-    if not path.exists():
-        rows = load_lra(task, split, count=count, seed=seed)
-        ends = np.cumsum([len(row) for row in rows.inputs])
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as new, open(new, "wb") as file:
-            np.savez(file, inputs=np.concatenate(rows.inputs), ends=ends, labels=rows.labels)
-    with np.load(path, allow_pickle=False) as kept:
-        return LraRows(np.split(kept["inputs"], kept["ends"][:-1]), kept["labels"])
-
-
-def batches(rows: LraRows, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:
+def batches(rows: LongRangeRows, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:
     """Yield padded batches of rows in an order; the last one may be smaller."""
     for start in range(0, len(order), size):
-        places = order[start : start + size]
-        parts = [rows.inputs] if rows.pairs is None else [rows.inputs, rows.pairs]
-        labels = torch.from_numpy(rows.labels[list(places)]).to(device)
-        yield [_padded([part[place] for place in places], device) for part in parts], labels
-
-
-def _padded(sequences: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    length = max(1, *(len(sequence) for sequence in sequences))
-    inputs = np.zeros((len(sequences), length), dtype=sequences[0].dtype)
-    kept = np.zeros((len(sequences), length), dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        inputs[row, : len(sequence)] = sequence
-        kept[row, : max(1, len(sequence))] = 1  # an empty text is one token of padding
-    return torch.from_numpy(inputs).to(device), torch.from_numpy(kept).to(device)
+        batch = long_range_collator([rows[place] for place in order[start : start + size]])
+        yield {name: value.to(device) for name, value in batch.items()}
 
 
 # ---- training ----
@@ -90,32 +64,32 @@ class LongRangeRun:
         self.task, self.folder = arguments.task, folder
         self.device = torch.device(arguments.device)
         self.recipe = recipe_of(arguments.model, arguments.task, arguments.small)
-        config = config_of(arguments.model, arguments.task, self.recipe, arguments.small)
         count = _SMALL_ROWS if arguments.small else dict.fromkeys(_SMALL_ROWS, arguments.rows)
-        where = (arguments.data_dir, arguments.seed)
-        kept = Path(arguments.output_dir, "data")
-        splits = dict.fromkeys(("train", "validation", arguments.tested))
-        self.rows = {split: rows_of(arguments.task, split, *where, count[split], kept) for split in splits}
+        known, cache = LRA[arguments.task], str(Path(arguments.output_dir, "data"))
+        where: dict[str, Any] = {"data_dir": arguments.data_dir, "seed": arguments.seed, "cache_dir": cache}
+        reads = "input_values" if known.vocab_size is None else "input_ids"
+        self.rows = {
+            split: LongRangeRows(load_lra_once(self.task, split, count=count[split], **where), reads, known.length)
+            for split in dict.fromkeys(("train", "validation", arguments.tested))
+        }
         self.tested = arguments.tested
         torch.manual_seed(arguments.seed)
-        self.model: nn.Module = LongRangeClassifier(config, LRA[arguments.task]).to(self.device)
-        rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=decay)
-        separate_ssm_parameters(self.optimizer, self.model.model)  # type: ignore[arg-type]
+        self.model = classifier_of(self.recipe, self.task).to(self.device)
+        rates = {"lr": self.recipe.learning_rate, "weight_decay": self.recipe.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, self.recipe.beta2), **rates)
+        separate_ssm_parameters(self.optimizer, self.model, self.recipe.ssm_learning_rate)
+        warmup = math.ceil(self.recipe.warmup * self.steps)
+        self.schedule = get_scheduler(self.recipe.schedule, self.optimizer, warmup, self.steps)
         self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
         self.best: dict[str, Any] = {"validation": -1.0}
-        made_by = [arguments.task, arguments.model, asdict(self.recipe), _without_version(config), len(self.inputs)]
+        config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
+        made_by = [arguments.task, arguments.model, asdict(self.recipe), config, len(self.rows["train"])]
         self.hash = short_hash(made_by)
-
-    @property
-    def inputs(self) -> list[Any]:
-        """The sequences to train on."""
-        return self.rows["train"].inputs
 
     @property
     def steps_per_epoch(self) -> int:
         """Updates of an epoch."""
-        return math.ceil(len(self.inputs) / self.recipe.batch)
+        return math.ceil(len(self.rows["train"]) / self.recipe.batch_size)
 
     @property
     def steps(self) -> int:
@@ -127,7 +101,7 @@ class LongRangeRun:
         began = time.monotonic()
         while self.step < self.steps:
             for batch in self._rest_of_epoch():
-                self._update(*batch)
+                self._update(batch)
                 if self.step % self.steps_per_epoch == 0:
                     self._end_epoch()
                 if time.monotonic() - began > 60 * minutes and self.step < self.steps:
@@ -139,22 +113,22 @@ class LongRangeRun:
     def _rest_of_epoch(self) -> Iterator[Batch]:
         """Yield the batches of this epoch that have not come yet; their order depends on seed and epoch alone."""
         epoch, done = divmod(self.step, self.steps_per_epoch)
-        order = split_generator(self.seed, "train", epoch).permutation(len(self.inputs)).tolist()
-        yield from batches(self.rows["train"], order[done * self.recipe.batch :], self.recipe.batch, self.device)
+        order = split_generator(self.seed, "train", epoch).permutation(len(self.rows["train"])).tolist()
+        yield from batches(
+            self.rows["train"], order[done * self.recipe.batch_size :], self.recipe.batch_size, self.device
+        )
 
-    def _update(self, sequences: list[Any], labels: torch.Tensor) -> None:
-        warmup = max(1, round(_WARMUP * self.steps))
-        factor = min((self.step + 1) / warmup, 1 - max(0, self.step - warmup) / max(1, self.steps - warmup))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * factor
+    def _update(self, batch: Batch) -> None:
         self.model.train()
         torch.manual_seed(self.seed * 1_000_003 + self.step)  # dropout goes on as if nothing had stopped it
-        loss = F.cross_entropy(self.model(*sequences), labels)
+        loss = self.model(**batch).loss
         if not torch.isfinite(loss):
             raise RuntimeError(f"the loss of step {self.step} is not finite: try a lower learning rate")
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        if self.recipe.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
         self.step += 1
 
@@ -171,16 +145,16 @@ class LongRangeRun:
         """Return the share of right labels."""
         self.model.eval()
         rows, right = self.rows[split], 0
-        for sequences, labels in batches(rows, range(len(rows.labels)), self.recipe.batch, self.device):
-            right += int((self.model(*sequences).argmax(dim=-1) == labels).sum())
-        return right / len(rows.labels)
+        for batch in batches(rows, range(len(rows)), self.recipe.batch_size, self.device):
+            right += int((self.model(**batch).logits.argmax(dim=-1) == batch["labels"]).sum())
+        return right / len(rows)
 
     # ---- checkpoints ----
 
     def save(self, began: float) -> None:
         """Write a checkpoint; an interruption leaves the one before."""
         self.minutes += (time.monotonic() - began) / 60
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "best": self.best}
+        states = {name: getattr(self, name).state_dict() for name in _RESUMED} | {"best": self.best}
         counts = {"step": self.step, "minutes": self.minutes, "history": self.history, "hash": self.hash}
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / CHECKPOINT) as path:
@@ -204,8 +178,8 @@ class LongRangeRun:
                 f"{path} must have the recipe {self.hash}, the present one; got {kept['hash']}. Delete it, or name "
                 "another --output_dir"
             )
-        self.model.load_state_dict(kept["model"])
-        self.optimizer.load_state_dict(kept["optimizer"])
+        for name in _RESUMED:
+            getattr(self, name).load_state_dict(kept[name])
         self.step, self.minutes, self.history, self.best = (
             kept[name] for name in ("step", "minutes", "history", "best")
         )
@@ -213,23 +187,19 @@ class LongRangeRun:
     def test(self) -> dict[str, Any]:
         """Test the best weights, and write and return the result."""
         self.model.load_state_dict(self.best["weights"])
-        counts = {"steps": self.step, "minutes": round(self.minutes, 2), "examples": len(self.inputs)}
+        counts = {"steps": self.step, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
         scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        parameters = self.model.num_parameters()
         result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
         with replacing(self.folder / RESULT) as path:
             path.write_text(json.dumps(result, indent=1), encoding="utf-8")
         return result
 
 
-def _without_version(config: Any) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
-
-
 # ---- the command line ----
 
 
-def row(model: str, task: str, result: dict[str, Any], recipe: LraRecipe) -> str:
+def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe) -> str:
     """Return a table: this run, and the papers' models on the same task."""
     lines = [[f"**{model}**, here", f"{result['parameters']:,}", f"{100 * result['accuracy']:.2f}"]]
     split = "" if result["tested"] == "test" else f", on the {result['tested']} split"

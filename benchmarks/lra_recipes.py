@@ -1,73 +1,36 @@
-"""How the papers train on the Long Range Arena, what they report, and the models built by these recipes."""
+"""The models of `benchmarks.lra`, built by the library's recipes, and what the papers report."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
-from hf_hybrid import ChelaConfig, ChelaModel, SpadeConfig, SpadeEncoderModel
-from hf_hybrid.data.lra import LRA, LraTask
+from hf_hybrid import (
+    ChelaConfig,
+    ChelaForSequenceClassification,
+    ChelaForSequencePairClassification,
+    SpadeConfig,
+    SpadeForSequenceClassification,
+    SpadeForSequencePairClassification,
+)
+from hf_hybrid.data.lra import LRA
+from hf_hybrid.training.flags.recipes import LongRangeRecipe, find_recipe, fit_fields
 
-
-@dataclass(frozen=True)
-class LraRecipe:
-    """How one architecture is trained on one task.
-
-    Attributes:
-        preset: The preset of `ChelaConfig` with depth, widths and norms; SPADE takes depth and widths from it.
-        batch: Examples of an update.
-        learning_rate: Its peak.
-        weight_decay: Of AdamW.
-        dropout: In all places.
-        epochs: Passes over the training split.
-        clip: Largest norm of a gradient.
-        source: Where the numbers are from.
-    """
-
-    preset: str
-    batch: int
-    learning_rate: float
-    weight_decay: float
-    dropout: float
-    epochs: int
-    clip: float = 1.0
-    source: str = "CHELA, table 7"
-
-
-_TABLE_7 = {
-    "lra_listops": LraRecipe("listops", 64, 0.001, 0.01, 0.1, 60),
-    "lra_text": LraRecipe("text", 50, 0.004, 0.01, 0.1, 50),
-    "lra_retrieval": LraRecipe("retrieval", 64, 0.003, 0.04, 0.1, 40),
-    "lra_image": LraRecipe("image", 50, 0.01, 0.02, 0.0, 200),
-    "lra_pathfinder": LraRecipe("pathfinder", 128, 0.01, 0.01, 0.0, 200),
-    "lra_speech": LraRecipe("speech", 20, 0.01, 0.01, 0.0, 200),
+_CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "chela": (ChelaConfig, ChelaForSequenceClassification, ChelaForSequencePairClassification),
+    "spade": (SpadeConfig, SpadeForSequenceClassification, SpadeForSequencePairClassification),
 }
-# SPADE's depths and widths are Mega's, which CHELA's table has too; it leaves the epochs open, and speech out
-_SPADE = "SPADE, table 10; depth, widths and epochs of CHELA, table 7"
-_TABLE_10 = {
-    "lra_listops": LraRecipe("listops", 64, 0.0015, 0.0, 0.2, 60, source=_SPADE),
-    "lra_text": LraRecipe("text", 100, 0.01, 0.01, 0.2, 50, source=_SPADE),
-    "lra_retrieval": LraRecipe("retrieval", 128, 0.004, 0.03, 0.1, 40, source=_SPADE),
-    "lra_image": LraRecipe("image", 100, 0.01, 0.02, 0.0, 200, source=_SPADE),
-    "lra_pathfinder": LraRecipe("pathfinder", 128, 0.01, 0.01, 0.0, 200, source=_SPADE),
-    "lra_speech": replace(_TABLE_7["lra_speech"], source="CHELA, table 7: SPADE has no speech"),
-}
-_LIKE = {"lra_listops_200": "lra_listops", "lra_pathfinder_16": "lra_pathfinder"}
-"""Shortened tasks, trained by the recipes of the whole ones."""
-_CHUNK = 128
-"""SPADE's chunks in tokens (table 10), and as many keys for its windows."""
-
-# table 6 has CHELA's mixers; accuracies are those of SPADE's table 1 and CHELA's table 1, on the official data
-MODELS: dict[str, dict[str, Any]] = {
-    "CHELA": {},
-    "CHELA, long convolution alone": {"mixer": "long"},
-    "CHELA, S4D": {"mixer": "s4d"},
-    "CHELA, damped EMA": {"mixer": "ema"},
-    "SPADE (S4 + window)": {"attention_type": "window", "local_radius": _CHUNK // 2},
-    "SPADE (S4 + chunk)": {"attention_type": "chunk", "chunk_size": _CHUNK},
-    "SPADE, windows alone": {"attention_type": "window", "local_radius": _CHUNK // 2, "global_layers": "none"},
+# name → recipe, and fields of an ablation; CHELA's mixers are those of its table 6
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CHELA": ("chela", {}),
+    "CHELA, long convolution alone": ("chela", {"mixer": "long"}),
+    "CHELA, S4D": ("chela", {"mixer": "s4d"}),
+    "CHELA, damped EMA": ("chela", {"mixer": "ema"}),
+    "Mega": ("mega", {}),
+    "SPADE (S4 + window)": ("spade_window", {}),
+    "SPADE (S4 + chunk)": ("spade_chunk", {}),
+    "SPADE, windows alone": ("spade_window", {"global_layers": "none"}),
+    "S4": ("s4", {}),
 }
 _TASKS = ("lra_listops", "lra_text", "lra_retrieval", "lra_image", "lra_pathfinder")
 PAPERS: dict[str, dict[str, float]] = {
@@ -80,55 +43,29 @@ PAPERS: dict[str, dict[str, float]] = {
         "CHELA, its paper": (60.69, 91.10, 91.65, 91.12, 96.40),
     }.items()
 }
-"""Published accuracies in percent, by model and task."""
+"""Published accuracies in percent, on the official data, by model and task: SPADE's table 1 and CHELA's table 1."""
 
 
-def recipe_of(model: str, task: str, small: bool = False) -> LraRecipe:
-    """Return the recipe of a model on a task; a small one to rehearse with on a CPU."""
-    recipe = (_TABLE_7 if model.startswith("CHELA") else _TABLE_10)[_LIKE.get(task, task)]
-    return replace(recipe, batch=8, epochs=2, source="a rehearsal") if small else recipe
+def recipe_of(model: str, task: str, small: bool = False) -> LongRangeRecipe:
+    """Return the recipe of a model on a task; a small one to rehearse with on a CPU.
 
-
-def config_of(model: str, task: str, recipe: LraRecipe, small: bool = False) -> PreTrainedConfig:
-    """Return the config of a model by a recipe."""
-    known, fields = LRA[task], MODELS[model]
-    common = {"vocab_size": known.vocab_size or 1, "dropout": recipe.dropout, "eos_token_id": None}
-    chela = ChelaConfig.from_preset(recipe.preset, num_labels=known.labels)
-    sizes = {name: getattr(chela, name) for name in ("hidden_size", "num_hidden_layers", "intermediate_size")}
-    if small:
-        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
-    if model.startswith("CHELA"):
-        lengths = {"training_length": known.length, "long_kernel_size": min(known.length, chela.long_kernel_size)}
-        return ChelaConfig.from_preset(recipe.preset, **{**common, **sizes, **lengths, "input_size": None, **fields})
-    more = {"num_attention_heads": max(1, sizes["hidden_size"] // 32), "attention_dropout": recipe.dropout}
-    if sizes["hidden_size"] % more["num_attention_heads"]:
-        more["head_dim"] = 32
-    return SpadeConfig(**{**common, **sizes, **more, "decoder_start_token_id": 0, **fields})
-
-
-class LongRangeClassifier(nn.Module):
-    """A model that reads one or two sequences of tokens or numbers, and classifies the mean of its outputs.
-
-    Numbers are embedded by a linear map. Two sequences are read separately, and the classifier, a layer of twice the
-    model's width, sees both means. All architectures have the same head.
+    Raises:
+        ValueError: There is none.
     """
+    name, fields = MODELS[model]
+    recipe = find_recipe(name, task)
+    recipe = replace(recipe, fields={**recipe.fields, **fields})
+    if not small:
+        return recipe
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
+    sizes |= {"num_attention_heads": 1} if recipe.model_type == "spade" else {}
+    sizes |= {"ssm_num_copies": 1} if name == "s4" else {}
+    return replace(recipe, fields={**recipe.fields, **sizes}, batch_size=8, epochs=2, source="a rehearsal")
 
-    def __init__(self, config: PreTrainedConfig, task: LraTask) -> None:
-        super().__init__()
-        self.model = (ChelaModel if config.model_type == "chela" else SpadeEncoderModel)(config)
-        width, self.is_pair = config.hidden_size, task.is_pair
-        self.input_proj = nn.Linear(1, width) if task.vocab_size is None else None
-        inputs = 2 * width if task.is_pair else width
-        self.classifier = nn.Sequential(nn.Linear(inputs, 2 * width), nn.GELU(), nn.Linear(2 * width, task.labels))
 
-    def forward(self, *sequences: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return logits `(B, labels)` of one or two padded batches `(B, T)`, each with its mask of what is kept."""
-        return self.classifier(torch.cat([self._mean(*sequence) for sequence in sequences], dim=-1))
-
-    def _mean(self, inputs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        if self.input_proj is None:
-            read = {"input_ids": inputs}
-        else:
-            read = {"inputs_embeds": self.input_proj(inputs[..., None])}
-        states = self.model(attention_mask=kept, **read).last_hidden_state
-        return (states * kept[..., None]).sum(dim=1) / kept.sum(dim=1, keepdim=True)
+def classifier_of(recipe: LongRangeRecipe, task: str) -> PreTrainedModel:
+    """Build the classifier of a recipe with random weights."""
+    known = LRA[task]
+    config_class, classifier, pair_classifier = _CLASSES[recipe.model_type]
+    config = config_class(**fit_fields(recipe.fields, task, known.length), num_labels=known.labels)
+    return (pair_classifier if known.is_pair else classifier)(config)

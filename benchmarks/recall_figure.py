@@ -1,4 +1,8 @@
-"""What each architecture remembers, with and without its global part: the panels of ``docs/figures/recall.svg``."""
+"""What each architecture remembers: the panels of ``docs/figures/recall.svg`` and ``docs/figures/recall_states.svg``.
+
+The first has a panel for each architecture, with and without its global part; the second one for each task that is
+done with states of several sizes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +11,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from benchmarks.bench_recall import kept, mean_of
-from benchmarks.recall_models import MODELS
-from benchmarks.recall_run import BINS, RECIPES
+from benchmarks.recall_models import MODELS, state_numbers
+from benchmarks.recall_run import BINS, RECIPES, STATE_TASKS, shape_of
 from benchmarks.record import read_csv
 from hf_hybrid.data.recall import RECALL
 
@@ -79,5 +83,57 @@ def draw_recall(axes: Axes, panel: Recall) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel(f"distance of the answer, {panel.unit} (line: as long as in training)")
+    axes.set_ylabel("share of right answers")
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.18), borderaxespad=0)
+
+
+@dataclass(frozen=True)
+class States:
+    """A panel of accuracies over the size of what a model keeps of a sequence.
+
+    Attributes:
+        title: The task.
+        models: Architecture → numbers that it keeps of a sequence, and accuracy, sorted; several points if it was
+            measured with several sizes of its state.
+        chance: Accuracy of a guess.
+    """
+
+    title: str
+    models: Mapping[str, Sequence[tuple[int, float]]]
+    chance: float
+
+
+def states(results: Path = RESULTS) -> list[States]:
+    """Return a panel for each task that was done with several sizes of a state; none without measurements."""
+    path = results / "recall.csv"
+    rows = read_csv(path) if path.exists() else []
+    panels = []
+    for task in STATE_TASKS:
+        models: dict[str, list[tuple[int, float]]] = {}
+        chance = 0.0
+        for name, kind in MODELS.items():
+            own = kept(rows, task, name)
+            accuracy = mean_of(own, "accuracy")
+            if accuracy is not None and kind.ablation_of is None:
+                size = state_numbers(name, shape_of(task, RECIPES[task]))
+                models.setdefault(kind.state_of or name, []).append((size, accuracy))
+                chance = mean_of(own, "chance") or 0.0
+        if any(len(points) > 1 for points in models.values()):
+            panels.append(States(task, {name: sorted(points) for name, points in models.items()}, chance))
+    return panels
+
+
+def draw_states(axes: Axes, panel: States) -> None:
+    """Draw a panel: a line for each architecture with several sizes, a point for each other one, dots for guessing."""
+    colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+    for (name, points), colour in zip(panel.models.items(), colours, strict=False):
+        sizes, accuracies = zip(*points, strict=True)
+        axes.plot(
+            sizes, accuracies, "-" if len(points) > 1 else "", color=colour, marker="o", markersize=4, label=name
+        )
+    axes.axhline(panel.chance, color="#8c959f", linestyle=":", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_xlabel("numbers kept of a sequence: states, and keys and values")
     axes.set_ylabel("share of right answers")
     axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.18), borderaxespad=0)

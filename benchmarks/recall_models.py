@@ -19,6 +19,7 @@ from transformers import (
     T5Config,
 )
 
+from benchmarks.bench_language_models import tensors_of
 from hf_hybrid import BstConfig, ChelaConfig, SpadeConfig, SRformerT5Config
 
 WINDOW = 8
@@ -59,12 +60,15 @@ class Kind:
         config: Makes its config, given a shape and the size that is fitted.
         ablation_of: The model that it is without its global part; None if it is no ablation.
         is_encoder_decoder: Whether it reads documents and answers with a decoder.
+        fields: Fields of its config.
+        state_of: The model of which it is a copy with another size of the state; None if it is no such copy.
     """
 
     config: Callable[[Shape, int], PreTrainedConfig]
     ablation_of: str | None = None
     is_encoder_decoder: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
+    state_of: str | None = None
 
     def make(self, shape: Shape, size: int) -> PreTrainedConfig:
         """Make its config."""
@@ -140,8 +144,10 @@ MODELS: dict[str, Kind] = {
     ),
     "T5": Kind(_t5, is_encoder_decoder=True),
     "LongT5": Kind(_longt5, is_encoder_decoder=True),
+    **{f"BST, N {size}": Kind(_bst, fields={"state_size": size}, state_of="BST") for size in (8, 32, 64)},
+    **{f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE") for size in (8, 16, 32)},
 }
-"""The models by name. An ablation follows its model."""
+"""The models by name. An ablation follows its model. BST has N 16, SPADE N 64, if they do not say it."""
 
 
 def _build(kind: Kind, config: PreTrainedConfig) -> PreTrainedModel:
@@ -202,6 +208,14 @@ def sinusoids(length: int, width: int) -> torch.Tensor:
     rates = torch.exp(-math.log(10_000.0) * torch.arange(width // 2) / max(width // 2 - 1, 1))
     angles = torch.arange(length)[:, None] * rates
     return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, width % 2))
+
+
+@torch.no_grad()
+def state_numbers(name: str, shape: Shape) -> int:
+    """Return how many numbers a causal model keeps of one sequence of a shape to continue it: states, and keys."""
+    model = build(name, shape, seed=0).eval()
+    cache = model(input_ids=torch.zeros(1, shape.length, dtype=torch.long), use_cache=True).past_key_values
+    return sum(tensor.numel() for tensor in tensors_of(cache) if tensor.is_floating_point())
 
 
 def reach(model: PreTrainedModel, length: int = 96, queries: int = 2 * WINDOW) -> int:

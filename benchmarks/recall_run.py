@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import get_scheduler
 
 from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
 from benchmarks.record import short_hash
@@ -32,6 +33,8 @@ ENOUGH = 0.995
 _TOKENS = 2**16
 """Tokens of a batch of tests, and of all tests of a greater length."""
 WEIGHT_DECAY = 0.1
+_SCHEDULE = "cosine"
+"""Transformers' name of how the learning rate falls after a linear warm-up."""
 _WARMUP, _CLIP, _CHECKS = 0.1, 1.0, 12
 
 
@@ -59,15 +62,17 @@ RECIPES: dict[str, Recipe] = {
     "latch": Recipe(600),
     "key_value": Recipe(900),
     "facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
-    "mqar": Recipe(3000, batch=64, width=128),
+    "mqar": Recipe(3000, width=128),
     "in_context_recall": Recipe(1200),
     "noisy_recall": Recipe(1200),
-    "selective_copying": Recipe(1500),
+    "selective_copying": Recipe(1500, batch=16),
     "compression": Recipe(1200),
     "memorization": Recipe(1200),
-    "needle": Recipe(1500),
+    "needle": Recipe(1500, batch=16),
 }
 """The tasks of the benchmark, in order."""
+STATE_TASKS = ("mqar", "key_value")
+"""The tasks that show what a size of the state is worth."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
     """Return a hash of everything that determines a run, except seed and learning rate."""
     config = fitted(model, shape_of(task, recipe)).to_dict()
     config.pop("transformers_version", None)
-    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _WARMUP, _CLIP, _CHECKS, _TOKENS]
+    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _SCHEDULE, _WARMUP, _CLIP, _CHECKS, _TOKENS]
     known = RECALL[task]
     made_by = [task, dict(known.sizes), known.train, known.test, asdict(recipe), config, constants]
     return short_hash(made_by)
@@ -134,7 +139,7 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
         own = [parameter for name, parameter in model.named_parameters() if name.startswith("decoder.")]
         optimizer.add_param_group({"params": own})
     validation = examples(run.task, "validation", VALIDATION, recipe, seed=run.seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
+    schedule = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * recipe.steps), recipe.steps)
     began, step = time.process_time(), 0
     for batch in _batches(run, recipe):
         model.train()
@@ -153,12 +158,6 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
                 break
     values |= {"steps": step, "cpu_minutes": (time.process_time() - began) / 60, "chance": validation.chance}
     return values | _tests(model, run, recipe)
-
-
-def _rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
-    warmup = max(1, round(_WARMUP * steps))
-    return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
 
 
 def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:
@@ -233,5 +232,30 @@ def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
 
 
 def is_done_by(task: str, model: str) -> bool:
-    """Return whether a model can do a task: encoder-decoders read documents, the others do everything else."""
-    return MODELS[model].is_encoder_decoder == RECIPES[task].is_encoder_decoder
+    """Return whether a model does a task: encoder-decoders read documents, the others do everything else.
+
+    Models with another size of the state do `STATE_TASKS` alone.
+    """
+    kind = MODELS[model]
+    if kind.state_of is not None and task not in STATE_TASKS:
+        return False
+    return kind.is_encoder_decoder == RECIPES[task].is_encoder_decoder
+
+
+def estimated_minutes(task: str, model: str, recipe: Recipe, updates: int = 3) -> float:
+    """Return the CPU minutes of a run that takes all its steps, from the time of a few of them.
+
+    Tests and validation compute outputs alone, a third of an update's work.
+    """
+    run, known = Run(task, model, 0, "0.001"), RECALL[task]
+    few = replace(recipe, steps=updates)
+    network: nn.Module = build(model, shape_of(task, recipe), seed=0)
+    network = Compressor(network, shape_of(task, recipe).vocab_size) if task == "compression" else network  # type: ignore[arg-type]
+    seconds = []
+    for batch, _ in zip(_batches(run, few), range(updates), strict=False):
+        began = time.process_time()
+        F.cross_entropy(_logits(network, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten()).backward()
+        seconds.append(time.process_time() - began)
+    trained = recipe.steps * recipe.batch
+    tested = known.test + _CHECKS * VALIDATION + len(FACTORS) * _TOKENS / known.length
+    return min(seconds) / recipe.batch * (trained + tested / 3) / 60

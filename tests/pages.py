@@ -8,8 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_hybrid.training import clm, glue, pretrain, summarization
-from hf_hybrid.training.flags.data import ClmArguments, GlueArguments, PretrainArguments, SummarizationArguments
+from hf_hybrid.training import clm, glue, long_range, pretrain, summarization
+from hf_hybrid.training.flags.data import (
+    ClmArguments,
+    GlueArguments,
+    LongRangeArguments,
+    PretrainArguments,
+    SummarizationArguments,
+)
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
 
@@ -20,16 +26,24 @@ SCRIPTS = {
     "run_glue.py": (ModelArguments, GlueArguments, ScriptTrainingArguments),
     "run_clm.py": (ModelArguments, ClmArguments, ScriptTrainingArguments),
     "pretrain": (ModelArguments, PretrainArguments, ScriptTrainingArguments),
+    "long_range": (ModelArguments, LongRangeArguments, ScriptTrainingArguments),
 }
-"""Each script, and the task that has none, with its groups of flags."""
+"""Each script, and the tasks that have none, with its groups of flags."""
 MAINS = {
     "run_summarization.py": summarization.main,
     "run_glue.py": glue.main,
     "run_clm.py": clm.main,
     "pretrain": pretrain.main,
+    "long_range": long_range.main,
 }
 ANSWERS = ("summarize", "generate", "classify", "embed")
-TASKS = {"summarization": "run_summarization.py", "glue": "run_glue.py", "clm": "run_clm.py", "pretrain": "pretrain"}
+TASKS = {
+    "summarization": "run_summarization.py",
+    "glue": "run_glue.py",
+    "clm": "run_clm.py",
+    "pretrain": "pretrain",
+    "long_range": "long_range",
+}
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # what begins a command that no test runs -> why; the scripts, modules and targets in it are looked up, flags included
 NOT_RUN = {
@@ -65,6 +79,7 @@ SMALLER = {
     "run_glue.py": f"{FEWER} --max_predict_samples 2 --max_seq_length 32",
     "run_clm.py": FEWER,
     "pretrain": f"{FEWER} --max_seq_length 32",
+    "long_range": f"{FEWER} --max_predict_samples 2 --config_overrides num_hidden_layers=1",
 }
 
 
@@ -174,6 +189,10 @@ def write_data(script: str, path: Path) -> None:
     if script == "run_summarization.py":
         rows = [{"document": f"{word} " * 9, "summary": word} for word in words]
         text = "".join(json.dumps(row) + "\n" for row in rows)
+    elif script == "long_range":
+        text = "".join(
+            json.dumps({"text": f"{word} " * 9, "label": place % 2}) + "\n" for place, word in enumerate(words)
+        )
     elif script == "pretrain":
         text = "".join(json.dumps({"text": f"{word} " * 9}) + "\n" for word in words)
     elif script == "run_clm.py":

@@ -289,7 +289,7 @@ def test_rows_of_another_recipe_are_refused(bench):
 
 def test_rows_of_another_version_are_not_gone_on_with(bench, monkeypatch):
     bench.work()
-    monkeypatch.setattr("benchmarks.experiment.__version__", "99.0")
+    monkeypatch.setattr("benchmarks.comparison.__version__", "99.0")
     assert bench.work().failures == {}  # nothing is left to do
     failures = bench.work(seeds=(0, 1, 2, 3)).failures
     assert "come from version" in failures["small"]

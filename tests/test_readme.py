@@ -133,7 +133,7 @@ def wrong_rate(arguments: list[str]) -> str | None:
     """What is wrong with the learning rate of a command that trains a new model on data that it names, if anything."""
     flags = dict(pairwise(arguments))
     names_data = {"--train_file", "--dataset_name", "--task_name"} & set(arguments)
-    if "--do_train" not in arguments or "--model_name_or_path" in arguments or not names_data:
+    if "--do_train" not in arguments or {"--model_name_or_path", "--recipe"} & set(arguments) or not names_data:
         return None
     config_class = CONFIG_MAPPING[flags["--model_type"]]
     fields = parse_config_overrides(flags.get("--config_overrides", "{}"), config_class)
@@ -227,6 +227,9 @@ def test_commands_run(page, workplace):
         for flag, value in pairwise(arguments):
             if flag in ("--train_file", "--validation_file", "--test_file") and not Path(value).exists():
                 write_data(script, Path(value))
+            if flag == "--data_dir":
+                for split in ("train", "validation", "test"):
+                    write_data(script, Path(value, f"{split}.jsonl"))
         extra = [*SMALLER[script].split(), "--use_cpu", "--disable_tqdm", "true", "--cache_dir", "cache"]
         if "--model_name_or_path" not in arguments and "--tokenizer_name" not in arguments:
             extra += ["--tokenizer_vocab_size", "300"]

@@ -11,10 +11,24 @@ from torch import nn
 from benchmarks import bench_recall, figures, recall_figure, recall_run, results_page
 from benchmarks.bench_recall import SELECT, check_rows, kept, main, report, todo
 from benchmarks.comparison import COLUMNS, append_rows, read_rows
-from benchmarks.recall_models import MODELS, Compressor, Shape, build, fitted, reach
-from benchmarks.recall_run import FAR, RECIPES, Recipe, Run, accuracies, examples, is_done_by, shape_of, texts, train
+from benchmarks.recall_models import LAYERS, MODELS, Compressor, Shape, build, fitted, reach, state_numbers
+from benchmarks.recall_run import (
+    FAR,
+    RECIPES,
+    STATE_TASKS,
+    Recipe,
+    Run,
+    accuracies,
+    estimated_minutes,
+    examples,
+    is_done_by,
+    shape_of,
+    texts,
+    train,
+)
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.data.recall import RECALL, Examples
+from hf_hybrid.version import __version__
 
 OWN = ("aggregate", "latch", "key_value")
 ABLATIONS = [name for name, kind in MODELS.items() if kind.ablation_of is not None]
@@ -140,7 +154,7 @@ def row(task="latch", model="BST", seed="0", rate="0.001", **more):
         "trained_steps": "2",
         "date": "2026-11-23",
     }
-    shown = {SELECT: "0.5", "accuracy": "0.5", "hf_hybrid": bench_recall.__version__}
+    shown = {SELECT: "0.5", "accuracy": "0.5", "hf_hybrid": __version__}
     return {**values, **own, **shown, **more}
 
 
@@ -167,12 +181,10 @@ def test_rows_of_other_recipes_and_versions_are_refused(tmp_path):
     right = bench_recall.recipe_hash("latch", "BST", RECIPES["latch"])
     check_rows([row(recipe=right), row(task="mqar"), row(model="an old one")], recipes, tmp_path)
     with pytest.raises(
-        ValueError, match=f"rows of 'BST' on latch must have the recipe {right}, the present one; got 0"
+        ValueError, match=f"rows of 'BST' have another recipe than {right}, the present one of latch: seed 0 at 0.001"
     ):
         check_rows([row(recipe="0")], recipes, tmp_path)
-    with pytest.raises(
-        ValueError, match=f"must come from version {bench_recall.__version__}, this one; those of 'BST'"
-    ):
+    with pytest.raises(ValueError, match=f"rows of 'BST' come from version 0.0, and this is {__version__}. Delete"):
         check_rows([row(recipe=right, hf_hybrid="0.0")], recipes, tmp_path)
     assert right != bench_recall.recipe_hash("latch", "BST", replace(RECIPES["latch"], batch=7))
     assert right != bench_recall.recipe_hash("latch", "Llama", RECIPES["latch"])
@@ -255,3 +267,44 @@ def test_the_figure_has_a_panel_for_each_architecture_that_has_both(tmp_path):
     assert drawn == figures.draw(panels)
     assert drawn.endswith(f"<!-- shows {figures.digest(panels)} -->\n")
     assert results_page.tables(tmp_path / "recall.csv") == report(rows)
+
+
+def test_states_of_other_sizes_do_two_tasks_and_make_a_figure(tmp_path):
+    sized = {name: kind for name, kind in MODELS.items() if kind.state_of is not None}
+    for name in sized:
+        assert [task for task in RECIPES if is_done_by(task, name)] == [
+            task for task in RECIPES if task in STATE_TASKS
+        ]
+    shape = shape_of("key_value", RECIPES["key_value"])
+    sizes = {name: state_numbers(name, shape) for name in ("BST, N 8", "BST", "BST, N 32", "BST, N 64", "Llama")}
+    assert sizes["BST, N 8"] < sizes["BST"] < sizes["BST, N 32"] < sizes["BST, N 64"]
+    assert sizes["Llama"] == 2 * shape.length * shape.width * LAYERS
+
+    assert recall_figure.states(tmp_path) == []
+    accuracies = {"BST": "0.5", "BST, N 64": "0.75", "BST, windows alone": "0.1", "Llama": "1"}
+    rows = [row("key_value", name, accuracy=accuracy, chance="0.125") for name, accuracy in accuracies.items()]
+    append_rows(tmp_path / "recall.csv", (*COLUMNS, *bench_recall.SCORES), rows)
+    (panel,) = recall_figure.states(tmp_path)
+    assert (panel.title, panel.chance) == ("key_value", 0.125)
+    points = {"BST": [(sizes["BST"], 0.5), (sizes["BST, N 64"], 0.75)], "Llama": [(sizes["Llama"], 1.0)]}
+    assert panel.models == points
+    drawn = figures.draw([panel])
+    assert "BST" in drawn
+    assert drawn.endswith(f"<!-- shows {figures.digest([panel])} -->\n")
+
+
+def test_the_plan_counts_the_runs_and_their_minutes(capsys, monkeypatch):
+    monkeypatch.setattr(bench_recall, "estimated_minutes", lambda task, model, recipe: recipe.steps / 1000)
+    with pytest.raises(SystemExit) as left:
+        main(["--plan", "--tasks", "latch", "key_value", "--models", "BST", "BST, N 8", "T5", "--jobs", "2"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    assert "| latch | 1 | 5 | 3 |" in printed  # three rates, and two more seeds
+    assert "| key_value | 2 | 10 | 9 |" in printed
+    assert "15 runs, at most 12 CPU minutes: 6 minutes on 2 free cores" in printed
+
+
+def test_the_estimate_is_of_all_steps():
+    recipe = Recipe(steps=100, batch=4, width=32)
+    whole, half = (estimated_minutes("latch", "Llama", replace(recipe, steps=steps)) for steps in (10**6, 10**5))
+    assert 0 < half < whole

@@ -177,7 +177,7 @@ def load_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Chec
         _, config = read_config(model_args)
         auto_class = _auto_class(command, config)
         config = load_config(model_args, auto_class)
-        tokenizer = load_tokenizer(model_args, config, None)
+        tokenizer = load_tokenizer(model_args, config, None, needs_end=command in ("summarize", "generate"))
         assert tokenizer is not None  # only new models train one
         model: Any = load_model(model_args, None, auto_class, config, tokenizer)
         if (base := adapter_base(model_args)) is not None:

@@ -27,7 +27,7 @@ COMMANDS = {
         "hf_hybrid.commands.app", "Open a page in the browser: drop a document, read what a model makes of it."
     ),
     "train": Command(
-        "hf_hybrid.training.__main__", "Train a model: train summarization, train glue, train clm or train pretrain."
+        "hf_hybrid.training.__main__", "Train a model: train summarization, glue, clm, pretrain or long_range."
     ),
     "demo": Command("hf_hybrid.training.demo", "Train a small summarizer from scratch and show what it learnt."),
     "run": Command("hf_hybrid.run", "Run another program with our models registered, such as lm_eval."),
@@ -39,6 +39,7 @@ _TASKS = {
     "glue": "Train a classifier of texts or pairs of texts, and apply it.",
     "clm": "Train a language model on texts.",
     "pretrain": "Train an encoder-decoder or an encoder on texts, to restore what is hidden in them.",
+    "long_range": "Train a classifier on a task of the Long Range Arena.",
 }
 
 

@@ -1,9 +1,12 @@
 """The table of architectures, and their registration with transformers' Auto classes and with PEFT."""
 
 import sys
+from collections import OrderedDict
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import bst, chela, spade, srformer
@@ -60,9 +63,17 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, type[PreTrained
 """Model type → config class, and model class of each Auto class."""
 
 
+class AutoModelForSequencePairClassification(_BaseAutoModelClass):
+    """Builds or loads the class that classifies pairs of sequences; transformers has no Auto class for it."""
+
+    _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
+
+
 def register() -> None:
     """Register every architecture with transformers' Auto classes and PEFT; repeated calls have no effect."""
     register_adapters()
+    for pair_class in (chela.ChelaForSequencePairClassification, spade.SpadeForSequencePairClassification):
+        AutoModelForSequencePairClassification.register(pair_class.config_class, pair_class, exist_ok=True)
     for model_type, (config_class, models) in ARCHITECTURES.items():
         transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():

@@ -1,7 +1,7 @@
-"""Embeddings, pooling and heads that several architectures share.
+"""Pooling and heads that several architectures share.
 
-They read of a config: `vocab_size hidden_size tie_word_embeddings scale_embeddings adaptive_cutoffs`, with cutoffs
-`adaptive_factor adaptive_dropout`; classifiers of sequences `pooling`.
+They read of a config: `vocab_size hidden_size tie_word_embeddings adaptive_cutoffs`, with cutoffs `adaptive_dropout`;
+classifiers of sequences `pooling`.
 
 A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
 those named in the mixin's docstring. A language model's logits are `lm_head` of its last hidden states.
@@ -28,10 +28,8 @@ from transformers.utils.generic import can_return_tuple
 
 from ..context_parallel import Shards, Span, add_up, fetch, gather, next_tokens, total
 from ..kernels.precision import compute_dtype
-from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
-from ..layers.embedding import ScaledEmbedding
+from ..layers.adaptive_softmax import AdaptiveSoftmax
 from ..layers.state_space import ssm_parameters
-from .checks import check_fixed_length, check_not_empty
 from .packing import refuse_packed, take_shards
 
 
@@ -73,28 +71,6 @@ def pool_divided(
     found = gather(shards, own.amin(1)).amin(0) if pooling == "first" else gather(shards, own.amax(1)).amax(0)
     found = torch.where(found == nowhere, 0, found)
     return add_up(hidden_states.masked_fill((position != found[:, None])[..., None], 0).sum(1), shards)
-
-
-def make_embedding(config: PreTrainedConfig) -> nn.Module:
-    """Build the token embedding, ordinary or adaptive, scaled by ``sqrt(hidden_size)`` if the config asks for it."""
-    scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
-    if config.adaptive_cutoffs is None:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, scale)
-    cutoffs, factor = config.adaptive_cutoffs, config.adaptive_factor
-    return AdaptiveEmbedding(config.vocab_size, config.hidden_size, cutoffs, factor, scale=scale)
-
-
-def embed_inputs(
-    embed_tokens: nn.Module, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the embeddings `(B, T, D)` of tokens, or those given; raise ValueError unless there is one of the two."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-    if inputs_embeds is None:
-        inputs_embeds = embed_tokens(input_ids)
-    check_not_empty("input_ids", inputs_embeds)
-    check_fixed_length("input_ids", inputs_embeds)
-    return inputs_embeds
 
 
 def pass_shards(
@@ -348,6 +324,82 @@ class SequenceClassificationForward:
 
     def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.dropout(pooled))
+
+
+class SequencePairClassificationForward:
+    """Forward of a classifier of pairs: `model` reads both sequences, and a head both vectors `(B, 2 D)` at once.
+
+    The vectors are pooled by `config.pooling`, and the second sequence's comes first, as in Mega. The class that uses
+    it defines `_classify`, which makes logits of them.
+    """
+
+    divides_sequences = True
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
+        pair_input_ids: torch.LongTensor | None = None,
+        pair_attention_mask: torch.Tensor | None = None,
+        pair_inputs_embeds: torch.Tensor | None = None,
+        pair_input_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Compute the logits of every pair, and with labels the loss.
+
+        Args:
+            input_ids: Tokens of the first sequences, `(B, T)`.
+            attention_mask: `(B, T)`, 1 = keep.
+            inputs_embeds: In place of tokens, `(B, T, D)`.
+            input_values: In place of tokens, real values, `(B, T)` or `(B, T, config.input_size)`.
+            pair_input_ids: Tokens of the second sequences, `(B, T_2)`.
+            pair_attention_mask: `(B, T_2)`.
+            pair_inputs_embeds: `(B, T_2, D)`.
+            pair_input_values: `(B, T_2)` or `(B, T_2, config.input_size)`.
+            labels: `(B,)`; of several labels at once, or of numbers, as for a classifier of single sequences.
+            **kwargs: Passed to `model`.
+
+        Raises:
+            ValueError: One of the sequences is missing, there are not as many of one as of the other, or sequences are
+                packed.
+        """
+        kwargs.setdefault("use_cache", False)
+        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
+        sizes = [next((x.shape[0] for x in inputs.values() if x is not None), None) for inputs in (first, second)]
+        if None in sizes or sizes[0] != sizes[1]:
+            raise ValueError(
+                f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
+                f"size; got sizes {sizes[0]} and {sizes[1]}"
+            )
+        layouts = []
+        for inputs, mask in ((first, attention_mask), (second, pair_attention_mask)):
+            given = next(x for x in inputs.values() if x is not None)
+            layouts.append(pass_whole_rows(kwargs, given, "each row is classified as one", mask))
+            kwargs.pop("shards", None)  # each has its own
+        shards, pair_shards = layouts
+        pooled = (
+            self._pooled(pair_attention_mask, pair_shards, **second, **kwargs),
+            self._pooled(attention_mask, shards, **first, **kwargs),
+        )
+        logits = self._classify(torch.cat(pooled, dim=-1))
+        loss = None
+        if labels is not None:
+            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def _pooled(self, attention_mask: torch.Tensor | None, shards: Shards | None, **inputs) -> torch.Tensor:
+        if shards is None:
+            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+            return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, shards=shards, **inputs)
+        return pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
 
 
 class TokenClassificationForward:

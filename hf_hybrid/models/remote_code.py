@@ -37,6 +37,7 @@ LICENSE_NAME = f"LICENSE.{PACKAGE}"  # of the code; LICENSE would be that of the
 # classes without a registered Auto class -> the Auto class that loads them with their code
 UNREGISTERED = {
     "ChelaForSequencePairClassification": "AutoModelForSequenceClassification",
+    "SpadeForSequencePairClassification": "AutoModelForSequenceClassification",
     "SpadeStack": "AutoModel",  # of a language model
 }
 
@@ -103,7 +104,7 @@ def export_remote_code(
     and a card that explains how to load it. Every Auto class of the model's type loads it with
     `trust_remote_code=True`; where this package is imported, its own classes load it.
 
-    `ChelaForSequencePairClassification`, which has no registered Auto class, is loaded by
+    Classes that end in `ForSequencePairClassification`, which have no registered Auto class, are loaded by
     `AutoModelForSequenceClassification`.
 
     Args:

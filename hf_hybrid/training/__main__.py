@@ -1,7 +1,7 @@
 """Run the scripts without a clone: ``python -m hf_hybrid.training TASK FLAGS``, or after torchrun's own ``-m``.
 
-TASK is summarization, glue, clm, pretrain or demo: ``python -m hf_hybrid.training clm FLAGS`` does what ``python
-run_clm.py FLAGS`` does.
+TASK is summarization, glue, clm, pretrain, long_range or demo: ``python -m hf_hybrid.training clm FLAGS`` does what
+``python run_clm.py FLAGS`` does.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.errors import run_command_line
 
-TASKS = ("summarization", "glue", "clm", "pretrain", "demo")
+TASKS = ("summarization", "glue", "clm", "pretrain", "long_range", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> Any:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
@@ -44,6 +45,25 @@ def _collate(collate: DataCollatorForSeq2Seq, has_global_attention: bool, exampl
     if has_global_attention:
         batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
         batch["global_attention_mask"][:, 0] = 1
+    return batch
+
+
+def long_range_collator(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad rows of the Long Range Arena, one or two sequences of ids or real values each, and add masks and labels.
+
+    An empty sequence is one token of padding, which is read.
+    """
+    batch: dict[str, torch.Tensor] = {}
+    for name in ("input_ids", "input_values", "pair_input_ids", "pair_input_values"):
+        if name in examples[0]:
+            rows = [torch.as_tensor(example[name]) for example in examples]
+            rows = [row if len(row) else row.new_zeros(1) for row in rows]
+            prefix = "pair_" if name.startswith("pair_") else ""
+            batch[name] = pad_sequence(rows, batch_first=True)
+            batch[f"{prefix}attention_mask"] = pad_sequence(
+                [torch.ones_like(row, dtype=torch.long) for row in rows], True
+            )
+    batch["labels"] = torch.tensor([int(example["labels"]) for example in examples])
     return batch
 
 

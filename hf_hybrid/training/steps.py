@@ -15,7 +15,7 @@ from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.divided import check_divisible_model
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.flags.command_line import given_flags, read_arguments, show_command
-from hf_hybrid.training.flags.data import DataArguments, check_split_sources
+from hf_hybrid.training.flags.data import RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
 from hf_hybrid.training.model.adapters import check_adapter_flags, save_base_model, save_merged_model
@@ -38,18 +38,19 @@ logger = logging.getLogger(__name__)
 def begin(
     argv: Sequence[str] | None,
     model_args: ModelArguments,
-    data_args: DataArguments,
+    data_args: RowArguments,
     training_args: ScriptTrainingArguments,
     auto_class: Any,
     *,
     metrics: Sequence[str],
     outputs: Sequence[str],
     role: Mapping[str, Any] | None = None,
+    reads: str = "input_ids",
 ) -> tuple[PreTrainedConfig, str | None]:
     """Check everything possible before data and weights are loaded; set up logging, seed and learning rate.
 
     `metrics` are those that the script's evaluation reports, without the prefix ``eval_``, and `outputs` the files
-    that `result_files` names.
+    that `result_files` names. `role` and `reads` are those of `load_config`.
 
     Returns:
         The model's configuration, and the checkpoint to resume from, or None to start anew.
@@ -58,16 +59,16 @@ def begin(
         ValueError: A flag cannot be used, the output folder holds another run and may not be overwritten, there is
             nothing to resume from, or the Hub would refuse the upload.
     """
-    check_split_sources(data_args, training_args)
+    data_args.check_sources(training_args)
     wanted = training_args.metric_for_best_model  # Trainer would look it up only after the first evaluation
     if wanted is not None and wanted.removeprefix("eval_") not in metrics:
         raise ValueError(
             f"--metric_for_best_model must be one of {', '.join(metrics)}; got {wanted}."
             f"{did_you_mean(wanted, metrics)}"
         )
-    config = load_config(model_args, auto_class, preset=data_args.default_preset, role=role)
-    _, classes = ARCHITECTURES.get(config.model_type, (None, {}))
-    check_divisible_model(config, classes.get(auto_class.__name__), training_args.context_parallel_size)
+    config = load_config(model_args, auto_class, preset=data_args.default_preset, role=role, reads=reads)
+    own = auto_class._model_mapping.get(type(config), None) if config.model_type in ARCHITECTURES else None
+    check_divisible_model(config, own, training_args.context_parallel_size)
     _show_log(training_args)
 
     def check() -> str | None:
@@ -159,22 +160,23 @@ def save_text(trainer: ScriptTrainer, name: str, text: str) -> None:
 def finish(
     trainer: ScriptTrainer,
     model_args: ModelArguments,
-    data_args: DataArguments,
+    data_args: RowArguments,
     argv: Sequence[str] | None,
     *,
     task: str,
     metrics: Mapping[str, float],
     report: Callable[[], Contents],
+    script: str | None = None,
 ) -> None:
     """Write the report and, for a trained model, its card; merge an adapter and push to the Hub if requested.
 
     A run that only evaluates writes no card, since another run trained the model. `task` is the Hub's name of the
-    task, and `report` makes the task's part of the report.
+    task, `report` makes the task's part of the report, and `script` is the script's name, if the task has several.
 
     Raises:
         ValueError: Pushing failed.
     """
-    command = show_command(SCRIPTS[task], read_arguments(argv))
+    command = show_command(script or SCRIPTS[task], read_arguments(argv))
     if trainer.is_world_process_zero() and trainer.args.report:  # needs no other process: they may have continued
         write_report(trainer, model_args, data_args, report, command=command, metrics=metrics)
     if model_args.merge_adapter:

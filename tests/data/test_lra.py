@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy import ndimage
+from transformers import ByT5Tokenizer
 
 from hf_hybrid.data.drawing import SPLITS, split_generator
 from hf_hybrid.data.lra import (
@@ -16,10 +17,14 @@ from hf_hybrid.data.lra import (
     LRA,
     PATHFINDER,
     Pathfinder,
+    check_tokenizer,
     draw_listops,
     draw_pathfinder,
     evaluate_listops,
+    kept,
     load_lra,
+    load_lra_once,
+    lra_tokenizer,
     parse_listops,
 )
 from hf_hybrid.data.lra.readers import (
@@ -31,6 +36,7 @@ from hf_hybrid.data.lra.readers import (
     read_pathfinder,
     read_reviews,
 )
+from hf_hybrid.data.tokenizer import byte_tokenizer
 
 
 def taken(count, split="train", seed=0, **sizes):
@@ -421,3 +427,43 @@ def test_reviews_of_unknown_labels_are_refused(tmp_path):
     path.write_text('{"text": "a", "label": "so so"}\n')
     with pytest.raises(ValueError, match=r"train.jsonl, row 1: the label must be an integer from 0 to 1; got 'so so'"):
         list(read_reviews(path))
+
+
+# ---- tokenizers, and rows that are kept ----
+
+
+def test_tokenizers_give_the_ids_of_the_rows():
+    rows = load_lra("lra_listops_200", "train", count=3)
+    tokenizer = lra_tokenizer("lra_listops_200")
+    for row in rows.inputs:
+        text = " ".join(LISTOPS_TOKENS[place] for place in row)
+        assert tokenizer(f"( {text} )")["input_ids"] == row.tolist()
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("[MAX 2 eleven ]")
+    text = "".join(map(chr, range(0, 700, 3))) + " \n\t€漢🙂"
+    by_bytes = lra_tokenizer("lra_text")
+    assert by_bytes(text)["input_ids"] == byte_ids(text)
+    assert by_bytes.decode(byte_ids(text)) == text
+    assert (len(by_bytes), len(tokenizer)) == (LRA["lra_text"].vocab_size, LRA["lra_listops"].vocab_size)
+
+
+def test_other_vocabularies_are_refused():
+    check_tokenizer(lra_tokenizer("lra_retrieval"), "lra_text", "it")
+    check_tokenizer(ByT5Tokenizer(extra_ids=0), "lra_text", "it")
+    for tokenizer, name in ((byte_tokenizer(), "lra_text"), (lra_tokenizer("lra_text"), "lra_listops")):
+        with pytest.raises(
+            ValueError, match=f"--a b has another vocabulary than {name}, whose {LRA[name].vocab_size} "
+        ):
+            check_tokenizer(tokenizer, name, "--a b")
+
+
+def test_drawn_rows_are_drawn_once(tmp_path, monkeypatch):
+    wanted = load_lra("lra_listops_200", "test", count=4, seed=3)
+    first = load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
+    monkeypatch.setattr(kept, "load_lra", lambda *_, **__: pytest.fail("drawn again"))
+    again = load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
+    for found in (first, again):
+        assert [row.tolist() for row in found.inputs] == [row.tolist() for row in wanted.inputs]
+        assert found.labels.tolist() == wanted.labels.tolist()
+    with pytest.raises(pytest.fail.Exception, match="drawn again"):
+        load_lra_once("lra_listops_200", "test", count=4, seed=4, cache_dir=str(tmp_path))

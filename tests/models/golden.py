@@ -76,6 +76,7 @@ VARIANTS = {
         "hyena": {"ssm_type": "hyena"},
         "lstm": {"ssm_type": "lstm"},
         "state space alone": {"attention_type": "none", "global_layers": "all"},
+        "real values": {"input_size": 2},
         "adaptive vocabulary": {**LANGUAGE_MODEL, "adaptive_cutoffs": [10, 30]},
         "untied adaptive vocabulary": {
             **LANGUAGE_MODEL,
@@ -106,6 +107,7 @@ def golden_record(model_type: str) -> dict:
     variants = {}
     for name, options in VARIANTS.get(model_type, {}).items():
         varied = "AutoModelForCausalLM" if LANGUAGE_MODEL.items() <= options.items() else largest
+        varied = "AutoModelForSequenceClassification" if "input_size" in options else varied
         changed = changes(weights[varied], weight_shapes(model_type, varied, **options))
         variants[name] = {"options": options, varied: changed}
     return {"config": dict(sorted(fields.items())), "state_dict": weights, "variants": variants}

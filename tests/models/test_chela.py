@@ -480,28 +480,9 @@ def test_the_second_short_convolution_follows_from_the_length(length, odd, down)
 # heads and inputs -------------------------------------------------------------------------------------------------
 
 
-def test_real_values_come_with_one_number_per_position_or_several():
-    one = base_model(input_size=1)
-    values = embedded(2, 9)
-    assert_close(one(input_values=values)[0], one(input_values=values[..., None])[0], "exact")
-    embeddings = values[..., None] @ one.input_proj.weight.T + one.input_proj.bias
-    assert_close(one(input_values=values)[0], one(inputs_embeds=embeddings)[0], "float64")
-    assert base_model(input_size=3)(input_values=embedded(2, 9, 3))[0].shape == (2, 9, 32)
-    with pytest.raises(ValueError, match=r"input_values must be \(B, T, 3\); got \(2, 9, 1\)"):
-        base_model(input_size=3)(input_values=values)
-
-
 @pytest.mark.parametrize(
     ("options", "inputs", "message"),
     [
-        ({}, {}, "input_ids or inputs_embeds must be given"),
-        ({}, {"input_values": torch.zeros(1, 3)}, "and no input_values, for a model with input_size None"),
-        ({"input_size": 1}, {"input_ids": torch.zeros(1, 3).long()}, "input_values or inputs_embeds must be given"),
-        (
-            {},
-            {"input_ids": torch.zeros(1, 3).long(), "inputs_embeds": torch.zeros(1, 3, 32)},
-            "exactly one of input_ids, input_values and inputs_embeds must be given",
-        ),
         (
             {},
             {"input_ids": torch.zeros(1, 3).long(), "attention_mask": torch.zeros(1, 1, 3, 3)},
@@ -542,63 +523,6 @@ def test_a_causal_model_classifies_too():
     outputs = model(**tiny_inputs(model), labels=torch.tensor([0, 2]))
     assert outputs.loss.isfinite()
     assert "past_key_values" not in outputs
-
-
-def test_a_pair_is_read_apart_and_the_second_comes_first():
-    torch.manual_seed(0)
-    model = ChelaForSequencePairClassification(tiny_config("chela")).eval()
-    ids, other = torch.randint(2, 64, (2, 2, 9))
-    mask = torch.ones(2, 9)
-    mask[:, 6:] = 0
-    with torch.no_grad():
-        expected = model(ids[:, :6], pair_input_ids=other).logits
-        padded = model(ids, attention_mask=mask, pair_input_ids=other).logits
-        assert_close(padded, expected, "float32 model")
-        means = [model.model(x)[0].mean(1) for x in (other, ids[:, :6])]
-        assert_close(model.classifier(torch.cat(means, -1)), expected, "float32")
-        assert (model(other, pair_input_ids=ids[:, :6]).logits - expected).abs().max() > 1e-3
-
-
-def test_a_pair_of_embeddings_or_values_is_a_pair_too():
-    torch.manual_seed(0)
-    model = ChelaForSequencePairClassification(tiny_config("chela")).eval()
-    ids, other = torch.randint(2, 64, (2, 2, 9))
-    with torch.no_grad():
-        embedded = {
-            "inputs_embeds": model.model.embed_tokens(ids),
-            "pair_inputs_embeds": model.model.embed_tokens(other),
-        }
-        assert_close(model(**embedded).logits, model(ids, pair_input_ids=other).logits, "exact")
-        model = ChelaForSequencePairClassification(tiny_config("chela", input_size=1)).eval()
-        x, y = torch.randn(2, 2, 9)
-        means = [model.model(input_values=values)[0].mean(1) for values in (y, x)]
-        logits = model(input_values=x, pair_input_values=y).logits
-        assert_close(logits, model.classifier(torch.cat(means, -1)), "float32")
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"input_ids": torch.ones(2, 9).long()}, "both sequences of a pair must be given.*got sizes 2 and None"),
-        ({"pair_inputs_embeds": torch.ones(2, 9, 32)}, "got sizes None and 2"),
-        (
-            {"input_ids": torch.ones(2, 9).long(), "pair_input_ids": torch.ones(3, 9).long()},
-            "in batches of equal size; got sizes 2 and 3",
-        ),
-    ],
-)
-def test_half_a_pair_is_refused(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        ChelaForSequencePairClassification(tiny_config("chela"))(**inputs)
-
-
-def test_pairs_are_saved_and_loaded(tmp_path):
-    model = ChelaForSequencePairClassification(tiny_config("chela")).eval()
-    model.save_pretrained(tmp_path)
-    loaded, info = ChelaForSequencePairClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    ids = torch.randint(2, 64, (2, 5))
-    assert_close(loaded(ids, pair_input_ids=ids).logits, model(ids, pair_input_ids=ids).logits, "exact")
 
 
 def test_one_checkpoint_serves_every_head(tmp_path):
@@ -649,11 +573,6 @@ def test_initial_scales_of_queries_and_keys():
         assert (getattr(ones.layers[0].unit, name) == 1).all()
     for name in ("query_beta", "key_beta"):
         assert (getattr(ones.layers[0].unit, name) == 0).all()
-
-
-def test_a_vocabulary_that_is_not_there_is_not_resized():
-    with pytest.raises(ValueError, match="input_size must be None to resize the vocabulary; got 1"):
-        ChelaModel(tiny_config("chela", input_size=1)).resize_token_embeddings(70)
 
 
 @pytest.mark.parametrize("options", [{"norm_type": "batch_norm"}, {"short_branch_norm": True}])
@@ -759,8 +678,6 @@ def test_fields_are_checked_again_when_a_model_is_built():
     ("model_class", "options", "message"),
     [
         (ChelaForMaskedLM, CAUSAL, "is_decoder must be False for ChelaForMaskedLM; got True: use ChelaForCausalLM"),
-        (ChelaForMaskedLM, {"input_size": 1}, "input_size must be None for ChelaForMaskedLM; got 1"),
-        (ChelaForCausalLM, {"input_size": 1}, "input_size must be None for ChelaForCausalLM; got 1"),
     ],
 )
 def test_classes_refuse_configs_of_other_kinds(model_class, options, message):

@@ -36,14 +36,18 @@ EXPORTED = {
 }
 # what a head other than the exported one must be told
 FIELDS = {**ROLES, ("chela", "AutoModelForMaskedLM"): {"is_decoder": False, "ignore_mismatched_sizes": True}}
+PAIRS = {
+    "chela": hf_hybrid.ChelaForSequencePairClassification,
+    "spade": hf_hybrid.SpadeForSequencePairClassification,
+}
 GENERATIVE = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 TEXT = "Kurz und weit."
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def pair_model():
+def pair_model(model_class):
     torch.manual_seed(0)
-    return hf_hybrid.ChelaForSequencePairClassification(tiny_config("chela")).eval()
+    return model_class(tiny_config(model_class.config_class.model_type)).eval()
 
 
 def head_case(model, fields, new_tokens, **inputs):
@@ -75,11 +79,12 @@ def test_every_head_loads_without_the_package(tmp_path):
             loaded = getattr(transformers, auto_class).from_pretrained(tmp_path / model_type, **fields)
             heads[auto_class] = head_case(loaded, fields, 12 if auto_class in GENERATIVE else 0)
         cases[model_type] = {"saved": saved, "heads": heads}
-    pair = pair_model()
-    hf_hybrid.export_remote_code(pair, tmp_path / "pair", tokenizer=tokenizer)
-    pair_inputs = {"pair_input_ids": tiny_inputs(pair, seed=5)["input_ids"]}
-    head = "AutoModelForSequenceClassification"
-    cases["pair"] = {"saved": head, "heads": {head: head_case(pair, {}, 0, **pair_inputs)}}
+    for model_type, model_class in PAIRS.items():
+        pair = pair_model(model_class)
+        hf_hybrid.export_remote_code(pair, tmp_path / f"{model_type}_pair", tokenizer=tokenizer)
+        pair_inputs = {"pair_input_ids": tiny_inputs(pair, seed=5)["input_ids"]}
+        head = "AutoModelForSequenceClassification"
+        cases[f"{model_type}_pair"] = {"saved": head, "heads": {head: head_case(pair, {}, 0, **pair_inputs)}}
     for name, case in cases.items():
         as_repository(tmp_path / name, tmp_path / "hub")
         tolerance = TOLERANCES["float32 model"]

@@ -522,7 +522,7 @@ def test_a_checkpoints_positions_are_checked_before_the_data(command, tmp_path, 
 
 def test_confusions_are_counted_by_label_and_prediction():
     outputs = types.SimpleNamespace(label_ids=np.array([0, 0, 0, 1, 2]), predictions=np.eye(3)[[0, 1, 1, 1, 0]])
-    (table,) = report._confusions(Labels(("a", "b", "c")), {"test": outputs}).tables
+    (table,) = report.confusions(Labels(("a", "b", "c")), {"test": outputs}).tables
     assert table.rows == [("a", [1, 2, 0]), ("b", [0, 1, 0]), ("c", [1, 0, 0])]
 
 
@@ -531,7 +531,7 @@ def test_of_many_labels_the_most_frequent_confusions_are_listed():
     wrong = types.SimpleNamespace(
         label_ids=np.array([3, 3, 5, 7]), predictions=(np.eye(20)[[4, 4, 6, 7]], "hidden states")
     )
-    (table,) = report._confusions(labels, {"validation": wrong}).tables
+    (table,) = report.confusions(labels, {"validation": wrong}).tables
     assert table.rows == [("label 3", ["label 4", 2]), ("label 5", ["label 6", 1])]
 
 

@@ -12,7 +12,7 @@ ROOT = Path(hf_hybrid.__file__).parent / "training"
 # from the bottom to the top: each imports of those before it alone
 ORDER = ["processes", "errors", "flags", "run_folder", "model", "trainer", "splits", "scores", "report", "steps"]
 ORDER += ["texts", "collating"]
-TASKS = ["summarization", "glue", "clm", "pretrain"]
+TASKS = ["summarization", "glue", "clm", "pretrain", "long_range"]
 ORDER += [*TASKS, "demo", "__main__", "arguments"]
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 

@@ -21,7 +21,7 @@ from hf_hybrid.data.lra.readers import (
 )
 from hf_hybrid.suggestions import did_you_mean
 
-__all__ = ["LRA", "LraRows", "LraTask", "load_lra"]
+__all__ = ["LRA", "LraRows", "LraTask", "find_lra", "load_lra"]
 
 _RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 _BYTE_IDS = 256 + 3
@@ -236,19 +236,15 @@ def load_lra(
     Raises:
         ValueError: A name is unknown, a file is missing or broken, or the task cannot be drawn.
     """
-    if name not in LRA:
-        raise ValueError(f"task_name must be one of {', '.join(LRA)}; got {name!r}.{did_you_mean(name, LRA)}")
-    task = LRA[name]
-    check(split in SPLITS, "split", f"one of {', '.join(SPLITS)}", split)
+    found = find_lra(name, split, data_dir)
+    task, place = LRA[name], SPLITS.index(split)
     if count is not None:
         check_sizes(1, count=count)
-    place = SPLITS.index(split)
-    if data_dir is None:
-        if task.draw is None:
-            raise ValueError(f"{name} must have data_dir, the folder of {_wanted(task, place)}; got none")
+    if found is None:
+        assert task.draw is not None
         rows = list(islice(task.draw(split_generator(seed, split)), count or task.counts[place]))
     else:
-        path, share = _found(name, data_dir, place)
+        path, share = found
         rows = list(islice(task.read(path) if share == _WHOLE else task.read(path, share), count))
     if not rows:
         raise ValueError(f"{name}: split {split!r} must have at least one row; got none")
@@ -257,13 +253,25 @@ def load_lra(
     return LraRows([first[: task.length] for first, _, _ in rows], labels, pairs if task.is_pair else None)
 
 
-def _found(name: str, data_dir: Path, place: int) -> tuple[Path, tuple[float, float]]:
-    """Return a split's file and its share of it: the official one, or a user's own.
+def find_lra(name: str, split: str, data_dir: Path | None) -> tuple[Path, tuple[float, float]] | None:
+    """Return a split's file and its share of it, the official one or a user's own; None if its rows are drawn.
+
+    Args:
+        name: A key of `LRA`.
+        split: ``train``, ``validation`` or ``test``.
+        data_dir: The folder of the files; None draws the rows.
 
     Raises:
-        ValueError: There is neither, or the task reads no files.
+        ValueError: A name is unknown, the file is missing, the task cannot be drawn, or it reads no files.
     """
-    task = LRA[name]
+    if name not in LRA:
+        raise ValueError(f"task_name must be one of {', '.join(LRA)}; got {name!r}.{did_you_mean(name, LRA)}")
+    check(split in SPLITS, "split", f"one of {', '.join(SPLITS)}", split)
+    task, place = LRA[name], SPLITS.index(split)
+    if data_dir is None:
+        if task.draw is None:
+            raise ValueError(f"{name} must have data_dir, the folder of {_wanted(task, place)}; got none")
+        return None
     if task.files and (data_dir / task.files[place]).exists():
         return data_dir / task.files[place], task.shares[place]
     for ending in task.endings:

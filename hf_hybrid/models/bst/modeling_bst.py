@@ -24,10 +24,9 @@ from ..heads import (
     CausalLMForward,
     SequenceClassificationForward,
     StateSpaceModelMixin,
-    embed_inputs,
-    make_embedding,
     scale_outputs,
 )
+from ..inputs import embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, init_shared, make_feed_forward
 from ..masks import first_kept
 from ..packing import take_bounds, take_shards

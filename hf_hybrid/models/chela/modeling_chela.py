@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...context_parallel import Shards
@@ -24,7 +24,7 @@ from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.state_space import StateSpaceLayer
-from ..checks import check_fixed_length, check_not_empty
+from ..checks import check_fixed_length
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
 from ..heads import (
@@ -32,15 +32,12 @@ from ..heads import (
     MaskedLMForward,
     QuestionAnsweringForward,
     SequenceClassificationForward,
+    SequencePairClassificationForward,
     StateSpaceModelMixin,
     TokenClassificationForward,
     as_decoder,
-    make_embedding,
-    pass_whole_rows,
-    pool,
-    pool_divided,
-    shared_loss,
 )
+from ..inputs import RealValuesMixin, check_reads_tokens
 from ..packing import take_bounds, take_shards
 from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
@@ -93,7 +90,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask)
 
 
-class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
     """Base class of all CHELA models."""
 
     config: ChelaConfig
@@ -115,12 +112,6 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
                 init.ones_(module.weight)
         elif isinstance(module, nn.Embedding) and self.config.scale_embeddings:
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
-
-    def post_init(self):
-        """Finish construction and set `main_input_name`."""
-        super().post_init()
-        if self.config.input_size is not None:
-            self.main_input_name = "input_values"
 
     def fuse_short_convs(self, *, keep_branches: bool = True):
         """Fuse the parallel short convolutions of every layer into one, for inference (CHELA, section 4.2).
@@ -153,12 +144,6 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel
                     module.config = config
             self.config = config
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
-        """Resize the vocabulary, as in every model of transformers, if there is one."""
-        if self.config.input_size is not None:
-            raise ValueError(f"input_size must be None to resize the vocabulary; got {self.config.input_size}")
-        return super().resize_token_embeddings(*args, **kwargs)
-
     def unfuse_short_convs(self):
         """Undo `fuse_short_convs`, unless it dropped the branches."""
         for convolution in self._short_convs():
@@ -177,11 +162,7 @@ class ChelaModel(ChelaPreTrainedModel):
     def __init__(self, config: ChelaConfig):
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
-        self.embed_tokens = self.input_proj = None
-        if config.input_size is not None:
-            self.input_proj = nn.Linear(config.input_size, config.hidden_size)
-        else:
-            self.embed_tokens = make_embedding(config)
+        self.add_input_embedding()
         self.layers = nn.ModuleList(ChelaLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = None
         if config.final_norm:
@@ -204,11 +185,7 @@ class ChelaModel(ChelaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        if inputs_embeds is None:
-            inputs_embeds = self._embed(input_ids, input_values)
-        elif input_ids is not None or input_values is not None:
-            raise ValueError("exactly one of input_ids, input_values and inputs_embeds must be given")
-        check_not_empty("input_ids", inputs_embeds)
+        inputs_embeds = self.embed_tokens_or_values(input_ids, inputs_embeds, input_values)
         if self.config.mixer == "s4d":  # the others make their taps alike for each length
             check_fixed_length("input_ids", inputs_embeds)
         if not self.config.is_decoder:
@@ -242,22 +219,6 @@ class ChelaModel(ChelaPreTrainedModel):
         if self.final_norm is not None:
             hidden_states = apply_norm(self.final_norm, hidden_states, kept)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
-
-    def _embed(self, input_ids: torch.Tensor | None, input_values: torch.Tensor | None) -> torch.Tensor:
-        """Embed tokens or real values, `(B, T, D)`."""
-        size = self.config.input_size
-        if (input_ids is None) == (input_values is None) or (input_values is None) == (size is not None):
-            wanted, other = ("input_ids", "input_values") if size is None else ("input_values", "input_ids")
-            raise ValueError(
-                f"{wanted} or inputs_embeds must be given, and no {other}, for a model with input_size {size}"
-            )
-        if size is None:
-            return self.embed_tokens(input_ids)
-        if input_values.dim() == 2:
-            input_values = input_values[..., None]
-        if input_values.shape[-1] != size:
-            raise ValueError(f"input_values must be (B, T, {size}); got {tuple(input_values.shape)}")
-        return self.input_proj(input_values.to(self.input_proj.weight.dtype))
 
 
 class ChelaForCausalLM(CausalLMForward, HybridGenerationMixin, ChelaPreTrainedModel):
@@ -350,16 +311,12 @@ class ChelaForSequenceClassification(SequenceClassificationForward, ChelaPreTrai
         return self.classifier(pooled)
 
 
-class ChelaForSequencePairClassification(ChelaPreTrainedModel):
+class ChelaForSequencePairClassification(SequencePairClassificationForward, ChelaPreTrainedModel):
     """CHELA that reads two sequences separately and classifies the pair: the Long Range Arena's retrieval task.
 
     The classifier reads both pooled vectors, concatenated with the second sequence's first, as Mega's does. Hidden
     states are not returned.
     """
-
-    divides_sequences = True
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
-    accepts_loss_kwargs = False  # the loss is a mean over the batch
 
     def __init__(self, config: ChelaConfig):
         super().__init__(config)
@@ -368,51 +325,8 @@ class ChelaForSequencePairClassification(ChelaPreTrainedModel):
         self.classifier = ChelaClassifier(config, num_sequences=2)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        input_values: torch.Tensor | None = None,
-        pair_input_ids: torch.LongTensor | None = None,
-        pair_attention_mask: torch.Tensor | None = None,
-        pair_inputs_embeds: torch.Tensor | None = None,
-        pair_input_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        kwargs.setdefault("use_cache", False)
-        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
-        second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
-        sizes = [next((x.shape[0] for x in inputs.values() if x is not None), None) for inputs in (first, second)]
-        if None in sizes or sizes[0] != sizes[1]:
-            raise ValueError(
-                f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
-                f"size; got sizes {sizes[0]} and {sizes[1]}"
-            )
-        layouts = []
-        for inputs, mask in ((first, attention_mask), (second, pair_attention_mask)):
-            given = next(x for x in inputs.values() if x is not None)
-            layouts.append(pass_whole_rows(kwargs, given, "each row is classified as one", mask))
-            kwargs.pop("shards", None)  # each has its own
-        shards, pair_shards = layouts
-        pooled = (
-            self._pooled(pair_attention_mask, pair_shards, **second, **kwargs),
-            self._pooled(attention_mask, shards, **first, **kwargs),
-        )
-        logits = self.classifier(torch.cat(pooled, dim=-1))
-        loss = None
-        if labels is not None:
-            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
-
-    def _pooled(self, attention_mask: torch.Tensor | None, shards: Shards | None, **inputs) -> torch.Tensor:
-        if shards is None:
-            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
-            return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
-        outputs = self.model(attention_mask=attention_mask, return_dict=True, shards=shards, **inputs)
-        return pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
+    def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.classifier(pooled)
 
 
 class ChelaForTokenClassification(TokenClassificationForward, ChelaPreTrainedModel):
@@ -434,9 +348,3 @@ class ChelaForQuestionAnswering(QuestionAnsweringForward, ChelaPreTrainedModel):
         self.model = ChelaModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
-
-
-def check_reads_tokens(model: ChelaPreTrainedModel):
-    """Raise ValueError if a language model has inputs of real values."""
-    if model.config.input_size is not None:
-        raise ValueError(f"input_size must be None for {type(model).__name__}; got {model.config.input_size}")

@@ -53,6 +53,7 @@ POSITIVE_FIELDS = (
     "hyena_embedding_size",
     "hyena_short_kernel_size",
     "adaptive_factor",
+    "input_size",
 )
 POSITIVE_NUMBERS = ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt_max", "hyena_sine_frequency")
 PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout")
@@ -114,6 +115,8 @@ class SpadeConfig(PreTrainedConfig):
         bos_token_id: Beginning-of-sequence token, if there is one.
         eos_token_id: End-of-sequence token or tokens.
         decoder_start_token_id: First token the decoder reads.
+        input_size: For sequences of real values (pixels, audio), which an encoder or classifier reads: numbers per
+            position, which a linear map embeds; None for tokens.
 
     Attention:
         attention_type: Self-attention of the encoder or of the language model: `"window"`, `"chunk"`, `"full"`, or
@@ -227,6 +230,7 @@ class SpadeConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
     decoder_start_token_id: int | None = 0
+    input_size: int | None = None
     attention_type: str = "window"
     local_radius: int | None = None
     chunk_size: int | None = None
@@ -370,10 +374,10 @@ class SpadeConfig(PreTrainedConfig):
             )
         check_state_space(self)
         if self.adaptive_cutoffs is not None:
-            if self.is_encoder_decoder or not self.is_decoder:
+            if self.is_encoder_decoder or not self.is_decoder or self.input_size is not None:
                 raise ValueError(
                     f"adaptive_cutoffs must be None except for a language model (is_decoder True, is_encoder_decoder "
-                    f"False); got {self.adaptive_cutoffs}"
+                    f"False, input_size None); got {self.adaptive_cutoffs}"
                 )
             check_adaptive_vocabulary(self)
         for stack in ("", "decoder_") if self.is_encoder_decoder else ("",):

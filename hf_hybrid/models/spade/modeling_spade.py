@@ -10,7 +10,12 @@ import os
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
@@ -22,12 +27,14 @@ from ..heads import (
     MaskedLMForward,
     QuestionAnsweringForward,
     SequenceClassificationForward,
+    SequencePairClassificationForward,
     TokenClassificationForward,
     as_decoder,
     mean_loss,
     pass_whole_rows,
     scale_outputs,
 )
+from ..inputs import check_reads_tokens
 from ..packing import PAIRS, take_shards
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
@@ -64,6 +71,7 @@ class SpadeModel(SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
+        check_reads_tokens(self)
         if not config.is_encoder_decoder:
             other = "SpadeForCausalLM" if config.is_decoder else "SpadeEncoderModel"
             raise ValueError(
@@ -261,7 +269,11 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
 
 
 class SpadeEncoderModel(SpadePreTrainedModel):
-    """SPADE's encoder alone; also loads the checkpoint of an encoder-decoder."""
+    """SPADE's encoder alone; also loads the checkpoint of an encoder-decoder.
+
+    With `config.input_size`, pass sequences of real values, such as pixels or audio, as `input_values` `(B, T)` or
+    `(B, T, config.input_size)`.
+    """
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\."]
 
@@ -288,10 +300,16 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         return self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            return_dict=True,
+            **kwargs,
         )
 
 
@@ -320,6 +338,7 @@ class SpadeForCausalLM(CausalLMForward, HybridGenerationMixin, SpadePreTrainedMo
         config = as_decoder(config)
         super().__init__(config)
         config.validate()  # from_pretrained may set fields without checking them
+        check_reads_tokens(self)
         self.model = SpadeStack(config)
         scale_outputs(self.model, config)
         self.add_lm_head()
@@ -336,6 +355,7 @@ class SpadeForMaskedLM(MaskedLMForward, SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         config = as_encoder(config)
         super().__init__(config)
+        check_reads_tokens(self)
         self.model = SpadeEncoderModel(config)
         scale_outputs(self.model.encoder, config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -347,8 +367,22 @@ def body_class(config: SpadeConfig) -> type[SpadePreTrainedModel]:
     return SpadeStack if config.is_decoder else SpadeEncoderModel
 
 
-class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrainedModel):
-    """SPADE encoder, or causal stack, that classifies sequences (SPADE, section 5.2).
+class SpadeClassifierMixin:
+    """Mixin before a forward: a dense layer and tanh before the classifier, as in BERT."""
+
+    def add_classifier(self, num_sequences: int = 1):
+        """Build the head of `num_sequences` concatenated vectors."""
+        config = self.config
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.dense = nn.Linear(num_sequences * config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+class SpadeForSequenceClassification(SpadeClassifierMixin, SequenceClassificationForward, SpadePreTrainedModel):
+    """SPADE encoder, or causal stack, that classifies sequences of tokens or real values (SPADE, section 5.2).
 
     The vector that `config.pooling` selects passes through a dense layer and tanh before the classifier, as in BERT.
     """
@@ -359,13 +393,47 @@ class SpadeForSequenceClassification(SequenceClassificationForward, SpadePreTrai
         config = as_encoder(config)
         super().__init__(config)
         self.model = body_class(config)(config)
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.add_classifier()
         self.post_init()
 
-    def _classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        return super()._classify(torch.tanh(self.dense(self.dropout(pooled))))
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            labels=labels,
+            **kwargs,
+        )
+
+
+class SpadeForSequencePairClassification(
+    SpadeClassifierMixin, SequencePairClassificationForward, SpadePreTrainedModel
+):
+    """SPADE encoder, or causal stack, that reads two sequences separately and classifies the pair.
+
+    For the Long Range Arena's retrieval task. The head is that of `SpadeForSequenceClassification`, on both pooled
+    vectors, concatenated with the second sequence's first, as in Mega: ``W_c tanh(W_d [p(x_2), p(x_1)] + b_d) + b_c``.
+    Hidden states are not returned.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^model\.decoder\.", r"^lm_head\."]
+
+    def __init__(self, config: SpadeConfig):
+        config = as_encoder(config)
+        super().__init__(config)
+        self.loss_type = "ForSequenceClassification"
+        self.model = body_class(config)(config)
+        self.add_classifier(num_sequences=2)
+        self.post_init()
 
 
 class SpadeForTokenClassification(TokenClassificationForward, SpadePreTrainedModel):

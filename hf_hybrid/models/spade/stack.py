@@ -19,8 +19,10 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ...context_parallel import Shards, own_positions
 from ...kernels.packed import longest
 from ...layers.norms import make_norm
+from ..checks import check_fixed_length
 from ..description import ModelCardMixin
-from ..heads import StateSpaceModelMixin, embed_inputs, make_embedding
+from ..heads import StateSpaceModelMixin
+from ..inputs import RealValuesMixin
 from ..local_attention import LocalSelfAttention, init_shared, make_bias_table
 from ..masks import additive_mask, kept_pairs
 from ..packing import row_starts, take_bounds, take_shards
@@ -29,7 +31,7 @@ from .conversion_spade import start_from_t5
 from .layer import SpadeCrossAttention, SpadeLayer
 
 
-class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
     """Base class of all SPADE models."""
 
     config: SpadeConfig
@@ -103,9 +105,9 @@ class SpadeStack(SpadePreTrainedModel):
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         reads_embeddings = config.is_decoder and config.is_encoder_decoder  # from the encoder's table
-        self.embed_tokens = None
+        self.embed_tokens = self.input_proj = None
         if not reads_embeddings:
-            self.embed_tokens = make_embedding(config)
+            self.add_input_embedding()
         absolute = config.is_decoder and config.decoder_position == "learned_absolute"
         self.embed_positions = None
         if absolute:
@@ -142,13 +144,16 @@ class SpadeStack(SpadePreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
-        """Run the stack on tokens or embeddings; `encoder_hidden_states` is `(B, S, D)`.
+        """Run the stack on tokens, embeddings or, with `config.input_size`, real values.
 
-        Of a divided document it is own tokens, and `source_shards` the layout.
+        `input_values` is `(B, T)` or `(B, T, config.input_size)`, and `encoder_hidden_states` is `(B, S, D)`; of a
+        divided document it is own tokens, and `source_shards` the layout.
         """
-        inputs_embeds = embed_inputs(self.embed_tokens, input_ids, inputs_embeds)
+        inputs_embeds = self.embed_tokens_or_values(input_ids, inputs_embeds, input_values)
+        check_fixed_length("input_ids", inputs_embeds)
         if not self.config.is_decoder:
             past_key_values = None
         shards = take_shards(kwargs, inputs_embeds, attention_mask, past_key_values)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from transformers import TrainingArguments
@@ -11,7 +12,14 @@ from hf_hybrid.data.corpora import EMBEDDED
 from hf_hybrid.data.denoising import DENSITIES, MEAN_SPAN_LENGTH, OBJECTIVES
 from hf_hybrid.data.files import EXTENSIONS, TEXT_EXTENSIONS, check_file
 from hf_hybrid.data.loading import embedded_name
-from hf_hybrid.training.flags.checks import check_choice_flag, check_positive_flags, flag
+from hf_hybrid.data.lra import LRA, LraTask, find_lra
+from hf_hybrid.training.flags.checks import (
+    check_choice_flag,
+    check_not_negative_flags,
+    check_positive_flags,
+    flag,
+)
+from hf_hybrid.training.flags.recipes import RECIPES
 
 SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
 """The split that each task of a script works on."""
@@ -20,8 +28,55 @@ PREFIXES = {"validation": "eval", "test": "predict"}
 
 
 @dataclass
-class DataArguments:
-    """The data flags of every script."""
+class RowArguments:
+    """The data flags of every script, and what it says of its data."""
+
+    max_train_samples: int | None = flag(None, "Use only the first N training examples.")
+    max_eval_samples: int | None = flag(None, "Use only the first N validation examples.")
+    max_predict_samples: int | None = flag(None, "Use only the first N test examples.")
+    is_small_run: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        check_positive_flags(self, "max_train_samples", "max_eval_samples", "max_predict_samples")
+
+    @property
+    def default_preset(self) -> str | None:
+        """The preset of a new model whose size is not given."""
+        return "tiny" if self.is_small_run else None
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The largest number of examples by split; None for all."""
+        limits = (self.max_train_samples, self.max_eval_samples, self.max_predict_samples)
+        return dict(zip(SPLITS.values(), limits, strict=True))
+
+    @property
+    def dataset_name(self) -> str | None:
+        """The name of the data; None if they come from files."""
+        raise NotImplementedError
+
+    @property
+    def dataset_config_name(self) -> str | None:
+        """The part of a dataset that is used, if it has several."""
+        return None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The data files by split."""
+        raise NotImplementedError
+
+    def check_sources(self, training_args: TrainingArguments) -> None:
+        """Refuse data that are not there, before anything is loaded.
+
+        Raises:
+            ValueError: A file cannot be used, or a split that the run needs has no data.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class DataArguments(RowArguments):
+    """The data flags of the scripts that read texts."""
 
     corpora: ClassVar[tuple[str, ...]]
     """The offline corpora that fit the script; the first is its default."""
@@ -46,10 +101,6 @@ class DataArguments:
     )
     overwrite_cache: bool = flag(False, "Tokenize again instead of using the cache.")
     preprocessing_num_workers: int | None = flag(None, "Processes that tokenize.")
-    max_train_samples: int | None = flag(None, "Use only the first N training examples.")
-    max_eval_samples: int | None = flag(None, "Use only the first N validation examples.")
-    max_predict_samples: int | None = flag(None, "Use only the first N test examples.")
-    is_small_run: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.dataset_name is None and not self.files:
@@ -60,26 +111,32 @@ class DataArguments:
                     setattr(self, flag, size)
         if self.dataset_name is not None:
             embedded_name(self.dataset_name, self.corpora)
-        check_positive_flags(
-            self, "preprocessing_num_workers", "max_train_samples", "max_eval_samples", "max_predict_samples"
-        )
-
-    @property
-    def default_preset(self) -> str | None:
-        """The preset of a new model whose size is not given."""
-        return "tiny" if self.is_small_run else None
-
-    @property
-    def limits(self) -> dict[str, int | None]:
-        """The largest number of examples by split; None for all."""
-        limits = (self.max_train_samples, self.max_eval_samples, self.max_predict_samples)
-        return dict(zip(SPLITS.values(), limits, strict=True))
+        check_positive_flags(self, "preprocessing_num_workers")
+        super().__post_init__()
 
     @property
     def files(self) -> dict[str, str]:
         """The given data files by split."""
         named = {split: getattr(self, f"{split}_file") for split in SPLITS.values()}
         return {split: path for split, path in named.items() if path is not None}
+
+    def check_sources(self, training_args: TrainingArguments) -> None:
+        """Refuse files that do not exist or have an unknown format, and tasks whose split no file gives.
+
+        Raises:
+            ValueError: A file cannot be used, or only files are named and none of them for a split that
+                ``--do_train``, ``--do_eval`` or ``--do_predict`` needs.
+        """
+        for split, path in self.files.items():
+            check_file(f"{split}_file", path, self.extensions)
+        if self.dataset_name is not None:
+            return
+        for task, split in SPLITS.items():
+            found = split in self.files or (split in self.cut_from_train and "train" in self.files)
+            if getattr(training_args, task) and not found:
+                raise ValueError(
+                    f"--{task} needs a {split} split: give --{split}_file or a --dataset_name that has one"
+                )
 
 
 @dataclass
@@ -300,18 +357,85 @@ class PretrainArguments(TextArguments):
             )
 
 
-def check_split_sources(data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Refuse files that do not exist or have an unknown format, and tasks whose split no file gives.
+@dataclass
+class LongRangeArguments(RowArguments):
+    """Flags of a task of the Long Range Arena, its files and its recipe."""
 
-    Raises:
-        ValueError: A file cannot be used, or only files are named and none of them for a split that ``--do_train``,
-            ``--do_eval`` or ``--do_predict`` needs.
-    """
-    for split, path in data_args.files.items():
-        check_file(f"{split}_file", path, data_args.extensions)
-    if data_args.dataset_name is not None:
-        return
-    for task, split in SPLITS.items():
-        found = split in data_args.files or (split in data_args.cut_from_train and "train" in data_args.files)
-        if getattr(training_args, task) and not found:
-            raise ValueError(f"--{task} needs a {split} split: give --{split}_file or a --dataset_name that has one")
+    task_name: str | None = flag(None, f"Task: {', '.join(LRA)}.")
+    data_dir: str | None = flag(
+        None,
+        "Folder of the task's files, official ones or your own (train, validation, test). Without it the rows of "
+        "ListOps and Pathfinder are drawn.",
+    )
+    recipe: str | None = flag(
+        None,
+        f"Published settings for a new model and its training: {', '.join(RECIPES)}. Other flags change single ones.",
+        choices=tuple(RECIPES),
+    )
+    max_seq_length: int | None = flag(
+        None, "Tokens, pixels or samples of a sequence; the rest is cut off. Default: the task's."
+    )
+    drawing_seed: int = flag(0, "Seed of drawn rows, so that --seed changes the model alone.")
+    ignore_mismatched_sizes: bool = flag(
+        False, "Start with a new head if the checkpoint's has another number of labels."
+    )
+
+    def __post_init__(self) -> None:
+        if self.task_name is None:
+            raise ValueError(f"--task_name must be one of {', '.join(LRA)}; got none")
+        check_choice_flag("task_name", self.task_name, tuple(LRA))
+        check_positive_flags(self, "max_seq_length")
+        check_not_negative_flags(self, "drawing_seed")
+        if self.max_seq_length is not None and self.max_seq_length > self.task.length:
+            raise ValueError(
+                f"--max_seq_length must be at most {self.task.length}, the longest sequence of {self.task_name}; got "
+                f"{self.max_seq_length}"
+            )
+        super().__post_init__()
+
+    @property
+    def task(self) -> LraTask:
+        """The task."""
+        return LRA[str(self.task_name)]
+
+    @property
+    def hub_task(self) -> str:
+        """The Hub's name of the kind of task."""
+        if self.task.vocab_size is not None:
+            return "text-classification"
+        return "audio-classification" if self.task_name == "lra_speech" else "image-classification"
+
+    @property
+    def length(self) -> int:
+        """The longest sequence."""
+        return self.max_seq_length or self.task.length
+
+    @property
+    def dataset_name(self) -> str | None:
+        """The task, if its rows are drawn; None if they come from files."""
+        return f"drawn:{self.task_name}" if self.data_dir is None else None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that are there, by split."""
+        files: dict[str, str] = {}
+        for split in SPLITS.values():
+            try:
+                found = find_lra(str(self.task_name), split, None if self.data_dir is None else Path(self.data_dir))
+            except ValueError:  # a split that the run may not need
+                continue
+            files |= {split: str(found[0])} if found is not None else {}
+        return files
+
+    def check_sources(self, training_args: TrainingArguments) -> None:
+        """Refuse a folder without the files that the run needs, naming them and where they are from.
+
+        Raises:
+            ValueError: A file is missing, the task cannot be drawn, or it reads no files.
+        """
+        folder = None if self.data_dir is None else Path(self.data_dir)
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"--data_dir must be a folder; {folder} is none")
+        for work, split in SPLITS.items():
+            if getattr(training_args, work):
+                find_lra(str(self.task_name), split, folder)

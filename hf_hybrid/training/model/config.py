@@ -30,18 +30,20 @@ def load_config(
     *,
     preset: str | None = None,
     role: Mapping[str, Any] | None = None,
+    reads: str = "input_ids",
 ) -> PreTrainedConfig:
     """Load the checkpoint's configuration, or build one from ``--model_type`` and ``--config_overrides``.
 
     `preset` is the size of a new model without overrides, if its architecture has presets. `role` holds the fields
-    that fit an architecture with several roles to the task; fields that it lacks are ignored.
+    that fit an architecture with several roles to the task; fields that it lacks are ignored. `reads` is the input
+    that the task has for the model: ``input_ids`` or ``input_values``.
 
     Raises:
         ValueError: The model type is unknown or has no class for the task, an override does not fit, or the folder is
             not a checkpoint.
     """
     if model_args.model_type is not None and model_args.init_from is None:
-        return _new_config(model_args, auto_class, preset, role)
+        return _new_config(model_args, auto_class, preset, role, reads)
     source, config = read_config(model_args)
     if model_args.init_from is not None:
         config = _config_from_source(model_args, auto_class, config)
@@ -58,7 +60,7 @@ def load_config(
                 setattr(config, field, value)
     if not has_code:
         try:
-            model = _check_buildable(auto_class, config)
+            model = _check_buildable(auto_class, config, reads)
         except Exception as error:
             raise ValueError(f"{source}: {one_line(error)}") from error
         check_adapter(model, model_args)
@@ -66,7 +68,7 @@ def load_config(
 
 
 def _new_config(
-    model_args: ModelArguments, auto_class: Any, preset: str | None, role: Mapping[str, Any] | None
+    model_args: ModelArguments, auto_class: Any, preset: str | None, role: Mapping[str, Any] | None, reads: str
 ) -> PreTrainedConfig:
     config_class: Any = _config_class(str(model_args.model_type), auto_class)
     values = model_args.overrides(config_class)
@@ -77,7 +79,7 @@ def _new_config(
     try:
         values = _fitting(role, config_class) | values
         config = config_class(**values) if preset is None else config_class.from_preset(str(preset), **values)
-        _check_buildable(auto_class, config)
+        _check_buildable(auto_class, config, reads)
         return config
     except Exception as error:
         raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
@@ -124,12 +126,13 @@ def _build_without_memory(auto_class: Any, config: PreTrainedConfig) -> PreTrain
         return auto_class.from_config(copy.deepcopy(config))
 
 
-def _check_buildable(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+def _check_buildable(auto_class: Any, config: PreTrainedConfig, reads: str) -> PreTrainedModel:
     """Build the model without memory, so that its class refuses a configuration before data are read."""
     model = _build_without_memory(auto_class, config)
-    if model.main_input_name != "input_ids":
+    if model.main_input_name != reads:
+        wanted = "tokens" if reads == "input_ids" else "real values (input_values)"
         raise ValueError(
-            f"{type(model).__name__} must read tokens here; with this configuration it reads {model.main_input_name}"
+            f"{type(model).__name__} must read {wanted} here; with this configuration it reads {model.main_input_name}"
         )
     return model
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig, TrainingArguments
 
-from hf_hybrid.training.flags.data import DataArguments
+from hf_hybrid.training.flags.data import RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def recorded_rate(config: PreTrainedConfig, preset: str | None = None) -> Rate |
 def fit_learning_rate(
     training_args: TrainingArguments,
     model_args: ModelArguments,
-    data_args: DataArguments,
+    data_args: RowArguments,
     config: PreTrainedConfig,
     given: Set[str],
 ) -> None:

@@ -25,6 +25,7 @@ def load_tokenizer(
     resume_from: str | None,
     *,
     ends_texts: bool = True,
+    needs_end: bool = True,
     complete: Callable[[PreTrainedTokenizerBase], object] | None = None,
 ) -> PreTrainedTokenizerBase | None:
     """Load the named tokenizer, or the checkpoint's, or make one of bytes, and fit a new model's configuration to it.
@@ -36,6 +37,7 @@ def load_tokenizer(
         config: The model's configuration.
         resume_from: The checkpoint to resume from.
         ends_texts: Whether a new tokenizer ends every text with the end token, or leaves it open to be continued.
+        needs_end: Whether a tokenizer must have an end-of-sequence token, also if it has one of padding.
         complete: Adds tokens that the task needs and the tokenizer may lack.
 
     Returns:
@@ -66,7 +68,7 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(model_args))
         except (OSError, ValueError) as error:
             raise ValueError(f"--{flag} {name}: no tokenizer could be loaded. {error}") from error
-        _complete_special_tokens(tokenizer, f"--{flag} {name}")
+        _complete_special_tokens(tokenizer, f"--{flag} {name}", needs_end=needs_end)
     if complete is not None:
         complete(tokenizer)
     _fit_new_config(model_args, config, tokenizer)
@@ -122,8 +124,8 @@ def _texts(split: Dataset, columns: Sequence[str]) -> Iterator[str]:
             yield from batch[column]
 
 
-def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    if tokenizer.eos_token is None:
+def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str, *, needs_end: bool) -> None:
+    if tokenizer.eos_token is None and (needs_end or tokenizer.pad_token is None):
         if tokenizer.sep_token is None:
             raise ValueError(f"{source}: the tokenizer has neither an end-of-sequence nor a separator token")
         tokenizer.eos_token = tokenizer.sep_token

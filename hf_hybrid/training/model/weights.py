@@ -30,7 +30,7 @@ def load_model(
     training_args: TrainingArguments | None,
     auto_class: Any,
     config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     resume_from: str | None = None,
     positions: int | None = None,
     *,
@@ -60,7 +60,8 @@ def load_model(
         model, missing = _load(model_args, auto_class, config, ignore_mismatched_sizes, trains=trains)
         if uses_adapter(model_args):
             freeze_loaded(model, missing)
-        _fit_to_tokenizer(model, tokenizer, model_args)
+        if tokenizer is not None:  # a model of pixels or sound has none
+            _fit_to_tokenizer(model, tokenizer, model_args)
     if model_args.init_from is not None:  # only its weights tell whether its head is tied
         check_resumed_model(model.config, resume_from, new=False)
     if positions is not None:

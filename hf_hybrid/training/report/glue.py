@@ -14,7 +14,7 @@ from hf_hybrid.training.report.run_page import Contents, choose_rows
 from hf_hybrid.training.scores.glue import SECOND, logits_of, mark_second, outputs_of, score
 from hf_hybrid.training.splits import first_examples
 
-_SCORE_NAMES = {
+SCORE_NAMES = {
     "accuracy": "accuracy",
     "f1": "F1",
     "matthews_correlation": "Matthews correlation",
@@ -43,14 +43,14 @@ def report(
     evaluated = {name: outputs for name, outputs in evaluated.items() if outputs is not None}
     scored = {name: outputs for name, outputs in evaluated.items() if outputs.label_ids is not None}
     known = None if trained is None else np.asarray(trained["labels"])
-    scores = [name for name in _SCORE_NAMES if any(f"{prefix}_{name}" in metrics for prefix in PREFIXES.values())]
+    scores = [name for name in SCORE_NAMES if any(f"{prefix}_{name}" in metrics for prefix in PREFIXES.values())]
     last = next(
         (prefix for prefix in ("predict", "eval") if any(f"{prefix}_{name}" in metrics for name in scores)), ""
     )
     loss = "Loss (squared error)" if labels.are_numbers else "Loss (nats per example)"
     curves = {loss: {"loss": "training", "eval_loss": "validation"}}
     if scores:
-        curves["Scores on the validation split"] = {f"eval_{name}": _SCORE_NAMES[name] for name in scores}
+        curves["Scores on the validation split"] = {f"eval_{name}": SCORE_NAMES[name] for name in scores}
 
     def samples() -> Section:
         if not evaluated:
@@ -62,17 +62,17 @@ def report(
     return Contents(
         title="Sentence classification" if task is None else f"GLUE {task}",
         sizes={name: f"{len(rows):,} examples" for name, rows in datasets.items()},
-        tiles={f"{last}_{name}": _SCORE_NAMES[name] for name in scores},
+        tiles={f"{last}_{name}": SCORE_NAMES[name] for name in scores},
         curves=curves,
         parts={
-            "scores": lambda: _score_tables(task, labels, known, scored, scores, metrics),
-            "confusions": lambda: _confusions(labels, scored),
+            "scores": lambda: score_tables(task, labels, known, scored, scores, metrics),
+            "confusions": lambda: confusions(labels, scored),
             "samples": samples,
         },
     )
 
 
-def _score_tables(
+def score_tables(
     task: str | None,
     labels: Labels,
     known: np.ndarray[Any, Any] | None,
@@ -90,7 +90,7 @@ def _score_tables(
             results = [score(task, labels, draw, outputs.label_ids) for draw in draws]
             rows.append((name, [float(np.mean([result[score] for result in results])) for score in scores]))
         caption = f"Scores on the {split.replace('_', ', ')} split, {len(outputs.label_ids):,} examples"
-        tables.append(Table(caption, ("", *(_SCORE_NAMES[name] for name in scores)), rows, strong=0))
+        tables.append(Table(caption, ("", *(SCORE_NAMES[name] for name in scores)), rows, strong=0))
     if not scored:
         return Section("Scores", notes=["No split with labels was scored."])
     if known is None:
@@ -119,7 +119,7 @@ def _label_baselines(
     }
 
 
-def _confusions(labels: Labels, scored: Mapping[str, Any]) -> Section:
+def confusions(labels: Labels, scored: Mapping[str, Any]) -> Section:
     """Count how often each label was predicted as each other one."""
     if labels.are_numbers:
         return Section("Confusions")

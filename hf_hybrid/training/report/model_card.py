@@ -22,7 +22,7 @@ from transformers.modelcard import (
 import hf_hybrid
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.description import loading_lines
-from hf_hybrid.training.flags.data import DataArguments
+from hf_hybrid.training.flags.data import RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.run_folder.files import CARD_FILE, replacing
 
@@ -53,7 +53,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 def write_model_card(
     trainer: Trainer,
     model_args: ModelArguments,
-    data_args: DataArguments,
+    data_args: RowArguments,
     *,
     task: str,
     metrics: Mapping[str, float],
@@ -81,7 +81,7 @@ def write_model_card(
         f"# {name.split('/')[-1]}",
         MARK,
         f"A `{type(model).__name__}` (`{model.config.model_type}`), {start}, on {_dataset(data_args)}.",
-        f"## Load it\n\n```python\n{lines}\n```\n\nLoad the tokenizer from the same place with `AutoTokenizer`.",
+        f"## Load it\n\n```python\n{lines}\n```" + _tokenizer_note(trainer),
         _architecture(model),
         _data(data_args, metrics),
         _results(metrics),
@@ -92,6 +92,12 @@ def write_model_card(
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n")
     with replacing(path) as unfinished:  # a card that is cut off would pass for a person's
         card.save(unfinished)
+
+
+def _tokenizer_note(trainer: Trainer) -> str:
+    if trainer.processing_class is None:  # it reads pixels or sound
+        return ""
+    return "\n\nLoad the tokenizer from the same place with `AutoTokenizer`."
 
 
 def _start(source: str | None) -> str:
@@ -120,7 +126,7 @@ def _without_versions(card: str) -> str:
 
 def _metadata(
     model: PreTrainedModel,
-    data_args: DataArguments,
+    data_args: RowArguments,
     *,
     name: str,
     base: str | None,
@@ -171,10 +177,10 @@ def _metric_type(metric: str) -> str:
     return "rouge" if metric.startswith("rouge") else _METRIC_TYPES.get(metric, metric)
 
 
-def _dataset(data_args: DataArguments) -> str:
+def _dataset(data_args: RowArguments) -> str:
     if data_args.dataset_name is not None:
         return " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
-    return ", ".join(Path(path).name for path in data_args.files.values())
+    return ", ".join(dict.fromkeys(Path(path).name for path in data_args.files.values()))
 
 
 # ---- sections ----
@@ -210,7 +216,7 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     return sizes | changed
 
 
-def _data(data_args: DataArguments, metrics: Mapping[str, float]) -> str:
+def _data(data_args: RowArguments, metrics: Mapping[str, float]) -> str:
     rows = []
     for prefix, split in _SPLITS.items():
         for end in ("", "_mm"):

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_hybrid.training.flags.data import PREFIXES, DataArguments
+from hf_hybrid.training.flags.data import PREFIXES, RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.report.curves import draw_picture, find_panels
 from hf_hybrid.training.report.page import Cell, Page, Sample, Section, write_page
@@ -97,7 +97,7 @@ class Contents:
 def write_report(
     trainer: ScriptTrainer,
     model_args: ModelArguments,
-    data_args: DataArguments,
+    data_args: RowArguments,
     task: Callable[[], Contents],
     *,
     command: Sequence[str],
@@ -158,7 +158,7 @@ def _summary(trainer: ScriptTrainer) -> str:
 
 
 def _facts(
-    trainer: ScriptTrainer, model_args: ModelArguments, data_args: DataArguments, sizes: Mapping[str, str]
+    trainer: ScriptTrainer, model_args: ModelArguments, data_args: RowArguments, sizes: Mapping[str, str]
 ) -> dict[str, Cell]:
     args = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -180,7 +180,7 @@ def _facts(
         "vocabulary": getattr(model.config, "vocab_size", None),
     }
     named = " ".join(filter(None, [data_args.dataset_name, data_args.dataset_config_name]))
-    facts["data"] = named or ", ".join(data_args.files.values())
+    facts["data"] = named or ", ".join(dict.fromkeys(data_args.files.values()))
     facts |= {f"{split} split": size for split, size in sizes.items()}
     if args.do_train:
         per_step = args.per_device_train_batch_size * max(1, args.n_gpu) * args.gradient_accumulation_steps

@@ -34,15 +34,19 @@ class Measurements(TrainerCallback):
 
     @property
     def tokens(self) -> int:
-        """Input tokens of the training examples seen, without padding."""
+        """Input tokens, pixels or samples of the training examples seen, without padding."""
         return int(self._tokens)
 
     def count(self, inputs: dict[str, Any]) -> None:
         """Count a training batch, without waiting for its device."""
-        if (ids := inputs.get("input_ids")) is not None:
-            mask = inputs.get("attention_mask")
-            self.examples += len(ids)
-            self._tokens = self._tokens + (ids.numel() if mask is None else mask.sum())
+        for prefix in ("", "pair_"):
+            ids = next(
+                (inputs[name] for name in (f"{prefix}input_ids", f"{prefix}input_values") if name in inputs), None
+            )
+            if ids is not None:
+                mask = inputs.get(f"{prefix}attention_mask")
+                self.examples += 0 if prefix else len(ids)
+                self._tokens = self._tokens + (ids.numel() if mask is None else mask.sum())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""

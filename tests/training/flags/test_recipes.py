@@ -1,0 +1,105 @@
+"""The recipes of the Long Range Arena are those that were published."""
+
+import pytest
+
+from hf_hybrid import ChelaConfig, SpadeConfig
+from hf_hybrid.data.lra import LRA
+from hf_hybrid.training.flags.recipes import RECIPES, find_recipe, fit_fields
+
+CONFIGS = {"chela": ChelaConfig, "spade": SpadeConfig}
+TASKS = ["lra_listops", "lra_text", "lra_retrieval", "lra_image", "lra_pathfinder"]
+ALL = [*TASKS, "lra_speech"]
+
+
+def config_of(name, task):
+    recipe = find_recipe(name, task)
+    return CONFIGS[recipe.model_type](**fit_fields(recipe.fields, task, LRA[task].length))
+
+
+def sizes(name, task):
+    recipe, config = find_recipe(name, task), config_of(name, task)
+    shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    return *shape, recipe.batch_size, recipe.learning_rate, config.dropout, recipe.weight_decay, recipe.epochs
+
+
+def test_chelas_are_those_of_its_table_7():
+    assert [sizes("chela", task) for task in ALL] == [
+        (6, 80, 160, 64, 0.001, 0.1, 0.01, 60),
+        (4, 128, 256, 50, 0.004, 0.1, 0.01, 50),
+        (6, 128, 256, 64, 0.003, 0.1, 0.04, 40),
+        (8, 160, 320, 50, 0.01, 0.0, 0.02, 200),
+        (6, 128, 256, 128, 0.01, 0.0, 0.01, 200),
+        (6, 60, 120, 20, 0.01, 0.0, 0.01, 200),
+    ]
+    assert [config_of("chela", task).norm_type for task in TASKS[:3]] == ["batch_norm", "scale_norm", "scale_norm"]
+
+
+def test_megas_are_those_of_its_commands():
+    """Its updates are CHELA's epochs, and its warm-ups shares of them."""
+    updates = {"lra_listops": 90_000, "lra_text": 25_000, "lra_retrieval": 91_960, "lra_image": 180_000}
+    updates |= {"lra_pathfinder": 250_000}
+    warmups = dict(zip(TASKS, (3_000, 10_000, 10_000, 9_000, 50_000), strict=True))
+    for task in TASKS:
+        recipe = find_recipe("mega", task)
+        assert round(updates[task] * recipe.batch_size / LRA[task].counts[0]) == recipe.epochs
+        assert recipe.warmup == warmups[task] / updates[task]
+        assert sizes("mega", task) == sizes("chela", task)
+        config = config_of("mega", task)
+        assert (config.mixer, config.attention_fn, config.mixer_state_size) == ("ema", "laplace", 16)
+    assert config_of("mega", "lra_listops").norm_type == "layer_norm"
+
+
+@pytest.mark.parametrize("name", ["spade_window", "spade_chunk"])
+def test_spades_are_those_of_its_table_10(name):
+    assert [sizes(name, task)[3:7] for task in TASKS] == [
+        (64, 0.0015, 0.2, 0.0), (100, 0.01, 0.2, 0.01), (128, 0.004, 0.1, 0.03), (100, 0.01, 0.0, 0.02),
+        (128, 0.01, 0.0, 0.01),
+    ]  # fmt: skip
+    for task in ALL:
+        assert sizes(name, task)[:3] == sizes("chela", task)[:3]
+    config = config_of(name, "lra_text")
+    assert config.global_layers == [0]
+    assert config.chunk_size == 128 if name == "spade_chunk" else config.local_radius == 64
+
+
+def test_s4s_are_those_of_its_files():
+    found = []
+    for task in TASKS:
+        config = config_of("s4", task)
+        assert (config.attention_type, config.global_layers, config.ssm_freeze) == ("none", [*range(6)], "none")
+        found.append((config.ssm_state_size, config.ssm_num_copies, config.norm_position, *sizes("s4", task)[3:]))
+    assert [sizes("s4", task)[:2] for task in TASKS] == [(6, 256), (6, 256), (6, 256), (6, 512), (6, 256)]
+    assert found == [
+        (4, 1, "post", 32, 0.01, 0.0, 0.05, 40),
+        (4, 1, "pre", 16, 0.01, 0.0, 0.05, 32),
+        (4, 1, "pre", 64, 0.01, 0.0, 0.05, 20),
+        (64, 1, "post", 50, 0.01, 0.1, 0.05, 200),
+        (64, 256, "pre", 64, 0.004, 0.0, 0.05, 200),
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_makes_flags_and_names_its_source(name, monkeypatch):
+    for task in RECIPES[name]:
+        recipe = find_recipe(name, task)
+        assert recipe.source
+        assert recipe.flags["per_device_train_batch_size"] == recipe.batch_size
+        assert (config_of(name, task).input_size is None) == (LRA[task].vocab_size is not None)
+    assert find_recipe(name, "lra_listops_200") is find_recipe(name, "lra_listops")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert find_recipe("chela", "lra_text").flags["per_device_train_batch_size"] == 25
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="the recipe's batches of 50 cannot be divided among 3 processes"):
+        _ = find_recipe("chela", "lra_text").flags
+
+
+def test_lengths_are_cut_with_the_sequences():
+    fields = fit_fields(find_recipe("chela", "lra_text").fields, "lra_text", 1024)
+    assert (fields["training_length"], fields["long_kernel_size"], fields["vocab_size"]) == (1024, 1024, 259)
+
+
+def test_recipes_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"--recipe must be one of chela, .*; got 'chele'. Did you mean 'chela'\?"):
+        find_recipe("chele", "lra_text")
+    with pytest.raises(ValueError, match="--recipe mega has no settings for --task_name lra_speech"):
+        find_recipe("mega", "lra_speech")

@@ -152,6 +152,7 @@ class CausalLMForward:
     call has `skip_logits=False`, since the loss needs only those of each label's cluster.
     """
 
+    divides_sequences = True  # in `context_parallel`; see `check_divisible_model`
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
@@ -263,6 +264,8 @@ class CausalLMForward:
 class MaskedLMForward:
     """Forward of a masked language model: `lm_head` on every token of a bidirectional `model`."""
 
+    divides_sequences = True
+
     @can_return_tuple
     def forward(
         self,
@@ -292,6 +295,7 @@ class MaskedLMForward:
 class SequenceClassificationForward:
     """Forward of a sequence classifier: `dropout` and `classifier` on the tokens pooled by `config.pooling`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 
@@ -332,6 +336,7 @@ class SequencePairClassificationForward:
     it defines `_classify`, which makes logits of them.
     """
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 
@@ -367,7 +372,6 @@ class SequencePairClassificationForward:
             ValueError: One of the sequences is missing, there are not as many of one as of the other, or sequences are
                 packed.
         """
-        refuse_packed(kwargs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
@@ -377,24 +381,34 @@ class SequencePairClassificationForward:
                 f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
                 f"size; got sizes {sizes[0]} and {sizes[1]}"
             )
+        layouts = []
+        for inputs, mask in ((first, attention_mask), (second, pair_attention_mask)):
+            given = next(x for x in inputs.values() if x is not None)
+            layouts.append(pass_whole_rows(kwargs, given, "each row is classified as one", mask))
+            kwargs.pop("shards", None)  # each has its own
+        shards, pair_shards = layouts
         pooled = (
-            self._pooled(pair_attention_mask, **second, **kwargs),
-            self._pooled(attention_mask, **first, **kwargs),
+            self._pooled(pair_attention_mask, pair_shards, **second, **kwargs),
+            self._pooled(attention_mask, shards, **first, **kwargs),
         )
         logits = self._classify(torch.cat(pooled, dim=-1))
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
-    def _pooled(self, attention_mask: torch.Tensor | None, **inputs) -> torch.Tensor:
-        outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
-        return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+    def _pooled(self, attention_mask: torch.Tensor | None, shards: Shards | None, **inputs) -> torch.Tensor:
+        if shards is None:
+            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+            return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, shards=shards, **inputs)
+        return pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
 
 
 class TokenClassificationForward:
     """Forward of a token classifier: `dropout` and `classifier` on every token of `model`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     @can_return_tuple
@@ -428,6 +442,7 @@ class TokenClassificationForward:
 class QuestionAnsweringForward:
     """Forward of a model that marks an answer's first and last token: `qa_outputs` on every token of `model`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 

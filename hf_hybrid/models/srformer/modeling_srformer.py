@@ -36,6 +36,7 @@ class SegmentedPreTrainedModel(ModelCardMixin):
     """Mixin for all models: initialises the parameters that SRformer adds."""
 
     _supports_context_parallel = False
+    why_not_divided = "its encoder, T5's or BART's, is full attention, in which every token reads every other one"
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         if not hasattr(config, "has_states"):  # a checkpoint with its code has its own config class

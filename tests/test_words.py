@@ -20,7 +20,7 @@ from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.srformer.configuration_srformer import SegmentedCrossAttentionFields
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-PLUMBING = ("context_parallel.shards", "context_parallel.collectives")  # what operations are made of
+PLUMBING = tuple(f"context_parallel.{name}" for name in ("shards", "collectives", "faults"))  # below operations
 # whose config fields' words need no explanation here
 PEERS = ("t5", "bart", "llama", "mistral", "mamba2", "jamba", "bert", "longt5", "pegasus_x", "modernbert", "gpt2")
 

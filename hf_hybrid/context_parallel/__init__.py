@@ -14,14 +14,17 @@ Refused: an LSTM, see `check_divisible`.
 
 from .attention import laplace_attention, linear_attention, local_attention, own_positions, sees_others
 from .collectives import Sent, count_sent, divide, fetch, gather, nothing, undivide
-from .context import active_group, add_up, context_parallel, next_tokens, own_part, total
+from .context import active_group, add_up, context_parallel, next_tokens, own_part, own_span, previous_tokens, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
+from .cross_attention import cross_attention
+from .faults import ProcessLost, known_fault, meet
 from .refusals import check_divisible
 from .scans import diagonal_scan, s4_window_states, ssm_conv
 from .segments import segment_recurrence
 from .shards import Shards, Span, group_of, make_shards
 
 __all__ = [
+    "ProcessLost",
     "Sent",
     "Shards",
     "Span",
@@ -31,21 +34,26 @@ __all__ = [
     "check_divisible",
     "context_parallel",
     "count_sent",
+    "cross_attention",
     "diagonal_scan",
     "divide",
     "fetch",
     "filter_bank_conv",
     "gather",
     "group_of",
+    "known_fault",
     "laplace_attention",
     "linear_attention",
     "local_attention",
     "long_conv",
     "make_shards",
+    "meet",
     "next_tokens",
     "nothing",
     "own_part",
     "own_positions",
+    "own_span",
+    "previous_tokens",
     "s4_window_states",
     "sees_others",
     "segment_recurrence",

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .faults import named_faults
 from .shards import Shards, Span
 
 
@@ -84,7 +85,8 @@ def _swap(
     messages = [_as_bytes(x) for tensors in outgoing for x in tensors]
     buffer = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *messages])
     received = buffer.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(received, buffer, [sum(of_rank) for of_rank in sizes], sent, group=shards.group)
+    with named_faults(shards.group):
+        dist.all_to_all_single(received, buffer, [sum(of_rank) for of_rank in sizes], sent, group=shards.group)
     parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
     return [[_from_bytes(next(parts), form) for form in forms] for forms in incoming]
 
@@ -187,6 +189,19 @@ def fetch(shards: Shards, spans: Sequence[Span], *tensors: Tensor, dim: int = 1)
     return [torch.cat(parts, dim=dim) for parts in zip(*(xs for xs in received if xs), strict=True)]
 
 
+def regroup(shards: Shards, parts: list[tuple[Tensor, ...]], dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Send part r of each tensor to rank r, and join what comes, of these sizes in dimension `dim`."""
+    own = [of_tensor[shards.rank] for of_tensor in parts]
+    outgoing = [[] if rank == shards.rank else [of_tensor[rank] for of_tensor in parts] for rank in range(shards.size)]
+    incoming: list[list[Form]] = []
+    for rank, size in enumerate(sizes):
+        forms = [Form((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype) for x in own]
+        incoming.append([] if rank == shards.rank else forms)
+    kept, received = exchange(shards, own, outgoing, incoming)
+    received[shards.rank] = kept
+    return [torch.cat(pieces, dim=dim) for pieces in zip(*received, strict=True)]
+
+
 def divide(shards: Shards, *tensors: Tensor, tokens: int, width: int) -> list[Tensor]:
     """Turn own tokens of all channels into all tokens of own channels.
 
@@ -200,25 +215,12 @@ def divide(shards: Shards, *tensors: Tensor, tokens: int, width: int) -> list[Te
         All tokens of the channels `shards.share(...)`. Differentiable once.
     """
     parts = [x.split(shards.shares(x.shape[width]), dim=width) for x in tensors]
-    return _regroup(shards, parts, tokens, shards.lengths)
+    return regroup(shards, parts, tokens, shards.lengths)
 
 
 def undivide(shards: Shards, x: Tensor, total: int, *, tokens: int, width: int) -> Tensor:
     """Invert `divide`, for results with `total` channels."""
-    return _regroup(shards, [x.split(shards.lengths, dim=tokens)], width, shards.shares(total))[0]
-
-
-def _regroup(shards: Shards, parts: list[tuple[Tensor, ...]], dim: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Send part r of each tensor to rank r, and join what comes, of these sizes in dimension `dim`."""
-    own = [of_tensor[shards.rank] for of_tensor in parts]
-    outgoing = [[] if rank == shards.rank else [of_tensor[rank] for of_tensor in parts] for rank in range(shards.size)]
-    incoming: list[list[Form]] = []
-    for rank, size in enumerate(sizes):
-        forms = [Form((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype) for x in own]
-        incoming.append([] if rank == shards.rank else forms)
-    kept, received = exchange(shards, own, outgoing, incoming)
-    received[shards.rank] = kept
-    return [torch.cat(pieces, dim=dim) for pieces in zip(*received, strict=True)]
+    return regroup(shards, [x.split(shards.lengths, dim=tokens)], width, shards.shares(total))[0]
 
 
 def relay(shards: Shards, forward: Tensor | None, backward: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -58,11 +58,16 @@ def own_part(x: Tensor, mesh: DeviceMesh | dist.ProcessGroup, dim: int = 1) -> T
         mesh: A mesh of one dimension, or a group.
         dim: The dimension of tokens.
     """
+    own = own_span(x.shape[dim], mesh)
+    return x.narrow(dim, own.start, own.length).contiguous()
+
+
+def own_span(length: int, mesh: DeviceMesh | dist.ProcessGroup) -> Span:
+    """Return which of `length` tokens `own_part` gives to this process."""
     group = group_of(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    length = -(-x.shape[dim] // size)
-    start = min(rank * length, x.shape[dim])
-    return x.narrow(dim, start, min(length, x.shape[dim] - start)).contiguous()
+    part = -(-length // size)
+    return Span(min(rank * part, length), min((rank + 1) * part, length))
 
 
 def next_tokens(labels: Tensor, shards: Shards, ignore_index: int) -> Tensor:
@@ -82,6 +87,27 @@ def next_tokens(labels: Tensor, shards: Shards, ignore_index: int) -> Tensor:
     if spans[shards.rank].stop == shards.own.stop:
         longer = torch.cat([longer, longer.new_full((len(labels), 1), ignore_index)], dim=1)
     return longer[:, 1:].contiguous() if shards.own.length else labels
+
+
+def previous_tokens(labels: Tensor, shards: Shards, first: int) -> Tensor:
+    """Return the token before each own one, the last of the process before for the first: 8 B bytes sent.
+
+    Args:
+        labels: `(B, T_r)`.
+        shards: The layout.
+        first: What precedes the first token of the sequence.
+
+    Returns:
+        `(B, T_r)`.
+    """
+    shards.check(labels, "labels")
+    spans = [Span(max(0, own.start - 1), own.stop) if own.length else own for own in shards.spans]
+    (longer,) = fetch(shards, spans, labels)
+    if not shards.own.length:
+        return labels
+    if shards.own.start == 0:
+        longer = torch.cat([longer.new_full((len(labels), 1), first), longer], dim=1)
+    return longer[:, :-1].contiguous()
 
 
 class _Total(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """How a sequence is divided among processes: contiguous shards, rank after rank, of any length.
 
-A layout is made once per forward, by one collective of 16 bytes per pair of processes. Whatever an operation sends
+A layout is made once per forward, by one collective of 24 bytes per pair of processes. Whatever an operation sends
 afterwards, every process knows from the layout what the others send and want, so that no operation communicates
 lengths.
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.packed import bounds
+from .faults import named_faults
 
 
 class Span(NamedTuple):
@@ -175,30 +176,39 @@ def make_shards(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
     device: torch.device | str = "cpu",
 ) -> Shards:
     """Make the layout of a sequence from the length that each process holds; all processes of the group call it.
 
-    Each process sends 16 bytes to each other one. The host waits for them, and reads the bounds of packed sequences.
+    Each process sends 24 bytes to each other one. The host waits for them, and reads the bounds of packed sequences.
 
     Args:
         length: Tokens of this process; 0 or more.
         mesh: A mesh of one dimension, or a group; None for the default group.
         cu_seqlens: Bounds of N sequences packed into one row, `(N + 1,)`, see `kernels.packed`; they count the tokens
             of all processes, and are the same on all.
+        rows: Sequences of the batch, the same on all processes.
         device: Where the backend of the group communicates.
 
     Raises:
-        ValueError: A length is negative, no process has a token, the bounds do not rise from 0 to T or differ between
-            processes; every process raises it.
+        ValueError: A length is negative, no process has a token, the bounds do not rise from 0 to T, or they or the
+            rows differ between processes; every process raises it.
+        ProcessLost: A process has ended, or did not answer within the timeout of the group.
     """
     group = group_of(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ends = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    own = torch.tensor([[length, hash(ends) if ends is not None else 0]], dtype=torch.int64, device=device)
-    table = own.new_empty(size, 2)
-    dist.all_gather(list(table.split(1)), own, group=group)
-    lengths, fingerprints = table.T.tolist()
+    own = torch.tensor([[length, hash(ends) if ends is not None else 0, rows]], dtype=torch.int64, device=device)
+    table = own.new_empty(size, 3)
+    with named_faults(group):
+        dist.all_gather(list(table.split(1)), own, group=group)
+        lengths, fingerprints, counts = table.T.tolist()
+    for other, count in enumerate(counts):
+        if count != counts[0]:
+            raise ValueError(
+                f"a batch must have the same rows on all ranks; rank {other} has {count} and rank 0 has {counts[0]}"
+            )
     if min(lengths) < 0 or sum(lengths) == 0:
         raise ValueError(f"length must be 0 or more on every rank, and positive on one; got {lengths}")
     for other, fingerprint in enumerate(fingerprints):

@@ -1,14 +1,14 @@
 """Pooling and heads that several architectures share.
 
 They read of a config: `vocab_size hidden_size tie_word_embeddings adaptive_cutoffs`, with cutoffs `adaptive_dropout`;
-classifiers of sequences `pooling`.
+language models `skip_logits`; classifiers of sequences `pooling`.
 
 A `...Forward` mixin comes before the architecture's base class. The class that uses it builds the modules: `model` and
 those named in the mixin's docstring. A language model's logits are `lm_head` of its last hidden states.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..context_parallel import Shards, Span, add_up, fetch, gather, next_tokens,
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveSoftmax
 from ..layers.state_space import ssm_parameters
+from .losses import OfCount, loss_alone, loss_of_logits, skips_logits
 from .packing import refuse_packed, take_shards
 
 
@@ -104,7 +105,7 @@ def shared_loss(loss: torch.Tensor, shards: Shards | None) -> torch.Tensor:
 
 
 def mean_loss(
-    of_count: Callable[[torch.Tensor | int | None], torch.Tensor],
+    of_count: OfCount,
     labels: torch.Tensor,
     count: torch.Tensor | int | None,
     shards: Shards | None,
@@ -147,10 +148,11 @@ class StateSpaceModelMixin:
 class CausalLMForward:
     """Forward of a causal language model: `lm_head`, from `add_lm_head`, on a causal `model` with `embed_tokens`.
 
-    With `config.adaptive_cutoffs` the logits are log-probabilities; in training with labels they are None, since the
-    loss needs only those of each label's cluster.
+    With `config.adaptive_cutoffs` the logits are log-probabilities; in training with labels they are None, unless the
+    call has `skip_logits=False`, since the loss needs only those of each label's cluster.
     """
 
+    divides_sequences = True  # in `context_parallel`; see `check_divisible_model`
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
@@ -174,15 +176,18 @@ class CausalLMForward:
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Compute the logits of the token after each token, and with labels the loss.
 
         In place of `labels`, `shift_labels` `(B, T)` holds the label of each token's prediction: `labels` already
-        shifted, as context parallelism passes them.
+        shifted, as context parallelism passes them. With `skip_logits` (see the config) the loss is computed alone.
         """
         num_items_in_batch, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
+        adaptive = self.config.adaptive_cutoffs is not None
+        skips = skips_logits(self, skip_logits, has_labels, in_training=self.config.skip_logits or adaptive)
         if has_labels:
             inputs = input_ids if inputs_embeds is None else inputs_embeds
             if shift_labels is not None and inputs is not None and shift_labels.shape != inputs.shape[:2]:
@@ -206,18 +211,10 @@ class CausalLMForward:
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
-        if self.config.adaptive_cutoffs is not None:
-            logits, loss = self._adaptive_outputs(hidden_states, labels, shift_labels, num_items_in_batch, shards)
-        else:
-            logits, loss = self.lm_head(hidden_states), None
-            if has_labels:
-                options = {"vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
-                loss = mean_loss(
-                    lambda count: self.loss_function(logits, labels, num_items_in_batch=count, **options),
-                    shift_labels,
-                    num_items_in_batch,
-                    shards,
-                )
+        logits = None if skips else self._logits(hidden_states)
+        loss = None
+        if has_labels:
+            loss = self._loss(logits, hidden_states, labels, shift_labels, num_items_in_batch, shards)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -226,25 +223,34 @@ class CausalLMForward:
             attentions=outputs.attentions,
         )
 
-    def _adaptive_outputs(
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.config.adaptive_cutoffs is None:
+            return self.lm_head(hidden_states)
+        return self.lm_head(hidden_states, self._tied_tables())
+
+    def _tied_tables(self) -> nn.Module | None:
+        return self.model.embed_tokens if self.config.tie_word_embeddings else None
+
+    def _loss(
         self,
+        logits: torch.Tensor | None,
         hidden_states: torch.Tensor,
         labels: torch.LongTensor | None,
         shift_labels: torch.LongTensor | None,
         num_items_in_batch: torch.Tensor | int | None,
         shards: Shards | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        embedding = self.model.embed_tokens if self.config.tie_word_embeddings else None
-        loss, predicting = None, hidden_states
-        if shift_labels is None and labels is not None:
-            predicting, shift_labels = hidden_states[:, :-1], labels[:, 1:]
-        if shift_labels is not None:
-            addend, count = self.lm_head.loss(predicting, shift_labels, embedding)
-            loss = mean_loss(
-                lambda number: addend / (count if number is None else number), shift_labels, num_items_in_batch, shards
-            )
-        logits = None if loss is not None and self.training else self.lm_head(hidden_states, embedding)
-        return logits, loss
+    ) -> torch.Tensor:
+        adaptive = self.config.adaptive_cutoffs is not None
+        if logits is not None and not adaptive:
+            of_count = loss_of_logits(self, logits, labels, shift_labels=shift_labels)
+        else:
+            if shift_labels is None:
+                hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+            of_count = loss_alone(self, hidden_states, shift_labels, self._adaptive_loss if adaptive else None)
+        return mean_loss(of_count, shift_labels, num_items_in_batch, shards)
+
+    def _adaptive_loss(self, hidden_states: torch.Tensor, labels: torch.LongTensor) -> torch.Tensor:
+        return self.lm_head.loss(hidden_states, labels, self._tied_tables())[0]
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
         """Resize the vocabulary, as in every model of transformers; an adaptive vocabulary has a fixed size."""
@@ -258,6 +264,8 @@ class CausalLMForward:
 class MaskedLMForward:
     """Forward of a masked language model: `lm_head` on every token of a bidirectional `model`."""
 
+    divides_sequences = True
+
     @can_return_tuple
     def forward(
         self,
@@ -265,22 +273,20 @@ class MaskedLMForward:
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Compute the logits of every token, and with labels the loss."""
+        """Compute the logits of every token, and with labels the loss; with `skip_logits` the loss alone."""
+        skips = skips_logits(self, skip_logits, labels is not None, in_training=self.config.skip_logits)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         shards = pass_shards(kwargs, input_ids if inputs_embeds is None else inputs_embeds, attention_mask)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        logits = self.lm_head(outputs.last_hidden_state)
+        logits = None if skips else self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            size = self.config.vocab_size
-            loss = mean_loss(
-                lambda count: self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=count),
-                labels,
-                num_items_in_batch,
-                shards,
-            )
+            states = outputs.last_hidden_state
+            of_count = loss_alone(self, states, labels) if skips else loss_of_logits(self, logits, labels)
+            loss = mean_loss(of_count, labels, num_items_in_batch, shards)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -289,6 +295,7 @@ class MaskedLMForward:
 class SequenceClassificationForward:
     """Forward of a sequence classifier: `dropout` and `classifier` on the tokens pooled by `config.pooling`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 
@@ -329,6 +336,7 @@ class SequencePairClassificationForward:
     it defines `_classify`, which makes logits of them.
     """
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 
@@ -364,7 +372,6 @@ class SequencePairClassificationForward:
             ValueError: One of the sequences is missing, there are not as many of one as of the other, or sequences are
                 packed.
         """
-        refuse_packed(kwargs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         second = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
@@ -374,24 +381,34 @@ class SequencePairClassificationForward:
                 f"both sequences of a pair must be given (such as input_ids and pair_input_ids), in batches of equal "
                 f"size; got sizes {sizes[0]} and {sizes[1]}"
             )
+        layouts = []
+        for inputs, mask in ((first, attention_mask), (second, pair_attention_mask)):
+            given = next(x for x in inputs.values() if x is not None)
+            layouts.append(pass_whole_rows(kwargs, given, "each row is classified as one", mask))
+            kwargs.pop("shards", None)  # each has its own
+        shards, pair_shards = layouts
         pooled = (
-            self._pooled(pair_attention_mask, **second, **kwargs),
-            self._pooled(attention_mask, **first, **kwargs),
+            self._pooled(pair_attention_mask, pair_shards, **second, **kwargs),
+            self._pooled(attention_mask, shards, **first, **kwargs),
         )
         logits = self._classify(torch.cat(pooled, dim=-1))
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
-    def _pooled(self, attention_mask: torch.Tensor | None, **inputs) -> torch.Tensor:
-        outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
-        return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+    def _pooled(self, attention_mask: torch.Tensor | None, shards: Shards | None, **inputs) -> torch.Tensor:
+        if shards is None:
+            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+            return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, shards=shards, **inputs)
+        return pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
 
 
 class TokenClassificationForward:
     """Forward of a token classifier: `dropout` and `classifier` on every token of `model`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     @can_return_tuple
@@ -425,6 +442,7 @@ class TokenClassificationForward:
 class QuestionAnsweringForward:
     """Forward of a model that marks an answer's first and last token: `qa_outputs` on every token of `model`."""
 
+    divides_sequences = True
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     accepts_loss_kwargs = False  # the loss is a mean over the batch
 

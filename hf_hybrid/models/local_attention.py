@@ -351,8 +351,10 @@ class LocalAttention(nn.Module):
         if cu_seqlens is not None:
             query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
         length = query.shape[1] if shards is None else shards.longest
-        window = self.attention_type == "window"
+        window = self.attention_type != "chunk"
         reach = self.config.local_radius if window else self.config.chunk_size - 1
+        if self.attention_type == "full":  # of a divided target: a window that holds all of it
+            reach = length
         if not exports_any(length):
             reach = min(reach, max(length - 1, 0))
         offsets = torch.arange(-reach, 1 if self.is_causal else reach + 1, device=query.device)
@@ -394,7 +396,10 @@ class LocalAttention(nn.Module):
         if shards is None:
             return local
         if self.attention_type == "full":
-            check_divisible("full attention", shards.size)
+            if not (self.is_causal and self.config.is_encoder_decoder):  # targets are short
+                check_divisible("full attention", shards.size)
+            local = attention_mask is None or attention_mask.dim() == 2
+            local = local and self.config._attn_implementation != "eager"
         if not local or options.get("output_attentions"):
             raise ValueError(
                 "a divided sequence needs attention_mask of shape (batch, length), attn_implementation other than "

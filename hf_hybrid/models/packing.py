@@ -103,10 +103,12 @@ def take_shards(
     if past_key_values is not None:
         raise ValueError("past_key_values must be None in context_parallel, which divides complete sequences")
     given = {name: arguments.pop(name, None) for name in BOUNDS}
-    length, device = inputs.shape[1], inputs.device
+    (rows, length), device = inputs.shape[:2], inputs.device
     cu_seqlens, numbers = given["cu_seq_lens_q"], given["seq_idx"]
     if cu_seqlens is None and (numbers is not None or given["position_ids"] is not None):
-        cu_seqlens = _divided_bounds(numbers, given["position_ids"], make_shards(length, group, device=device))
+        cu_seqlens = _divided_bounds(
+            numbers, given["position_ids"], make_shards(length, group, rows=rows, device=device)
+        )
     if cu_seqlens is not None and len(cu_seqlens) > 2:
         if attention_mask is not None or inputs.shape[0] > 1:
             raise ValueError(
@@ -114,7 +116,7 @@ def take_shards(
                 f"got a batch of {inputs.shape[0]}"
             )
         return make_shards(length, group, cu_seqlens=cu_seqlens, device=device)
-    return make_shards(length, group, device=device)
+    return make_shards(length, group, rows=rows, device=device)
 
 
 def _divided_bounds(numbers: torch.Tensor | None, position_ids: torch.Tensor | None, shards: Shards) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from hf_hybrid.context_parallel import known_fault
 from hf_hybrid.training.processes import is_first_process
 
 INTERRUPTED, TERMINATED, HUNG_UP = 130, 143, 129
@@ -41,8 +42,9 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
     """Run a script's main function and exit with its code.
 
     A `ValueError` that this package raises is for the user to fix: it prints one line, ``error: ...``, and exits with
-    2. One raised inside a library keeps its traceback. `RunFailed` and a full disk print one line and exit with 1.
-    Ctrl-C exits with 130, SIGTERM with 143 and SIGHUP with 129. An integer that main returns is the exit code.
+    2. One raised inside a library keeps its traceback. `RunFailed`, a full disk and a lost process print one line and
+    exit with 1. Ctrl-C exits with 130, SIGTERM with 143 and SIGHUP with 129. An integer that main returns is the exit
+    code.
     """
     try:
         result = main()
@@ -55,6 +57,9 @@ def run_command_line(main: Callable[[], Any]) -> NoReturn:
             sys.exit(2)
         if isinstance(error.__context__, KeyboardInterrupt):  # a library failed while it was interrupted
             _leave(error.__context__)
+        if (fault := known_fault(error)) is not None:
+            _report(error, fault)
+            sys.exit(1)
         if (found := no_room(error)) is None:
             raise
         _report(error, f"there is no room on a disk: {one_line(found[1])}. Make some and run the same command again.")

@@ -120,6 +120,12 @@ def _fit_arguments(
         training_args.use_bfloat16_where_it_is_fast()
     if data_args.packing:
         training_args.remove_unused_columns = False  # the collator reads one that is not the model's
+        rows = max(training_args.per_device_train_batch_size, training_args.per_device_eval_batch_size)
+        if training_args.context_parallel_size > 1 and rows > 1:
+            raise ValueError(
+                "--packing with --context_parallel_size needs --per_device_train_batch_size 1 and "
+                f"--per_device_eval_batch_size 1: one row of packed pieces is divided; got {rows}"
+            )
     if data_args.streaming:
         if training_args.dataloader_num_workers > 1:
             raise ValueError(

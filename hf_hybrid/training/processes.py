@@ -98,11 +98,14 @@ def let_autocast_choose(accelerator: Accelerator, model: Any) -> bool:
     return True
 
 
-def count_new_rows(accelerator: Accelerator, rows: int | None) -> int | None:
-    """How many rows of this process's batch are not repeated; None if no process has repeated rows."""
+def count_new_rows(accelerator: Accelerator, rows: int | None, sharing: int = 1) -> int | None:
+    """How many rows of this process's batch are not repeated; None if no process has repeated rows.
+
+    So many consecutive processes are `sharing` the same rows.
+    """
     state = accelerator.gradient_state
-    if accelerator.num_processes <= 1 or rows is None or not state.end_of_dataloader or state.remainder < 1:
+    if accelerator.num_processes <= sharing or rows is None or not state.end_of_dataloader or state.remainder < 1:
         return None
-    count = state.remainder - accelerator.process_index * rows
+    count = state.remainder - accelerator.process_index // sharing * rows
     # a process without new rows computes all it has: with sharded weights, every process must compute
     return min(count, rows) if count > 0 else rows

@@ -11,6 +11,8 @@ import datasets
 from transformers import PreTrainedConfig, set_seed
 from transformers.utils import logging as transformers_logging
 
+from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.models.divided import check_divisible_model
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.flags.command_line import given_flags, read_arguments, show_command
 from hf_hybrid.training.flags.data import RowArguments
@@ -65,6 +67,8 @@ def begin(
             f"{did_you_mean(wanted, metrics)}"
         )
     config = load_config(model_args, auto_class, preset=data_args.default_preset, role=role, reads=reads)
+    own = auto_class._model_mapping.get(type(config), None) if config.model_type in ARCHITECTURES else None
+    check_divisible_model(config, own, training_args.context_parallel_size)
     _show_log(training_args)
 
     def check() -> str | None:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from hf_hybrid import ChelaForSequencePairClassification, SpadeForSequencePairClassification, kernels
 from hf_hybrid import context_parallel as divided
-from hf_hybrid import kernels
-from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards
+from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards, meet
 
 from ..models.tiny import tiny_inputs, tiny_model
 from ..tolerances import assert_close
@@ -99,7 +99,6 @@ def any_span(group: dist.ProcessGroup) -> None:
 def other_models(group: dist.ProcessGroup) -> None:
     """Models that cannot read divided sequences say so, on every process."""
     for model_type, auto_class in (
-        ("spade", "AutoModelForSeq2SeqLM"),
         ("srformer_t5", "AutoModelForSeq2SeqLM"),
         ("srformer_bart", "AutoModelForSeq2SeqLM"),
     ):
@@ -113,6 +112,36 @@ def other_models(group: dist.ProcessGroup) -> None:
         _refused("past_key_values must be None", lambda: model(**tiny_inputs(model), past_key_values=cache))
         assert model(**tiny_inputs(model)).past_key_values is None
     assert model(**tiny_inputs(model)).past_key_values is not None
+
+
+def pairs_of_texts(group: dist.ProcessGroup) -> None:
+    """Two sequences of different lengths, each divided."""
+    for model_type, pair_class in (
+        ("chela", ChelaForSequencePairClassification),
+        ("spade", SpadeForSequencePairClassification),
+    ):
+        torch.manual_seed(0)
+        _pair(pair_class(tiny_model(model_type, "AutoModelForSequenceClassification").config).double().eval(), group)
+
+
+def _pair(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    first, second, labels = torch.randint(3, 60, (2, 14)), torch.randint(3, 60, (2, 5)), torch.tensor([0, 2])
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[0, 3:] = 0
+    inputs = {"input_ids": first, "pair_input_ids": second, "pair_attention_mask": mask}
+    expected = model(**inputs, labels=labels)
+    expected.loss.backward()
+    gradients = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    with divided.context_parallel(group):
+        output = model(**{name: divided.own_part(x, group) for name, x in inputs.items()}, labels=labels)
+    output.loss.backward()
+    assert_close(output.logits, expected.logits.detach(), "float64 gradient")
+    problems = []
+    for name, x in model.named_parameters():
+        dist.all_reduce(x.grad, group=group)
+        problems += [] if torch.allclose(x.grad, gradients[name], rtol=0, atol=1e-12) else [name]
+    assert not problems
 
 
 def bad_arguments(group: dist.ProcessGroup) -> None:
@@ -130,6 +159,11 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
     _refused(
         "length must be 0 or more on every rank, and positive on one; got [0, 0, 0]", lambda: make_shards(0, group)
     )
+    _refused(
+        "a batch must have the same rows on all ranks; rank 1 has 2 and rank 0 has 1",
+        lambda: make_shards(LENGTHS[rank], group, rows=2 if rank == 1 else 1),
+    )
+    assert meet(group, rank + 5) == {0: 5, 1: 6, 2: 7}
     shards = make_shards(LENGTHS[rank], group)
     x = torch.zeros(1, LENGTHS[rank] + 1, 2, 3)
     message = f"query must hold the {LENGTHS[rank]} tokens of rank {rank} in dimension 1"
@@ -156,6 +190,6 @@ def _refused(words: str, call: Callable[[], object]) -> None:
 
 BEHAVIOURS = {
     function.__name__: function
-    for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, bad_arguments)
+    for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, pairs_of_texts, bad_arguments)
 }
 """Name → a check in a group of three processes that raises AssertionError."""

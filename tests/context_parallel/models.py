@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 
 from hf_hybrid.context_parallel import context_parallel, own_part
+from hf_hybrid.models import losses
 
 from ..models.tiny import DECODERS, tiny_model
 from ..tolerances import assert_close
 
-TOKENS = 23
+TOKENS, TARGETS = 23, 9
 SEQUENCES, ANSWERS = "AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"
+PAIRS = "AutoModelForSeq2SeqLM"
 CAUSAL, MASKED, TAGGING = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTokenClassification"
 # variants that cannot be divided: what the error says
 REFUSED = {
@@ -40,6 +42,12 @@ ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
         "laplace in chunks": {"attention_fn": "laplace", "chunk_size": 5},
     },
 }
+PAIRED: dict[str, dict[str, Any]] = {
+    "full decoder": {},
+    "window decoder": {"decoder_attention_type": "window", "ssm_freeze": "none"},
+    "absolute decoder": {"decoder_position": "learned_absolute", "attention_type": "chunk"},
+    "global decoder": {"decoder_attention_type": "chunk", "decoder_global_layers": [0], "ssm_freeze": "none"},
+}
 
 
 class Variant(NamedTuple):
@@ -57,6 +65,7 @@ VARIANTS = [
     *(Variant(kind, TAGGING, "default", {}) for kind in ENCODERS),
     *(Variant(kind, SEQUENCES, name, {"pooling": name}) for kind in ENCODERS for name in ("mean", "first", "last")),
     *(Variant(kind, ANSWERS, "default", {}) for kind in ENCODERS),
+    *(Variant("spade", PAIRS, *item) for item in PAIRED.items()),
 ]
 # how a batch is made of 23 tokens
 BATCHES = ("plain", "padded", "packed", "checkpointed")
@@ -83,6 +92,8 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     rows = 1 if batch == "packed" else 2
     ids = torch.randint(3, 60, (rows, TOKENS))
     labels = torch.randint(0, 3, (rows, TOKENS)) if variant.auto_class == TAGGING else ids.clone()
+    if variant.auto_class == PAIRS:
+        labels = torch.randint(3, 60, (rows, TARGETS))
     labels[:, ::7] = -100
     inputs = {"input_ids": ids, "labels": labels}
     whole = {}  # what every process gets
@@ -98,19 +109,23 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
         if variant.name not in WINDOWS_BEFORE:
             mask[0, :4] = 0
         inputs["attention_mask"] = mask
-        labels[mask == 0] = -100
+        if variant.auto_class != PAIRS:
+            labels[mask == 0] = -100
     if batch == "packed":
         inputs["position_ids"] = torch.cat([torch.arange(n) for n in (3, 11, 1, 8)])[None]
     refusal = REFUSED.get((variant.model_type, variant.name))
     if variant.model_type == "bst" and variant.name in WINDOWS_BEFORE and batch == "packed":
         refusal = "context states of the window before"
-    if whole and batch == "packed":
+    if (whole or variant.auto_class == PAIRS) and batch == "packed":
         refusal = "sequences must not be packed"
     own = {name: _part(x, batch, group) for name, x in inputs.items()}
     if refusal is not None:
         with pytest.raises(ValueError, match=refusal):
             _step(model, own | whole, group)
         return ""
+    if batch == "checkpointed" and variant.auto_class in (CAUSAL, MASKED):
+        losses.loss_chunk_size = lambda *_: 4
+        whole["skip_logits"] = True
     expected, gradients = _step(model, inputs | whole, None)
     if batch == "checkpointed":
         model.train()

@@ -347,8 +347,30 @@ def _segments() -> Iterator[Operation]:
         yield Operation(name, inputs, parameters, one, many, sends, options, packed=False, dim=2)
 
 
+def _cross_attentions() -> Iterator[Operation]:
+    """Queries and keys of the same layout; models have two."""
+
+    def one(inputs, parameters, options, mask, cu_seqlens):
+        scores = torch.einsum("bthk,bshk->bhts", inputs["query"], inputs["key"]) * options["scale"]
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+        return torch.einsum("bhts,bshv->bthv", scores.softmax(-1), inputs["value"])
+
+    def many(inputs, parameters, options, mask, shards):
+        return divided.cross_attention(**inputs, **options, attention_mask=mask, shards=shards, source=shards)
+
+    def sends(shards: Shards, options: dict[str, Any], batch: int, masks: Tensor | None) -> int:
+        lengths = torch.tensor(shards.lengths)
+        queries = lengths * (shards.size - 1) * KEYS
+        return 8 * batch * HEADS * int((queries + (LENGTH - lengths) * (VALUES + 2))[shards.rank])
+
+    for masked in (False, True):
+        name = f"cross{' mask' if masked else ''}"
+        yield Operation(name, ATTENDED, {}, one, many, sends, {"scale": 0.7}, masked=masked, packed=False)
+
+
 OPERATIONS = {
     operation.name: operation
-    for maker in (_attentions, _convolutions, _scans, _state_spaces, _segments)
+    for maker in (_attentions, _cross_attentions, _convolutions, _scans, _state_spaces, _segments)
     for operation in maker()
 }

@@ -12,6 +12,8 @@ import time
 import torch
 from transformers import TrainerCallback, modeling_utils
 
+from hf_hybrid import SpadeStack
+from hf_hybrid.context_parallel import faults
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.trainer import script_trainer
@@ -52,7 +54,7 @@ class Child:
         return self.process.exitcode, self.log.read_text(encoding="utf-8")
 
 
-def pair(script, argv, folder):
+def pair(script, argv, folder, **options):
     """A script in two processes that know of each other, with the environment that torchrun gives them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,12 +66,13 @@ def pair(script, argv, folder):
             argv,
             folder / f"log{rank}",
             environment=world | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": f"{folder}/error{rank}"},
+            **options,
         )
         for rank in "01"
     ]
 
 
-def _work(script, argv, log, events, *, slow=False, file_limit=None, environment=None):
+def _work(script, argv, log, events, *, slow=False, file_limit=None, environment=None, fault=None):
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -80,6 +83,8 @@ def _work(script, argv, log, events, *, slow=False, file_limit=None, environment
     _report(events, file_limit)
     if slow:
         _save_slowly(events)
+    if fault is not None:
+        _fail(*fault)
     run_command_line(lambda: SCRIPTS[script].main(argv))
 
 
@@ -101,6 +106,26 @@ def _report(events, file_limit):
         self.add_callback(Steps())
 
     ScriptTrainer.__init__ = with_callback
+
+
+def _fail(kind, rank, step):
+    """End or hang in the forward of a step, or get shorter batches; the others wait a second for answers."""
+    faults.ROLL_CALL = 1.0
+    if kind == "reads less" and os.environ["RANK"] == rank:
+        collate = clm._collate
+        clm._collate = lambda rows: {name: x[:, :-1] for name, x in collate(rows).items()}
+    forward = SpadeStack.forward
+    calls = [0]
+
+    def failing(self, *args, **kwargs):
+        calls[0] += 1
+        if kind in ("hangs", "ends") and os.environ["RANK"] == rank and calls[0] == step:
+            if kind == "hangs":
+                time.sleep(120)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, *args, **kwargs)
+
+    SpadeStack.forward = failing
 
 
 def _save_slowly(events):

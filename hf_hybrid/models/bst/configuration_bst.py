@@ -130,6 +130,9 @@ class BstConfig(PreTrainedConfig):
             `adaptive_cutoffs`, whose tables start that much smaller.
         scale_decoder_outputs: Whether the input of a language modelling head is multiplied by ``hidden_size ** -0.5``;
             when None, only without `adaptive_cutoffs`.
+        skip_logits: Whether a model with a language modelling head computes the loss alone when it is in training mode
+            and has labels: the output's `logits` are None, and those of a whole sequence are never held. An argument
+            `skip_logits` of the call comes first; by itself, a model in evaluation mode returns logits.
         adaptive_cutoffs: Token ids, sorted by frequency, at which the next cluster of an adaptive input embedding and
             softmax begins; None for an ordinary vocabulary.
         adaptive_factor: How much narrower each cluster's embeddings are than those of the one before.
@@ -214,6 +217,7 @@ class BstConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     scale_embeddings: bool | None = None
     scale_decoder_outputs: bool | None = None
+    skip_logits: bool = False
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0

@@ -174,6 +174,9 @@ class ChelaConfig(PreTrainedConfig):
         tie_word_embeddings: Whether a language modelling head shares the embedding table.
         scale_embeddings: Whether embeddings start with a variance of 1 / D and are multiplied by
             ``sqrt(hidden_size)``, which makes them as large as what the first layer adds.
+        skip_logits: Whether a model with a language modelling head computes the loss alone when it is in training mode
+            and has labels: the output's `logits` are None, and those of a whole sequence are never held. An argument
+            `skip_logits` of the call comes first; by itself, a model in evaluation mode returns logits.
         adaptive_cutoffs: For a causal language model: token ids, sorted by frequency, at which the next cluster of an
             adaptive input embedding and softmax begins; None for an ordinary vocabulary.
         adaptive_factor: How much narrower each cluster's embeddings are than those of the one before.
@@ -248,6 +251,7 @@ class ChelaConfig(PreTrainedConfig):
     final_norm_affine: bool = True
     tie_word_embeddings: bool = True
     scale_embeddings: bool | None = None
+    skip_logits: bool = False
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0

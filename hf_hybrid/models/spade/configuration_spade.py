@@ -176,6 +176,9 @@ class SpadeConfig(PreTrainedConfig):
             as what the first layer adds; when None, only without `embedding_norm`.
         scale_decoder_outputs: Whether the input of a language modelling head is multiplied by ``hidden_size ** -0.5``
             (T5 with tied embeddings).
+        skip_logits: Whether a model with a language modelling head computes the loss alone when it is in training mode
+            and has labels: the output's `logits` are None, and those of a whole sequence are never held. An argument
+            `skip_logits` of the call comes first; by itself, a model in evaluation mode returns logits.
         adaptive_cutoffs: For a language model: token ids, sorted by frequency, at which the next cluster of an
             adaptive input embedding and softmax begins (Baevski and Auli 2019); None for an ordinary vocabulary.
         adaptive_factor: How much narrower each cluster's embeddings are than those of the one before.
@@ -265,6 +268,7 @@ class SpadeConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     scale_embeddings: bool | None = None
     scale_decoder_outputs: bool = False
+    skip_logits: bool = False
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.0

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
-from ...context_parallel import Shards
+from ...context_parallel import Shards, cross_attention
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
 from ...layers.norms import make_norm
@@ -77,6 +77,8 @@ class SpadeCrossAttention(nn.Module):
         encoder_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: EncoderDecoderCache | None = None,
+        shards: Shards | None = None,
+        source_shards: Shards | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend.
@@ -84,8 +86,11 @@ class SpadeCrossAttention(nn.Module):
         Args:
             hidden_states: `(B, T, D)`.
             encoder_hidden_states: `(B, S, D)`.
-            attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
+            attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`; of a divided document `(B, S_r)`,
+                1 = keep.
             past_key_values: Cache, which keeps the keys and values of the encoder's output.
+            shards: The layout of divided targets, or None.
+            source_shards: The layout of the document, if it is divided.
             **kwargs: Passed on to the attention function.
 
         Returns:
@@ -93,6 +98,10 @@ class SpadeCrossAttention(nn.Module):
         """
         batch, length, _ = hidden_states.shape
         heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if source_shards is not None:
+            layouts = (shards, source_shards)
+            return self._attend_divided(hidden_states, encoder_hidden_states, *layouts, attention_mask, dropout), None
         query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
         if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
             layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
@@ -110,12 +119,28 @@ class SpadeCrossAttention(nn.Module):
             key,
             value,
             attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             scaling=self.scaling,
             is_causal=False,
             **kwargs,
         )
         return self.o_proj(output.reshape(batch, length, -1)), probabilities
+
+    def _attend_divided(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        shards: Shards,
+        source_shards: Shards,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """`forward` of own targets `(B, T_r, D)` and own tokens of the document, `(B, S_r, D)`."""
+        heads = (self.config.num_attention_heads, self.config.head_dim)
+        query = self.q_proj(hidden_states).unflatten(-1, heads)
+        key, value = (project(encoder_hidden_states).unflatten(-1, heads) for project in (self.k_proj, self.v_proj))
+        options = {"attention_mask": attention_mask, "scale": self.scaling, "dropout": dropout}
+        return self.o_proj(cross_attention(query, key, value, shards, source_shards, **options).flatten(2))
 
 
 class SpadeTokenMixer(nn.Module):
@@ -272,6 +297,7 @@ class SpadeLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         cu_seqlens: torch.Tensor | None = None,
         shards: Shards | None = None,
+        source_shards: Shards | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
@@ -291,6 +317,8 @@ class SpadeLayer(GradientCheckpointingLayer):
                 encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 past_key_values=past_key_values,
+                shards=shards,
+                source_shards=source_shards,
                 **kwargs,
             )
             hidden_states = self._add(hidden_states, attended, self.cross_attention_norm)

@@ -20,6 +20,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
 
+from ...context_parallel import Shards, previous_tokens
 from ..generation import HybridGenerationMixin
 from ..heads import (
     CausalLMForward,
@@ -29,10 +30,13 @@ from ..heads import (
     SequencePairClassificationForward,
     TokenClassificationForward,
     as_decoder,
+    mean_loss,
+    pass_whole_rows,
     scale_outputs,
 )
 from ..inputs import check_reads_tokens
-from ..packing import PAIRS, refuse_packed
+from ..losses import loss_alone, loss_of_logits, skips_logits
+from ..packing import PAIRS, take_shards
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
 
@@ -125,7 +129,10 @@ class SpadeModel(SpadePreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        refuse_packed(kwargs, PAIRS, attention_mask)
+        document = input_ids if inputs_embeds is None else inputs_embeds
+        document = document if encoder_outputs is None else encoder_outputs[0]
+        source = pass_whole_rows(kwargs, document, PAIRS, attention_mask)
+        target_shards = kwargs.pop("target_shards", None)
         use_cache = self.config.use_cache if use_cache is None else use_cache  # the decoder has a config of its own
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
@@ -142,6 +149,10 @@ class SpadeModel(SpadePreTrainedModel):
             raise ValueError("exactly one of decoder_input_ids and decoder_inputs_embeds must be given")
         if decoder_inputs_embeds is None:
             decoder_inputs_embeds = self.encoder.embed_tokens(decoder_input_ids)
+        if source is not None:
+            if target_shards is None:
+                target_shards = take_shards({}, decoder_inputs_embeds, decoder_attention_mask, past_key_values)
+            kwargs |= {"source_shards": source, "shards": target_shards}
         decoder_outputs = self.decoder(
             attention_mask=decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
@@ -167,6 +178,7 @@ class SpadeModel(SpadePreTrainedModel):
 class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel):
     """SPADE encoder-decoder with a language modelling head, for summarization and other text-to-text tasks."""
 
+    divides_sequences = True
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
@@ -190,12 +202,18 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
         decoder_inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        skips = skips_logits(self, skip_logits, labels is not None, in_training=self.config.skip_logits)
+        targets = next((x for x in (decoder_inputs_embeds, decoder_input_ids, labels) if x is not None), None)
+        shards = None if targets is None else take_shards({}, targets, decoder_attention_mask, past_key_values)
+        if shards is not None:
+            kwargs["target_shards"] = shards
         if labels is not None:
             if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, shards)
             use_cache = False if use_cache is None else use_cache
         outputs = self.model(
             input_ids=input_ids,
@@ -210,26 +228,33 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        states = outputs.last_hidden_state
+        logits = None if skips else self.lm_head(states)
         loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                shift_labels=labels,  # the decoder's inputs are shifted
-                num_items_in_batch=num_items_in_batch,
-            )
+        if labels is not None:  # the decoder's inputs are shifted
+            if skips:
+                of_count = loss_alone(self, states, labels)
+            else:
+                of_count = loss_of_logits(self, logits, labels, shift_labels=labels)
+            loss = mean_loss(of_count, labels, num_items_in_batch, shards)
         others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
-        """Put the start token before labels `(B, T)`, drop the last; ignored positions (-100) become padding."""
+    def prepare_decoder_input_ids_from_labels(
+        self, labels: torch.LongTensor, shards: Shards | None = None
+    ) -> torch.LongTensor:
+        """Put the start token before labels `(B, T)`, drop the last; ignored positions (-100) become padding.
+
+        Own labels of divided targets follow those of the process before; `shards` is their layout.
+        """
         for field in ("decoder_start_token_id", "pad_token_id"):
             if getattr(self.config, field) is None:
                 raise ValueError(f"{field} must be set in the config to make decoder inputs from labels; got None")
-        start = torch.full_like(labels[:, :1], self.config.decoder_start_token_id)
-        shifted = torch.cat([start, labels[:, :-1]], dim=1)
+        if shards is not None:
+            shifted = previous_tokens(labels, shards, self.config.decoder_start_token_id)
+        else:
+            start = torch.full_like(labels[:, :1], self.config.decoder_start_token_id)
+            shifted = torch.cat([start, labels[:, :-1]], dim=1)
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

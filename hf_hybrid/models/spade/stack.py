@@ -149,7 +149,8 @@ class SpadeStack(SpadePreTrainedModel):
     ) -> BaseModelOutput | BaseModelOutputWithPastAndCrossAttentions:
         """Run the stack on tokens, embeddings or, with `config.input_size`, real values.
 
-        `input_values` is `(B, T)` or `(B, T, config.input_size)`, and `encoder_hidden_states` is `(B, S, D)`.
+        `input_values` is `(B, T)` or `(B, T, config.input_size)`, and `encoder_hidden_states` is `(B, S, D)`; of a
+        divided document it is own tokens, and `source_shards` the layout.
         """
         inputs_embeds = self.embed_tokens_or_values(input_ids, inputs_embeds, input_values)
         check_fixed_length("input_ids", inputs_embeds)
@@ -171,7 +172,7 @@ class SpadeStack(SpadePreTrainedModel):
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
 
-        if encoder_attention_mask is not None:
+        if encoder_attention_mask is not None and kwargs.get("source_shards") is None:
             encoder_attention_mask = self._cross_attention_mask(encoder_attention_mask, hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(

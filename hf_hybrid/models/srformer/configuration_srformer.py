@@ -63,6 +63,7 @@ class SegmentedCrossAttentionFields:
     raf_surrogate: bool = False
     mix: str = "add"
     recurrent_init: str = "published"
+    skip_logits: bool = False
 
     parent_model_type = ""
     default_leak = 0.0
@@ -202,6 +203,9 @@ _FIELDS_DOC = """
             random, and O_R as large as that makes it. `"gated"`: the map is the identity and, with `mix` `"add"`, O_R
             has a trained weight per head that starts at zero, so that the model starts as `"segmented"`. Models made
             from a T5 or BART are gated unless this is given.
+        skip_logits: Whether a model with a head computes the loss alone when it is in training mode and has labels:
+            the output's `logits` are None, and those of all tokens are never held. An argument `skip_logits` of the
+            call comes first; by itself, a model in evaluation mode returns logits.
 
     Ablations and variants:
         per_example_segments: Whether each document has its own number of segments, instead of the padded batch's.

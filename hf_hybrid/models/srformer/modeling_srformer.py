@@ -6,6 +6,8 @@ passes the length of generation to the plan.
 Shapes: B batch · D documents · T tokens of this call · L source length.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -23,6 +25,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from ..checks import check_fixed_length, check_not_empty
 from ..description import ModelCardMixin
 from ..generation import NoContinuousBatching
+from ..losses import cross_entropy, loss_alone, loss_of_logits, skips_logits
 from ..packing import PAIRS, refuse_packed
 from ..state_cache import cached_length
 from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
@@ -33,6 +36,7 @@ class SegmentedPreTrainedModel(ModelCardMixin):
     """Mixin for all models: initialises the parameters that SRformer adds."""
 
     _supports_context_parallel = False
+    why_not_divided = "its encoder, T5's or BART's, is full attention, in which every token reads every other one"
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         if not hasattr(config, "has_states"):  # a checkpoint with its code has its own config class
@@ -197,6 +201,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
         decoder_horizon: int | None = None,
         **kwargs,
     ) -> Seq2SeqModelOutput:
+        run = self.run_body if kwargs.pop("without_head", False) else super().forward
         refuse_packed(kwargs, PAIRS, attention_mask)
         if use_cache is None and not self.config.use_cache:  # the parts have configs of their own
             use_cache = False
@@ -215,7 +220,7 @@ class SegmentedModel(SegmentedPreTrainedModel):
             encoder_outputs = BaseModelOutput(**{name: encoder_outputs.get(name) for name in names})
         if decoder_horizon is not None:
             kwargs["decoder_horizon"] = decoder_horizon
-        return super().forward(
+        return run(
             input_ids=input_ids,
             attention_mask=attention_mask,
             decoder_input_ids=decoder_input_ids,
@@ -231,7 +236,10 @@ class SegmentedModel(SegmentedPreTrainedModel):
 
 
 class SegmentedGeneration(NoContinuousBatching, SegmentedModel):
-    """Mixin for a model with a head: its loss, and the horizon of generation."""
+    """Mixin for a model with a head: its loss, and the horizon of generation.
+
+    The class that uses it has `run_body`, the forward of its parent without a head, and `head`, from there to logits.
+    """
 
     @can_return_tuple
     def forward(
@@ -247,9 +255,11 @@ class SegmentedGeneration(NoContinuousBatching, SegmentedModel):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         decoder_horizon: int | None = None,
+        skip_logits: bool | None = None,
         **kwargs,
     ) -> Seq2SeqLMOutput:
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        skips = skips_logits(self, skip_logits, labels is not None, in_training=self.config.skip_logits)
         if labels is not None:
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
@@ -266,19 +276,17 @@ class SegmentedGeneration(NoContinuousBatching, SegmentedModel):
             use_cache=use_cache,
             decoder_horizon=decoder_horizon,
             return_dict=True,
+            without_head=skips,
             **kwargs,
         )
         if labels is None:
             return outputs
-        # the parents' loss ignores num_items_in_batch, so it is wrong with gradient accumulation
-        loss = self.loss_function(
-            logits=outputs.logits,
-            labels=labels,
-            vocab_size=self.config.vocab_size,
-            shift_labels=labels,  # the decoder's inputs are shifted
-            num_items_in_batch=num_items_in_batch,
-        )
-        return Seq2SeqLMOutput(loss=loss, **outputs)
+        fields = dict(outputs)
+        if skips:
+            of_count = loss_alone(self, fields.pop("last_hidden_state"), labels, partial(cross_entropy, self.head))
+        else:  # the parents' loss ignores num_items_in_batch, so it is wrong with gradient accumulation
+            of_count = loss_of_logits(self, outputs.logits, labels, shift_labels=labels)  # inputs are shifted
+        return Seq2SeqLMOutput(loss=of_count(num_items_in_batch), **fields)
 
     def generate(
         self,

@@ -9,6 +9,7 @@ Shapes: B batch · T target length · L source length · D width · H heads · K
 import torch
 from transformers import BartForConditionalGeneration, BartModel
 from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartLearnedPositionalEmbedding
 
 from .configuration_srformer import SRformerBartConfig
@@ -110,3 +111,9 @@ class SRformerBartForConditionalGeneration(SegmentedGeneration, BartForCondition
         super().__init__(config)
         self.model = SRformerBartModel(config)
         self.post_init()
+
+    def run_body(self, **inputs) -> Seq2SeqModelOutput:
+        return self.model(**inputs)
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden_states) + self.final_logits_bias

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import T5ForConditionalGeneration, T5Model
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 from .configuration_srformer import SRformerT5Config
@@ -96,3 +97,10 @@ class SRformerT5ForConditionalGeneration(SegmentedGeneration, T5ForConditionalGe
         super().__init__(config)
         self.decoder = SRformerT5Stack(copy.deepcopy(self.decoder.config))
         self.post_init()
+
+    def run_body(self, **inputs) -> Seq2SeqModelOutput:
+        return T5Model.forward(self, **inputs)  # which has the same parts
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        scale = self.model_dim**-0.5 if self.config.scale_decoder_outputs else 1.0
+        return self.lm_head(hidden_states * scale)

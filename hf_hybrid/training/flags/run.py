@@ -43,6 +43,16 @@ class ScriptTrainingArguments(TrainingArguments):
         "Learning rate of a trained state space model's A, B and step sizes, or of Hyena's filters. Default: "
         "--learning_rate. None of these tensors has weight decay.",
     )
+    context_parallel_size: int = flag(
+        1,
+        "Divide each sequence among so many processes, for documents that do not fit one GPU; the number of processes "
+        "must be a multiple. SPADE, CHELA and BST can be divided.",
+    )
+    context_parallel_timeout: int = flag(
+        40,
+        "Seconds for which processes that share sequences wait for each other inside a step, before they end and name "
+        "the one that is missing.",
+    )
     report: bool = flag(True, "Write report.html at the end, a page with settings, scores and curves.")
 
     def __post_init__(self) -> None:
@@ -58,6 +68,8 @@ class ScriptTrainingArguments(TrainingArguments):
             "per_device_eval_batch_size",
             "gradient_accumulation_steps",
             "save_total_limit",
+            "context_parallel_size",
+            "context_parallel_timeout",
         )
         check_not_negative_flags(
             self, *("learning_rate", "ssm_learning_rate", "weight_decay", "max_grad_norm", "seed", "data_seed")
@@ -72,9 +84,15 @@ class ScriptTrainingArguments(TrainingArguments):
             raise ValueError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
         self._check_sequences_are_whole()
         _check_launch()
+        if self.context_parallel_size > 1:
+            self._divide_sequences()
         if self.disable_tqdm is None and not sys.stderr.isatty() and not is_in_notebook():
             self.disable_tqdm = True  # a bar in a file is thousands of characters on one line
         super().__post_init__()
+        if self.context_parallel_size > 1:
+            # one process would cut the batches that it reads into parts for all
+            accelerator_config: Any = self.accelerator_config
+            accelerator_config.dispatch_batches = False
         self._check_reporting()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # there is no device to copy to
@@ -106,9 +124,40 @@ class ScriptTrainingArguments(TrainingArguments):
             size = getattr(self.parallelism_config, name, int(in_launch))
             if size > 1:
                 raise ValueError(
-                    f"{name} must be 1, in --parallelism_config as in accelerate's configuration: the scripts do not "
-                    f"divide sequences among processes; got {size}"
+                    f"{name} must be 1, in --parallelism_config as in accelerate's configuration: it divides full "
+                    "attention alone, and would leave out what state spaces, convolutions and windows need of other "
+                    f"processes; give --context_parallel_size {size} in its place; got {size}"
                 )
+
+    @property
+    def replicas(self) -> int:
+        """How many processes, or groups of processes that share sequences, work on different rows of a batch."""
+        return self.world_size // self.context_parallel_size
+
+    def _divide_sequences(self) -> None:
+        """Refuse what cannot be had with ``--context_parallel_size``, and choose what it needs."""
+        size, processes = self.context_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
+        given = f"--context_parallel_size {size}"
+        if processes % size:
+            started = f"{processes} processes" if processes > 1 else "one process"
+            raise ValueError(
+                f"--context_parallel_size must divide the number of processes that torchrun or accelerate launch "
+                f"starts; got {size} and {started}"
+            )
+        if self.train_sampling_strategy == "group_by_length":
+            raise ValueError(
+                f"--train_sampling_strategy must not be group_by_length with {given}: each process would draw its own "
+                "order of rows, and those that share a sequence need the same"
+            )
+        if not self.average_tokens_across_devices:
+            raise ValueError(f"--average_tokens_across_devices must be true with {given}, which shares labels")
+        launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        if self.deepspeed or launched:
+            raise ValueError(f"--deepspeed cannot be used with {given}: use DDP or FSDP")
+        if self.torch_compile:
+            raise ValueError(f"--torch_compile must be false with {given}, whose exchanges are not compiled")
+        if self.data_seed is None:
+            self.data_seed = self.seed  # the order of rows must not depend on the random numbers of a process
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the token out of training_args.bin, which is pushed with the model."""

@@ -186,7 +186,7 @@ def _facts(
         per_step = args.per_device_train_batch_size * max(1, args.n_gpu) * args.gradient_accumulation_steps
         facts |= {
             "steps": trainer.state.global_step,
-            "examples per step": per_step * args.world_size,
+            "examples per step": per_step * args.replicas,
             "optimizer": f"{getattr(args.optim, 'value', args.optim)}, learning rate {args.learning_rate:g}, "
             f"{getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
         }

@@ -17,8 +17,12 @@ _LARGEST = math.log(np.finfo(np.float64).max)
 
 
 def scores_by_example(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sums of `sums_by_row` over the tokens that are predicted from those before them: `(B, 3)`."""
-    return sums_by_row((logits[0] if isinstance(logits, tuple) else logits)[:, :-1], labels[:, 1:])
+    """Return the sums of `sums_by_row` over the tokens that are predicted from those before them: `(B, 3)`.
+
+    Of a part of a sequence, `labels` may hold the one after the last logit too.
+    """
+    targets = labels[:, 1:]
+    return sums_by_row((logits[0] if isinstance(logits, tuple) else logits)[:, : targets.shape[1]], targets)
 
 
 def sums_by_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

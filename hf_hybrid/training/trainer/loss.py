@@ -1,8 +1,10 @@
-"""Find out how a model averages its loss, so that small batches add up exactly to a large one."""
+"""Find out how a model computes its loss: its average, so that small batches add up exactly to a large one; logits."""
 
+import inspect
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers.trainer_pt_utils import LabelSmoother
 
 
@@ -18,6 +20,12 @@ def loss_counts_items(model: torch.nn.Module, inputs: dict[str, Any], items: tor
     finally:
         model.train(training)
     return bool(torch.isclose(twice, once / 2, rtol=1e-2, atol=0.0))
+
+
+def can_skip_logits(model: torch.nn.Module) -> bool:
+    """Whether the model, or the one below an adapter, takes `skip_logits`, and then computes the loss alone."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return "skip_logits" in inspect.signature(type(base).forward).parameters
 
 
 class ShiftingLabelSmoother(LabelSmoother):

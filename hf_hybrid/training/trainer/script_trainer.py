@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
+from hf_hybrid.context_parallel import context_parallel
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.model.adapters import save_base_config
@@ -27,7 +29,8 @@ from hf_hybrid.training.run_folder.checkpoints import (
 )
 from hf_hybrid.training.run_folder.files import CARD_FILE, CannotSave, explain_full_disk, replacing
 from hf_hybrid.training.run_folder.hub import explain_hub_error
-from hf_hybrid.training.trainer.loss import ShiftingLabelSmoother, loss_counts_items
+from hf_hybrid.training.trainer.division import DividedLabelSmoother, Division
+from hf_hybrid.training.trainer.loss import ShiftingLabelSmoother, can_skip_logits, loss_counts_items
 from hf_hybrid.training.trainer.measuring import Measurements
 from hf_hybrid.training.trainer.noisy_data import NoisyRows, NoisyStream, SimilarLengths
 from hf_hybrid.training.trainer.non_finite import (
@@ -51,6 +54,7 @@ class ScriptTrainer(Trainer):
         agreement: Lets the processes decide together while they train.
         stop_wished: Whether this process was asked to stop after the current step.
         is_saving: Whether a checkpoint is being saved; it stays true if that fails.
+        division: How sequences are divided among processes; None if they are not.
     """
 
     args: ScriptTrainingArguments
@@ -68,6 +72,13 @@ class ScriptTrainer(Trainer):
         self.add_callback(self.measurements)
         self._outputs: Any = None
         self._step = StepCheck()
+        self.division = Division(self.args) if self.args.context_parallel_size > 1 else None
+        if self.division is not None and self.label_smoother is not None:
+            self.label_smoother = DividedLabelSmoother(self.args.label_smoothing_factor, self.division)
+        # scores of own tokens are added up where they are made
+        self._score = self.preprocess_logits_for_metrics if self.division is not None else None
+        if self.division is not None:
+            self.preprocess_logits_for_metrics = None
 
     # ---- several processes ----
 
@@ -82,12 +93,38 @@ class ScriptTrainer(Trainer):
             return self.accelerator.autocast()
         return super().autocast_smart_context_manager(*args, **kwargs)
 
+    def get_cp_size(self) -> int:
+        """Return how many processes share a sequence: Trainer counts its rows and labels once."""
+        return self.args.context_parallel_size
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a context in which models read divided sequences, and this process's part of a batch."""
+        if self.division is None:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        self.division.check_together(inputs)
+        smooths = self.label_smoother is not None
+        own = self.division.divide(inputs, shifts=self._loss_shifts_labels, smooths=smooths)
+        return partial(context_parallel, self.division.group), own
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of rows that processes share once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """Return the operations of a batch, of shared rows this process's part."""
+        count = super().floating_point_ops(inputs)
+        return count if self.division is None else count / self.division.size
+
     # ---- training ----
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, with all processes stopping together."""
         self.agreement = Agreement(self.args.world_size)
         self.is_saving = self.stop_wished = self._stop_agreed = False
+        if self.division is not None:
+            torch.manual_seed(self.division.seed)  # dropout of other tokens draws other numbers
         return super().train(*args, **kwargs)
 
     @property
@@ -115,7 +152,8 @@ class ScriptTrainer(Trainer):
             rows, sample = dataset, sampler_fn
             sampler_fn = None if sample is None else lambda _: sample(rows)
             dataset = number_examples(rows)
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        with nullcontext() if self.division is None else self.division.loading(self.accelerator):
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """Draw examples as Trainer does; texts with noise by lengths that are known without drawing the noise."""
@@ -123,7 +161,7 @@ class ScriptTrainer(Trainer):
         if isinstance(rows, NoisyStream):  # has an order of its own
             return None
         if isinstance(rows, NoisyRows) and self.args.train_sampling_strategy == "group_by_length":
-            step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.replicas
             return SimilarLengths(rows, step, self.args.seed if self.args.data_seed is None else self.args.data_seed)
         return super()._get_train_sampler(train_dataset)
 
@@ -132,6 +170,8 @@ class ScriptTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Take the batches of a step, and remove the positions of their examples."""
+        if self.division is not None:
+            self.division.check_together()
         batches, count = super().get_batch_samples(*args, **kwargs)
         self._step = StepCheck(batches)
         return batches, count
@@ -155,8 +195,16 @@ class ScriptTrainer(Trainer):
             loss, we weight the mean that it returns by its share of the label tokens. Then N small batches equal one
             large one.
         """
-        if not model.training:
+        if model.training:
+            inputs = self._without_logits(inputs)
+        else:
             num_items_in_batch = None  # average over this process's batch, not over those of all processes
+        if self.division is not None:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+                loss = loss / self.division.size  # Trainer multiplies by the number of all processes
+            loss = self.division.for_mean(loss)
+            return (loss, outputs) if return_outputs else loss
         smoothed = self.label_smoother is not None  # Trainer's label smoothing counts items
         if num_items_in_batch is None or smoothed or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -172,6 +220,13 @@ class ScriptTrainer(Trainer):
         if not self._loss_counts_items and self.args.n_gpu <= 1:
             loss = loss * (items / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _without_logits(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Ask for the loss alone, which takes less memory, of a model that can do so; label smoothing needs logits."""
+        has_labels = bool({"labels", "shift_labels"} & inputs.keys())
+        if self.label_smoother is None and has_labels and can_skip_logits(cast("torch.nn.Module", self.model)):
+            return {**inputs, "skip_logits": True}
+        return inputs
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm of a step's gradients, right before the weights change.
@@ -222,6 +277,9 @@ class ScriptTrainer(Trainer):
         self._outputs = None  # never hold two splits at once
         gather = self.accelerator.gather_for_metrics
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        if self.division is not None:
+            self.accelerator.wait_for_everyone()  # one process may have saved a model
+            self.gather_function = partial(self.division.gather, self.accelerator)
         output = super().evaluation_loop(*args, **kwargs)
         warn_of_scores(output.metrics or {})
         if self.compute_metrics is not None:  # without metrics, outputs may be logits over the vocabulary
@@ -242,10 +300,23 @@ class ScriptTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute loss, predictions and labels of a batch; the loss without repeated rows."""
+        """Compute loss, predictions and labels of a batch; the loss without repeated rows.
+
+        If processes share rows, predictions are the scores of these.
+        """
         step = super().prediction_step
-        loss, predictions, labels = step(model, inputs, prediction_loss_only, *args, **kwargs)
-        count = count_new_rows(self.accelerator, find_batch_size(inputs))
+        if prediction_loss_only:
+            inputs = self._without_logits(inputs)
+        context, own = nullcontext, inputs
+        generates = getattr(self.args, "predict_with_generate", False)  # each process alone, from the complete rows
+        if self.division is not None and not generates and any(inputs.get(name) is None for name in self.label_names):
+            context, own = self._prepare_context_parallel_inputs(model, inputs)  # as Trainer does with labels
+        with context():
+            loss, predictions, labels = step(model, own, prediction_loss_only, *args, **kwargs)
+        if self.division is not None and self._score is not None and labels is not None:
+            shifts = self._loss_shifts_labels
+            predictions = self.division.scores(self._score, predictions, labels, shifts=shifts)
+        count = count_new_rows(self.accelerator, find_batch_size(inputs), self.args.context_parallel_size)
         if loss is not None and count is not None:
             first = {
                 name: value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
@@ -292,6 +363,8 @@ class ScriptTrainer(Trainer):
             with explain_full_disk(folder, folder.name, self._advise):
                 super()._save_checkpoint(model, trial)
                 self._mark_checkpoint(folder)
+            if self.division is not None:
+                self.accelerator.wait_for_everyone()  # which may take longer than processes wait in a step
         except CannotSave:
             if self.args.should_save and was_cut_off(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -400,7 +473,7 @@ class CausalTrainer(ScriptTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loss_shifts_labels = True
-        if self.label_smoother is not None:
+        if self.label_smoother is not None and self.division is None:
             self.label_smoother = ShiftingLabelSmoother(self.args.label_smoothing_factor)
 
 

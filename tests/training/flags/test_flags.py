@@ -475,13 +475,34 @@ def test_help_lists_the_flags(capsys):
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_sequences_divided_among_processes_are_refused(name, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=f"{name} must be 1, .*; got 2"):
+    with pytest.raises(ValueError, match=f"{name} must be 1, .* --context_parallel_size 2 in its place; got 2"):
         ScriptTrainingArguments(str(tmp_path), do_train=True, parallelism_config=ParallelismConfig(**{name: 2}))
     # what `accelerate launch` tells its processes
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "4")
     with pytest.raises(ValueError, match=f"{name} must be 1, .*; got 4"):
         ScriptTrainingArguments(str(tmp_path), do_train=True)
+
+
+@pytest.mark.parametrize(
+    ("processes", "fields", "message"),
+    [
+        ("", {}, "--context_parallel_size must divide the number of processes .*; got 2 and one process"),
+        ("3", {}, "got 2 and 3 processes"),
+        ("4", {"context_parallel_size": 0}, "--context_parallel_size must be a positive integer; got 0"),
+        ("4", {"train_sampling_strategy": "group_by_length"}, "must not be group_by_length with"),
+        ("4", {"average_tokens_across_devices": False}, "--average_tokens_across_devices must be true"),
+        ("4", {"deepspeed": "zero.json"}, "--deepspeed cannot be used with --context_parallel_size 2"),
+        ("4", {"torch_compile": True}, "--torch_compile must be false with --context_parallel_size 2"),
+        ("4", {"context_parallel_timeout": 0}, "--context_parallel_timeout must be a positive integer; got 0"),
+    ],
+)
+def test_what_divided_sequences_cannot_have_is_refused(processes, fields, message, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if processes:
+        monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(ValueError, match=message):
+        ScriptTrainingArguments(str(tmp_path), do_train=True, use_cpu=True, **{"context_parallel_size": 2, **fields})
 
 
 def test_one_process_in_place_of_several_is_refused(tmp_path, monkeypatch):

@@ -1,0 +1,172 @@
+"""Measure what the loss of a large vocabulary takes on the CPU: with the logits of all tokens, and in chunks.
+
+Run it from the repository root::
+
+    python -m benchmarks.bench_loss
+    python -m benchmarks.bench_loss --report runs/bench/loss_cpu.csv  # its tables
+    python -m benchmarks.bench_loss --vocabularies 267744 --lengths 16384 --losses chunked --rounds 1 --memory-only
+
+A cell is a causal language model of two layers with tied embeddings, a vocabulary, a number of tokens and a loss:
+"plain", whose output has logits, or "chunked" (`skip_logits=True`). It takes training steps with AdamW, each cell in a
+process of its own; `benchmarks.bench_models` describes how memory is measured and limited. A cell yields:
+
+- the peak memory of a first step over what the process holds before it builds the model: with weights, gradients and
+  the optimizer's states;
+- the seconds of a second step, unless `--memory-only`.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
+from benchmarks.record import Row, command_line, markdown_table, stamp, write_csv
+
+DEFAULT_OUT = Path("runs/bench/loss_cpu.csv")
+LAYERS, HEADS = 2, 4
+LOSSES, PRECISIONS = ("plain", "chunked"), ("fp32", "bf16")
+VOCABULARIES, LENGTHS = (8192, 32768, 131072, 267744), (1024, 4096, 16384)
+KEYS = ("model", "width", "precision", "vocabulary", "length", "loss")
+ARGUMENTS = ("models", "widths", "precisions", "vocabularies", "lengths", "losses")
+MEASURES = ("peak_mib", "step_s")
+# fmt: off
+COLUMNS = (
+    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", *KEYS, *MEASURES, "outcome",
+)
+# fmt: on
+
+
+def _spade(**fields: object) -> Any:
+    from hf_hybrid import SpadeConfig
+
+    return SpadeConfig(
+        is_decoder=True, is_encoder_decoder=False, num_attention_heads=HEADS, local_radius=127, **fields
+    )
+
+
+def _chela(**fields: object) -> Any:
+    from hf_hybrid import ChelaConfig
+
+    return ChelaConfig(is_decoder=True, num_attention_heads=HEADS, **fields)
+
+
+def _bst(**fields: object) -> Any:
+    from hf_hybrid import BstConfig
+
+    return BstConfig(num_attention_heads=HEADS, window=128, bst_layers=[1], **fields)
+
+
+MODELS: dict[str, Callable[..., Any]] = {"spade": _spade, "chela": _chela, "bst": _bst}
+
+
+def measure(
+    pipe: Connection, name: str, width: int, precision: str, vocabulary: int, length: int, loss: str, threads: int,
+    memory_only: bool,
+) -> None:  # fmt: skip
+    """Send the peak memory in MiB of a first training step, and the seconds of a second one."""
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        import transformers
+
+        idle = forget_peak()
+        torch.manual_seed(0)
+        shape = {"hidden_size": width, "num_hidden_layers": LAYERS, "intermediate_size": 2 * width}
+        model = transformers.AutoModelForCausalLM.from_config(MODELS[name](vocab_size=vocabulary, **shape)).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tokens = torch.randint(3, vocabulary, (1, length))
+
+        def step() -> float:
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                outputs = model(input_ids=tokens, labels=tokens, use_cache=False, skip_logits=loss == "chunked")
+            outputs.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return time.perf_counter() - start
+
+        step()
+        pipe.send(("peak_mib", memory("VmHWM") - idle))
+        if not memory_only:
+            pipe.send(("step_s", step()))
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure every cell, rewriting the CSV after each round, and return its rows."""
+    common = stamp() | {"threads": str(arguments.threads)}
+    given = vars(arguments)
+    cells = list(itertools.product(*(given[name] for name in ARGUMENTS)))
+    found: dict[tuple[Any, ...], list[tuple[str, Any]]] = {cell: [] for cell in cells}
+    rows: list[Row] = []
+    for number in range(arguments.rounds):
+        for cell in cells:
+            if not any(kind == "outcome" and value != "ok" for kind, value in found[cell]):
+                found[cell] += in_process(
+                    measure, (*cell, arguments.threads, arguments.memory_only), arguments.time_limit
+                )
+                row = describe(cell, found[cell])
+                print(number + 1, *(row.get(name, "-") for name in (*KEYS, *MEASURES, "outcome")), flush=True)
+        rows = [common | describe(cell, found[cell]) for cell in cells]
+        write_csv(arguments.out, COLUMNS, rows)
+    return rows
+
+
+def describe(cell: tuple[Any, ...], found: Sequence[tuple[str, Any]]) -> Row:
+    """Turn the messages of a cell's processes into its columns: the median of the seconds, and the largest peak."""
+    row = {name: str(value) for name, value in zip(KEYS, cell, strict=True)}
+    for name, reduce in (("peak_mib", max), ("step_s", statistics.median)):
+        values = [float(value) for kind, value in found if kind == name]
+        if values:
+            row[name] = f"{reduce(values):.5g}" if name == "step_s" else f"{reduce(values):.0f}"
+    bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
+    return row | {"outcome": bad[0] if bad else "ok"}
+
+
+def report(rows: list[Row]) -> str:
+    """Return a table of each measure: vocabularies down, lengths and losses across."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
+    parts = [f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers."]
+    cells = {tuple(row[name] for name in KEYS): row for row in rows}
+    *others, vocabularies, lengths, losses = (list(dict.fromkeys(row[name] for row in rows)) for name in KEYS)
+    measured = [name for name in MEASURES if any(row.get(name) for row in rows)]
+    for model, width, precision in itertools.product(*others):
+        for name in measured:
+            title = {"peak_mib": "peak memory, MiB", "step_s": "seconds of a step"}[name]
+            across = list(itertools.product(lengths, losses))
+            table = [["vocabulary", *(f"{length}, {loss}" for length, loss in across)]]
+            for vocabulary in vocabularies:
+                line = (cells.get((model, width, precision, vocabulary, *key), {}) for key in across)
+                table.append([vocabulary, *(row.get(name) or row.get("outcome", "-").split(":")[0] for row in line)])
+            parts += [f"**{model}, width {width}, {precision}: {title}**", markdown_table(table[0], table[1:])]
+    return "\n\n".join(parts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's arguments."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["spade"])
+    parser.add_argument("--widths", nargs="+", type=int, default=[256])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory-only", action="store_true", help="take one step, whose time is not reported")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="for one process")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or print the tables of an earlier run."""
+    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""``--context_parallel_size``: four processes, some of which share sequences, do what one process does."""
+
+import importlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
+
+from ..tolerances import assert_close
+from ..torchrun import LIMIT, once
+from .children import pair
+from .conftest import NO_DROPOUT
+
+CLM, GLUE, PRETRAIN, SUMMARIZATION = (
+    f"hf_hybrid.training.{name}" for name in ("clm", "glue", "pretrain", "summarization")
+)
+PROCESSES = 4
+TIMED = re.compile(r"runtime|per_second|^epoch")
+SIZES = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
+MODELS = {
+    "spade": f"{SIZES},num_attention_heads=4,local_radius=4,ssm_state_size=8,ssm_freeze=none,{NO_DROPOUT['spade']}",
+    "chela": f"{SIZES},dropout=0,attention_dropout=0",
+    "bst": f"{SIZES},num_attention_heads=4,window=8,{NO_DROPOUT['spade']}",
+}
+_WORDS = ["river", "stone", "forest", "cloud", "winter", "summer", "bridge"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return once(tmp_path_factory, "context_parallel_scripts", _write_rows)
+
+
+def _write_rows(folder):
+    """Seven of them to evaluate: two groups with two rows each have an uneven last batch."""
+    rng = random.Random(0)
+    for split, count in (("train", 24), ("validation", 7), ("test", 7)):
+        texts = [" ".join(rng.choices(_WORDS, k=rng.randint(3, 12))) for _ in range(count)]
+        labels = [rng.randint(0, 2) for _ in texts]
+        rows = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+        if split == "test":
+            rows = [{"text": text} for text in texts]
+        lines = [json.dumps(row) for row in rows]
+        summaries = [json.dumps({"document": text, "summary": text[:7]}) for text in texts]
+        (folder / f"{split}.summaries.jsonl").write_text("\n".join(summaries) + "\n")
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{split}.txt").write_text("\n".join(texts * 8) + "\n")
+
+
+def _jobs(folder, cache, sharing):
+    """Jobs by name, with the number of processes that share sequences, from a function of the job's."""
+
+    def argv(name, model_type, ending, size, batch, *more):
+        files = {split: str(folder / f"{split}.{ending}") for split in ("train", "validation", "test")}
+        rows = batch if not sharing else batch * size // PROCESSES
+        shared = ["--context_parallel_size", str(size), "--ddp_backend", "gloo"] if sharing else []
+        return [
+            "--train_file", files["train"], "--validation_file", files["validation"], "--do_train", "--do_eval",
+            "--model_type", model_type, "--config_overrides", MODELS[model_type], "--tokenizer_type", "bytes",
+            "--per_device_train_batch_size", str(rows), "--per_device_eval_batch_size", "2", "--optim", "sgd",
+            "--logging_steps", "1", "--use_cpu", "--report", "false", "--disable_tqdm", "true",
+            "--cache_dir", str(folder / cache), "--output_dir", str(folder / f"{cache}-{name}"), *shared, *more,
+            *(["--test_file", files["test"], "--do_predict"] if model_type == "chela" and ending == "jsonl" else []),
+        ]  # fmt: skip
+
+    none = ("--save_strategy", "no", "--max_steps")
+    clm = ("--block_size", "32", "--eval_sequence_length", "61", "--max_eval_samples", "7")
+    masked = ("--objective", "masked_words", "--max_seq_length", "48", "--bf16", "false")  # by length
+    spans = ("--max_seq_length", "48", "--bf16", "false", "--train_sampling_strategy", "random")
+    return {
+        # clipped in some steps
+        "many steps": (CLM, argv("many", "spade", "txt", 2, 4, *clm, *none, "50", "--learning_rate", "0.02",
+            "--max_grad_norm", "1.2")),
+        "smoothed": (CLM, argv("smoothed", "bst", "txt", 4, 4, *clm, *none, "2", "--learning_rate", "0.05",
+            "--label_smoothing_factor", "0.1", "--gradient_accumulation_steps", "2")),
+        "streamed": (CLM, argv("streamed", "chela", "txt", 2, 4, *clm, *none, "2", "--streaming")),
+        "classes": (GLUE, argv("classes", "chela", "jsonl", 2, 4, *none, "4", "--learning_rate", "0.05",
+            "--max_seq_length", "48", "--gradient_accumulation_steps", "2")),
+        "masked": (PRETRAIN, argv("masked", "spade", "jsonl", 4, 2, *masked, *none, "3", "--learning_rate", "0.05")),
+        "spans": (PRETRAIN, argv("spans", "spade", "jsonl", 4, 2, *spans, *none, "2", "--learning_rate", "0.05")),
+        "summaries": (SUMMARIZATION, argv("summaries", "spade", "summaries.jsonl", 2, 4, *none, "3",
+            "--learning_rate", "0.05", "--max_source_length", "48", "--max_target_length", "9", "--do_predict",
+            "--predict_with_generate", "--test_file", str(folder / "test.summaries.jsonl"))),
+        "first part": (CLM, argv("parts", "chela", "txt", 2, 4, *clm, "--max_steps", "6", "--save_steps", "3",
+            "--learning_rate", "0.05")),
+        "other size": (CLM, argv("others", "chela", "txt", 4, 4, *clm, "--max_steps", "6", "--save_steps", "3",
+            "--learning_rate", "0.05", "--resume_from_checkpoint", str(folder / f"{cache}-parts" / "checkpoint-3"))),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, tmp_path_factory):
+    """What each process of a torchrun had of each job."""
+    ran = once(tmp_path_factory, "context_parallel_scripts/ran", lambda ran: _run_jobs(folder, ran))
+    return [json.loads((ran / f"outcomes-{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+def _run_jobs(folder, ran):
+    jobs = _jobs(folder, "four", True)
+    path = ran / "jobs.json"
+    path.write_text(json.dumps(list(jobs.values())))
+    command = [sys.executable, "-m", "tests.training.jobs", str(path), str(PROCESSES)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(PROCESSES):
+        path = ran / f"outcomes-{rank}.json"
+        path.write_text(json.dumps(dict(zip(jobs, json.loads(path.read_text()), strict=True))))
+
+
+def _scores(metrics):
+    # padding counts as work, and each group pads batches of its own
+    return {name: value for name, value in metrics.items() if not TIMED.search(name) and name != "total_flos"}
+
+
+@pytest.mark.parametrize("name", ["many steps", "smoothed", "streamed", "classes", "masked", "spans", "summaries"])
+def test_processes_that_share_sequences_give_what_one_gives(name, folder, outcomes):
+    """Losses and gradient norms at each step, weights, scores and predictions."""
+    module, argv = _jobs(folder, "one", False)[name]
+    expected = _scores(importlib.import_module(module).main(argv))
+    for outcome in outcomes:
+        actual = _scores(outcome[name]["metrics"])
+        assert actual.keys() == expected.keys()
+        for metric, value in expected.items():
+            assert_close(torch.tensor(actual[metric]), torch.tensor(value), "float32 model")
+    one, four = (
+        folder / argv[argv.index("--output_dir") + 1].replace("one-", f"{cache}-") for cache in ("one", "four")
+    )
+    if name == "many steps":  # all rows are of one length
+        assert_close(
+            *(torch.tensor(json.loads((run / "trainer_state.json").read_text())["total_flos"]) for run in (four, one)),
+            "float32 model",
+        )
+    for field in ("loss", "grad_norm", "eval_loss"):
+        logs = [json.loads((run / "trainer_state.json").read_text())["log_history"] for run in (one, four)]
+        values = [torch.tensor([row[field] for row in log if field in row]) for log in logs]
+        assert values[0].shape == values[1].shape
+        assert_close(values[1], values[0], "float32 model")
+    _same_weights(one, four)
+    for file in one.glob("*predict*.txt"):
+        assert file.read_text() == (four / file.name).read_text()
+    assert name not in ("classes", "summaries") or list(one.glob("*predict*.txt"))
+
+
+def _same_weights(one, four):
+    weights = [load_file(run / "model.safetensors") for run in (one, four)]
+    assert weights[0].keys() == weights[1].keys()
+    for key, tensor in weights[0].items():
+        assert_close(weights[1][key], tensor, "float32 model")
+
+
+def test_a_run_goes_on_with_other_groups(folder, outcomes):
+    """From a checkpoint of two groups of two processes with a group of four, and with one process."""
+    jobs = _jobs(folder, "one", False)
+    importlib.import_module(CLM).main(jobs["first part"][1])
+    assert "error" not in outcomes[0]["other size"]
+    _same_weights(folder / "one-parts", folder / "four-others")
+    argv = jobs["other size"][1]
+    argv[argv.index("--resume_from_checkpoint") + 1] = str(folder / "four-parts" / "checkpoint-3")
+    importlib.import_module(CLM).main(argv)
+    _same_weights(folder / "one-parts", folder / "one-others")
+    steps = json.loads((folder / "four-others" / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def _pair(folder, tmp_path, *fault):
+    argv = [
+        "--train_file", str(folder / "train.txt"), "--do_train", "--model_type", "spade", "--config_overrides",
+        MODELS["spade"], "--tokenizer_type", "bytes", "--block_size", "16", "--per_device_train_batch_size", "1",
+        "--use_cpu", "--report", "false", "--disable_tqdm", "true", "--cache_dir", str(tmp_path / "cache"),
+        "--output_dir", str(tmp_path / "out"), "--max_steps", "5", "--save_steps", "1", "--ddp_backend", "gloo",
+        "--context_parallel_size", "2", "--context_parallel_timeout", "3",
+    ]  # fmt: skip
+    return pair("clm", argv, tmp_path, fault=fault)
+
+
+def _said_by_rank_1(tmp_path):
+    """What torchrun shows of other processes than the first."""
+    return f"error: {json.loads((tmp_path / 'error1').read_text())['message']['message']}"
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("hangs", "1"), ("ends", "1"), ("ends", "0")])
+def test_all_processes_name_the_one_that_is_missing(kind, rank, folder, tmp_path):
+    """In its third step, when two checkpoints are saved."""
+    children = _pair(folder, tmp_path, kind, rank, 3)
+    other = children.pop(1 - int(rank))
+    code, said = other.wait()
+    for child in children:
+        child.process.kill()
+        child.process.join()
+    said = _said_by_rank_1(tmp_path) if rank == "0" else said
+    assert code == 1, said
+    assert "Traceback" not in said
+    named = "the store of rank 0 with it" if rank == "0" else "rank 1 ended, or did not answer in time"
+    assert len(re.findall(f"^error: .*{named}", said, re.MULTILINE)) == 1, said
+    saved = complete_checkpoints(tmp_path / "out")
+    assert [Path(path).name for path in saved] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_processes_that_read_different_rows_stop(folder, tmp_path):
+    (code, said), (other_code, _) = (child.wait() for child in _pair(folder, tmp_path, "reads less", "1", 0))
+    assert code == other_code == 2
+    for words in (said, _said_by_rank_1(tmp_path)):
+        assert re.search(r"^error: .*: ranks 1 and 0 share a sequence .* \[1, 15\]", words, re.MULTILINE), words

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -36,7 +37,7 @@ _POINTS, _LOGS = 10, 20
 _EVALUATION = 0.3
 """Validation examples per point for each training example since the last point. A forward takes a third of a step, so
 this costs a tenth of the training."""
-_SECONDS = "cpu_seconds"
+_SECONDS, _PEAK = "cpu_seconds", "peak_mib"
 _ALWAYS = {"do_eval": True, "use_cpu": True, "disable_tqdm": True, "report": False}
 
 
@@ -48,8 +49,9 @@ def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
         folder: The folder of the model.
 
     Returns:
-        ``outcome`` ("ok", or "diverged" if the loss became infinite), ``values`` (metrics, parameters, steps and CPU
-        minutes of the training steps) and ``curve`` (step, train_loss and eval_loss of each point).
+        ``outcome`` ("ok", or "diverged" if the loss became infinite), ``values`` (metrics, parameters, steps, CPU
+        minutes of the training steps, and the peak memory of the process in MiB until the last one) and ``curve``
+        (step, train_loss and eval_loss of each point).
     """
     script, flags = run["script"], run["flags"]
     module = importlib.import_module(f"hf_hybrid.training.{script}")
@@ -70,7 +72,8 @@ def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     own = {
         "parameters": model.num_parameters(),
         "steps": state.global_step,
-        "cpu_minutes": _last_count(state.log_history) / 60,
+        "cpu_minutes": _last(_SECONDS, state.log_history) / 60,
+        "peak_mib": _last(_PEAK, state.log_history),
     }
     return {"outcome": "ok", "values": metrics | own, "curve": _curve(state.log_history)}
 
@@ -122,9 +125,9 @@ def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     return [{"step": step, **points[step]} for step in sorted(points)]
 
 
-def _last_count(history: Sequence[dict[str, Any]]) -> float:
-    """Return the processor time at the last checkpoint; NaN if it was not counted."""
-    return next((entry[_SECONDS] for entry in reversed(history) if _SECONDS in entry), math.nan)
+def _last(count: str, history: Sequence[dict[str, Any]]) -> float:
+    """Return a count at the last checkpoint; NaN if there is none."""
+    return next((entry[count] for entry in reversed(history) if count in entry), math.nan)
 
 
 # ---- observing the trainer ----
@@ -156,7 +159,7 @@ def _observed(trainer_class: type, trainers: list[Any], save_every: float) -> ty
 
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             # in the log, which a resumed run continues
-            entry = {_SECONDS: self._clock.seconds, "step": self.state.global_step}
+            entry = {_SECONDS: self._clock.seconds, _PEAK: self._clock.peak, "step": self.state.global_step}
             self.state.log_history.append(entry)
             super()._save_checkpoint(*args, **kwargs)
 
@@ -164,14 +167,15 @@ def _observed(trainer_class: type, trainers: list[Any], save_every: float) -> ty
 
 
 class _Clock(TrainerCallback):
-    """Counts the processor time of the steps, and saves by the clock.
+    """Counts the processor time of the steps and the memory of the process, and saves by the clock.
 
     Attributes:
         seconds: Processor time of all steps so far, including those before a resumed checkpoint.
+        peak: The largest resident memory of the process until the last step, in MiB, likewise.
     """
 
     def __init__(self, save_every: float) -> None:
-        self.seconds = 0.0
+        self.seconds = self.peak = 0.0
         self._save_every = save_every
         self._began = 0.0
         self._saved_at = time.perf_counter()
@@ -179,8 +183,10 @@ class _Clock(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Resume the count."""
-        self.seconds = _last_count(state.log_history) if state.log_history else 0.0
+        """Resume the counts."""
+        self.seconds, self.peak = (
+            _last(count, state.log_history) if state.log_history else 0.0 for count in (_SECONDS, _PEAK)
+        )
         self._saved_at = time.perf_counter()
 
     def on_step_begin(
@@ -194,6 +200,7 @@ class _Clock(TrainerCallback):
     ) -> TrainerControl:
         """Stop the clock; save if it is time."""
         self.seconds += time.process_time() - self._began
+        self.peak = max(self.peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
         control.should_save |= time.perf_counter() - self._saved_at > self._save_every
         return control
 

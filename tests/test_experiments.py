@@ -647,6 +647,7 @@ def test_a_run_that_is_cut_off_ends_where_it_would_have(tmp_path, monkeypatch):
     values, curve = straight["values"], straight["curve"]
     assert values["steps"] == 6
     assert values["cpu_minutes"] > 0
+    assert 50 < values["peak_mib"] < 50_000
     assert [point["step"] for point in curve] == list(range(1, 7))
     assert [point["step"] for point in curve if "eval_loss" in point] == list(range(1, 7))
 
@@ -666,6 +667,7 @@ def test_a_run_that_is_cut_off_ends_where_it_would_have(tmp_path, monkeypatch):
     for score in ("eval_loss", "eval_loss, 16"):
         assert resumed["values"][score] == values[score]
     assert resumed["values"]["cpu_minutes"] > counted[0] / 60
+    assert resumed["values"]["peak_mib"] > 50
 
     plain = train_one.train({**run, "initial": {}, "flags": flags | {"max_steps": 1}}, tmp_path / "plain")
     assert plain["curve"][0]["train_loss"] != curve[0]["train_loss"]

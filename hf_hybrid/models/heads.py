@@ -34,17 +34,22 @@ from .losses import OfCount, loss_alone, loss_of_logits, skips_logits
 from .packing import refuse_packed, take_shards
 
 
-def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+def pool(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str, shards: Shards | None = None
+) -> torch.Tensor:
     """Reduce `(B, T, D)` to `(B, D)`: the first, the last or the mean of the kept tokens.
 
     Args:
-        hidden_states: `(B, T, D)`.
+        hidden_states: `(B, T, D)`; of a divided sequence own tokens, which gives the same on all processes.
         attention_mask: `(B, T)`, 1 = keep; None keeps all.
         pooling: `"first"`, `"last"` or `"mean"`.
+        shards: The layout of a divided sequence, or None.
     """
     if attention_mask is None:
         attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
     kept = attention_mask.to(torch.bool)
+    if shards is not None:
+        return _pool_divided(hidden_states, kept, pooling, shards)
     if pooling == "mean":  # in float32, since a long sum overflows float16
         wide = compute_dtype(hidden_states)
         total = hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide)
@@ -54,13 +59,7 @@ def pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     return hidden_states[torch.arange(kept.shape[0], device=kept.device), position]
 
 
-def pool_divided(
-    hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str, shards: Shards
-) -> torch.Tensor:
-    """Do as `pool` with own tokens of a divided sequence, `(B, T_r, D)`: the same `(B, D)` on all processes."""
-    if attention_mask is None:
-        attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
-    kept = attention_mask.to(torch.bool)
+def _pool_divided(hidden_states: torch.Tensor, kept: torch.Tensor, pooling: str, shards: Shards) -> torch.Tensor:
     if pooling == "mean":
         wide = compute_dtype(hidden_states)
         summed = add_up(hidden_states.masked_fill(~kept[..., None], 0).sum(1, dtype=wide), shards)
@@ -313,11 +312,7 @@ class SequenceClassificationForward:
         shards = pass_whole_rows(kwargs, inputs, "each row is classified as one", attention_mask)
         kwargs.setdefault("use_cache", False)
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        if shards is None:
-            pooled = pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
-        else:
-            pooled = pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
-        logits = self._classify(pooled)
+        logits = self._classify(pool(outputs.last_hidden_state, attention_mask, self.config.pooling, shards))
         loss = None
         if labels is not None:
             loss = shared_loss(self.loss_function(labels=labels, pooled_logits=logits, config=self.config), shards)
@@ -398,11 +393,10 @@ class SequencePairClassificationForward:
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def _pooled(self, attention_mask: torch.Tensor | None, shards: Shards | None, **inputs) -> torch.Tensor:
-        if shards is None:
-            outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
-            return pool(outputs.last_hidden_state, attention_mask, self.config.pooling)
-        outputs = self.model(attention_mask=attention_mask, return_dict=True, shards=shards, **inputs)
-        return pool_divided(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
+        if shards is not None:
+            inputs["shards"] = shards
+        outputs = self.model(attention_mask=attention_mask, return_dict=True, **inputs)
+        return pool(outputs.last_hidden_state, attention_mask, self.config.pooling, shards)
 
 
 class TokenClassificationForward:

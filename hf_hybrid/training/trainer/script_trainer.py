@@ -72,13 +72,14 @@ class ScriptTrainer(Trainer):
         self.add_callback(self.measurements)
         self._outputs: Any = None
         self._step = StepCheck()
+        self._can_skip_logits = can_skip_logits(cast("torch.nn.Module", self.model))
         self.division = Division(self.args) if self.args.context_parallel_size > 1 else None
-        if self.division is not None and self.label_smoother is not None:
-            self.label_smoother = DividedLabelSmoother(self.args.label_smoothing_factor, self.division)
-        # scores of own tokens are added up where they are made
-        self._score = self.preprocess_logits_for_metrics if self.division is not None else None
+        self._score = None
         if self.division is not None:
-            self.preprocess_logits_for_metrics = None
+            if self.label_smoother is not None:
+                self.label_smoother = DividedLabelSmoother(self.args.label_smoothing_factor, self.division)
+            # scores of own tokens are added up where they are made
+            self._score, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
 
     # ---- several processes ----
 
@@ -224,7 +225,7 @@ class ScriptTrainer(Trainer):
     def _without_logits(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Ask for the loss alone, which takes less memory, of a model that can do so; label smoothing needs logits."""
         has_labels = bool({"labels", "shift_labels"} & inputs.keys())
-        if self.label_smoother is None and has_labels and can_skip_logits(cast("torch.nn.Module", self.model)):
+        if self.label_smoother is None and has_labels and self._can_skip_logits:
             return {**inputs, "skip_logits": True}
         return inputs
 

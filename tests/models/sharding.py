@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from hf_hybrid.layers.state_space import StateSpaceLayer
 
 from ..tolerances import assert_close
-from .tiny import GENERATIVE, MODEL_CLASSES, TRAINED, main_output, tiny_inputs, tiny_model
+from .tiny import GENERATIVE, MODEL_CLASSES, main_output, tiny_inputs, tiny_model
 
 FINE = "fine"
 CASES = {
@@ -49,7 +49,7 @@ def check(model_type: str, auto_class: str, dtype: str, folder: Path) -> None:
     """Load a model whole and in shards, train both for a step, save the shards and load them again."""
     rank, load = dist.get_rank(), getattr(transformers, auto_class).from_pretrained
     if rank == 0:
-        tiny_model(model_type, auto_class, **TRAINED.get(model_type, {})).save_pretrained(folder / "whole")
+        tiny_model(model_type, auto_class).save_pretrained(folder / "whole")
     dist.barrier()
     whole = load(folder / "whole", dtype=getattr(torch, dtype)).eval()
     sharded = load(
@@ -81,7 +81,7 @@ def check_split(model_type: str, auto_class: str, folder: Path) -> None:
     """Load a model whole and by its tensor-parallel plan, generate, and train both for a step on the same rows."""
     load = getattr(transformers, auto_class).from_pretrained
     if dist.get_rank() == 0:
-        tiny_model(model_type, auto_class, **TRAINED.get(model_type, {})).save_pretrained(folder)
+        tiny_model(model_type, auto_class).save_pretrained(folder)
     dist.barrier()
     whole = load(folder).eval()
     split = load(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")).eval()

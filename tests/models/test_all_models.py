@@ -34,7 +34,6 @@ from .tiny import (
     ROLES,
     SCALED,
     TINY_CONFIGS,
-    TRAINED,
     is_causal_lm,
     main_output,
     new_model,
@@ -513,7 +512,7 @@ def test_a_training_step_compiles_as_one_graph(model_type, auto_class):
         fields |= {name: 1 for name in TINY_CONFIGS[model_type] if name.endswith("_layers")}
     losses, gradients = [], []
     for compiled in (False, True):
-        model = tiny_model(model_type, auto_class, **fields, **TRAINED.get(model_type, {})).train()
+        model = tiny_model(model_type, auto_class, **fields).train()
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
         outputs = step(**_labelled_inputs(model, auto_class))
         losses.append(outputs.loss if "loss" in outputs else outputs.last_hidden_state.square().mean())

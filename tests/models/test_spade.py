@@ -29,6 +29,11 @@ def encoder(**overrides) -> SpadeEncoderModel:
     return tiny_model("spade", "AutoModelForTextEncoding", **overrides)
 
 
+def papers_mixer(**overrides):
+    """A global layer's mixer that joins its branches as in the paper."""
+    return first_mixer(encoder(combine_mode="concat", **overrides))
+
+
 def first_mixer(model):
     return model.get_encoder().layers[0].mixer if hasattr(model, "lm_head") else model.encoder.layers[0].mixer
 
@@ -137,11 +142,11 @@ def body_parameters(config: SpadeConfig) -> int:
 
 
 def test_the_published_layout_has_the_published_size():
-    layout = {"decoder_position": "learned_absolute", "ssm_num_copies": 768}
+    layout = {"combine_mode": "concat", "decoder_position": "learned_absolute", "ssm_num_copies": 768}
     assert body_parameters(SpadeConfig.from_preset("base", **layout)) == 199_803_648
-    # the defaults: one shared copy of (A, B) while frozen, and one causal bias table instead of positions
+    # one copy of (A, B) that all channels share, and one causal bias table instead of positions
     saved = 767 * 3 * 2 * 32
-    assert body_parameters(SpadeConfig()) == 199_803_648 - saved + 384
+    assert body_parameters(SpadeConfig(combine_mode="concat")) == 199_803_648 - saved + 384
 
 
 @pytest.mark.parametrize(("name", "layers", "width"), [("base", 12, 768), ("small", 6, 512), ("tiny", 4, 256)])
@@ -156,7 +161,7 @@ def test_presets_share_one_shape(name, layers, width):
     table = 32 * config.num_attention_heads
     encoder = layers * (attention + feed_forward + 2 * norm + table) + norm
     decoder = layers * (2 * attention + feed_forward + 3 * norm) + norm + table
-    assert body_parameters(config) == encoder + decoder + 2 * d * d + d + 2 * norm + s4
+    assert body_parameters(config) == encoder + decoder + d * d + norm + s4
 
 
 def test_preset_overrides_and_unknown_names():
@@ -172,7 +177,7 @@ def test_preset_overrides_and_unknown_names():
 
 def test_global_layer_is_the_papers_equation():
     """Y = FFN(LN(Xa)) + Xa with Xa = W [LN(Local(LN(X))), LN(SSM(LN(X)))] + X, written out (section 3.2)."""
-    model = encoder(norm_position="pre")
+    model = encoder(norm_position="pre", combine_mode="concat")
     layer, x = model.encoder.layers[0], torch.randn(2, 13, 32)
     mixer = layer.mixer
     normed = layer.mixer_norm(x)
@@ -194,7 +199,7 @@ def test_post_norm_layer_normalises_the_sum():
 
 @pytest.mark.parametrize("half", ["local", "global"])
 def test_zeroing_half_of_the_aggregate_leaves_the_other_branch(half):
-    mixer, x = first_mixer(encoder()), torch.randn(2, 13, 32)
+    mixer, x = papers_mixer(), torch.randn(2, 13, 32)
     with torch.no_grad():
         mixer.aggregate.weight[:, slice(32, None) if half == "local" else slice(0, 32)] = 0
     local = mixer.local_norm(mixer.attention(x)[0])
@@ -204,7 +209,7 @@ def test_zeroing_half_of_the_aggregate_leaves_the_other_branch(half):
 
 
 def test_concat_order_permutes_columns():
-    ours, theirs = first_mixer(encoder()), first_mixer(encoder(concat_order="global_local"))
+    ours, theirs = papers_mixer(), papers_mixer(concat_order="global_local")
     state = ours.state_dict()
     state["aggregate.weight"] = state["aggregate.weight"].roll(32, dims=1)
     theirs.load_state_dict(state)
@@ -280,7 +285,7 @@ def test_freezing(freeze):
 
 
 def test_a_frozen_checkpoint_can_be_thawed(tmp_path):
-    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM", ssm_freeze="all")
     model.save_pretrained(tmp_path)
     thawed = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, ssm_freeze="none").eval()
     assert list(thawed.ssm_parameters())
@@ -290,7 +295,7 @@ def test_a_frozen_checkpoint_can_be_thawed(tmp_path):
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_gradient_through_the_global_branch(stop):
-    mixer = first_mixer(encoder(ssm_stop_gradient=stop))
+    mixer = papers_mixer(ssm_stop_gradient=stop)
     with torch.no_grad():
         mixer.aggregate.weight[:, :32] = 0
     x = torch.randn(1, 9, 32, requires_grad=True)
@@ -301,7 +306,7 @@ def test_gradient_through_the_global_branch(stop):
 def test_state_space_model_keeps_its_precision():
     model = encoder().to(torch.bfloat16)
     assert {t.dtype for t in first_mixer(model).ssm.state_dict().values()} == {torch.float32}
-    assert first_mixer(model).aggregate.weight.dtype == torch.bfloat16
+    assert first_mixer(model).global_proj.weight.dtype == torch.bfloat16
 
 
 def test_relative_biases_begin_with_what_is_near():
@@ -392,7 +397,8 @@ def test_starting_values_follow_from_the_width():
         assert embedded.std().item() == pytest.approx(8 * std, rel=0.05)
         assert model.encoder.layers[0].feed_forward.up_proj.weight.std().item() == pytest.approx(std, rel=0.05)
         plain = nn.Linear(128, 64).weight.std().item()
-        assert first_mixer(model).aggregate.weight.std().item() == pytest.approx(plain, rel=0.05)
+        concatenating = papers_mixer(hidden_size=64, initializer_range=given, norm_position="pre")
+        assert concatenating.aggregate.weight.std().item() == pytest.approx(plain, rel=0.05)
     assert not tiny_config("spade").scale_embeddings  # a norm follows them
 
 

@@ -54,9 +54,7 @@ def test_a_language_models_defaults_are_the_papers():
     assert config.share_relative_bias
     assert (config.layer_types[0], set(config.layer_types[1:])) == ("hybrid_sliding", {"sliding_attention"})
     assert config.sliding_window == 512
-    assert config.combine_mode == "residual"  # the paper's preset concatenates
     assert SpadeConfig.from_preset("wikitext103").combine_mode == "concat"
-    assert SpadeConfig().combine_mode == "concat"
 
 
 @pytest.mark.parametrize("role", [{}, {"is_decoder": True}])

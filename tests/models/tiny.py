@@ -88,8 +88,6 @@ PADDED_SIDES = {"srformer_bart": ("right",)}
 NEEDS_DICT = {"srformer_bart"}
 # model types whose resized embeddings are one table: BART's resizing makes it so, tied or not
 ALWAYS_TIED = {"srformer_bart"}
-# model types whose state space model is frozen by default -> what trains it
-TRAINED = {"spade": {"ssm_freeze": "none"}}
 # model types whose config may scale embeddings
 SCALED = {"bst", "spade", "chela"}
 
@@ -139,6 +137,7 @@ DECODERS = {
         "state space": {"decoder_global_layers": [0]},
         "state space and window": {"decoder_global_layers": "all", "decoder_attention_type": "window"},
         "state space and chunk": {"decoder_global_layers": [1], "decoder_attention_type": "chunk"},
+        "frozen and concatenated": {"decoder_global_layers": [0], "ssm_freeze": "all", "combine_mode": "concat"},
         "state space added": {"decoder_global_layers": [0], "combine_mode": "add"},
         "state space below": {"decoder_global_layers": [0], "combine_mode": "stack"},
         "absolute positions": {"decoder_position": "learned_absolute"},

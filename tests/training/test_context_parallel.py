@@ -27,7 +27,7 @@ PROCESSES = 4
 TIMED = re.compile(r"runtime|per_second|^epoch")
 SIZES = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
 MODELS = {
-    "spade": f"{SIZES},num_attention_heads=4,local_radius=4,ssm_state_size=8,ssm_freeze=none,{NO_DROPOUT['spade']}",
+    "spade": f"{SIZES},num_attention_heads=4,local_radius=4,ssm_state_size=8,{NO_DROPOUT['spade']}",
     "chela": f"{SIZES},dropout=0,attention_dropout=0",
     "bst": f"{SIZES},num_attention_heads=4,window=8,{NO_DROPOUT['spade']}",
 }

@@ -15,7 +15,7 @@ from .conftest import BART, MODELS, NO_DROPOUT, T5
 
 SMALL = "hidden_size=32,num_hidden_layers=2,intermediate_size=32,dropout=0"
 CASES = {  # model type -> script, its data flags, a configuration without dropout
-    "spade": (summarization, f"{MODELS['spade']},{NO_DROPOUT['spade']},ssm_freeze=none"),
+    "spade": (summarization, f"{MODELS['spade']},{NO_DROPOUT['spade']}"),
     "srformer_t5": (summarization, f"{T5},dropout_rate=0,segment_size=4"),
     "srformer_bart": (summarization, f"{BART},{NO_DROPOUT['bart']},max_position_embeddings=64,segment_size=4"),
     "bst": (clm, f"{SMALL},num_attention_heads=4,window=8,state_size=8"),

@@ -53,7 +53,7 @@ def _files(folder, ending, *splits):
 
 def _jobs(folder, *batch, cache):
     """Jobs by name, with the flags that say how a global batch of eight is made."""
-    spade = f"{MODELS['spade']},{NO_DROPOUT['spade']},ssm_freeze=none"
+    spade = f"{MODELS['spade']},{NO_DROPOUT['spade']}"
     common = [
         "--cache_dir", str(folder / cache), "--max_steps", "3", "--learning_rate", "0.05", "--optim", "sgd",
         "--logging_steps", "1", "--save_strategy", "no", "--use_cpu", "--disable_tqdm", "true", "--do_train",

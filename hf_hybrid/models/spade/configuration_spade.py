@@ -26,7 +26,7 @@ from ..checks import (
     forget_code,
     preset_fields,
 )
-from .state_space_fields import SSM_DISCRETIZATIONS, SSM_FIELDS, SSM_FREEZES, SSM_INITS, check_state_space
+from .state_space_fields import SSM_DISCRETIZATIONS, SSM_FIELDS, SSM_INITS, check_state_space
 
 ATTENTION_TYPES = ("window", "chunk", "full", "none")
 COMBINE_MODES = ("concat", "add", "stack", "residual")
@@ -59,7 +59,7 @@ POSITIVE_NUMBERS = ("layer_norm_eps", "initializer_range", "ssm_dt_min", "ssm_dt
 PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout", "classifier_dropout")
 
 PRESETS = {
-    # the paper's encoder-decoder, section 5.1
+    # the size of the paper's encoder-decoder, section 5.1
     "base": {},
     "small": {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 6},
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 4},
@@ -91,10 +91,12 @@ PRESETS = {
 class SpadeConfig(PreTrainedConfig):
     r"""Configuration of a SPADE model (Zuo et al. 2022).
 
-    The defaults are the paper's base encoder-decoder (section 5.1): a T5-shaped model with post-layer-norm, whose
-    encoder attends locally and whose bottom encoder layer also reads a frozen bidirectional S4. The class serves the
-    encoder-decoder, the encoder alone and, with ``is_decoder=True, is_encoder_decoder=False``, the causal language
-    model, whose defaults differ where the paper's do. Lengths and distances are in tokens.
+    The defaults have the size and shape of the paper's base encoder-decoder (section 5.1): a T5-shaped model with
+    post-layer-norm, whose encoder attends locally and whose bottom encoder layer also reads a bidirectional S4. In two
+    of them they leave the paper, because models learn better so: its encoder-decoder has ``combine_mode="concat",
+    ssm_freeze="all"``. The class serves the encoder-decoder, the encoder alone and, with ``is_decoder=True,
+    is_encoder_decoder=False``, the causal language model, whose defaults differ where the paper's do. Lengths and
+    distances are in tokens.
 
     Args:
         vocab_size: Rows of the token embedding.
@@ -145,14 +147,14 @@ class SpadeConfig(PreTrainedConfig):
         combine_mode: How a global layer joins its two branches: `"concat"` (the paper: one linear map of both
             normalised branches), `"add"` (a weighted sum of both normalised branches), `"stack"` (attention reads the
             state space model's output), `"residual"` (attention plus a linear map of the normalised state space
-            branch, zero at first, so that the layer starts as a local one). When None, `"residual"` for a language
-            model, which learns better so, and `"concat"` otherwise.
+            branch, zero at first, so that the layer starts as a local one). When None, `"residual"`, which learns
+            better.
         ssm_type: The state space model: `"s4"`, `"s4d"`, `"s5"`, or in its place `"hyena"` or `"lstm"`.
         ssm_state_size: State size N, even; per channel (S4, S4D) or of the whole layer (S5). When None, 64 for S4 and
             S4D, 256 for S5.
         ssm_freeze: `"all"` (the paper; of Hyena the filters), `"ab_dt"` (train C and D only; S4, S4D and S5) or
-            `"none"` (train everything). When None, `"none"` for a language model, as in its published code, and for
-            an LSTM; `"all"` otherwise.
+            `"none"` (train everything, as the published code does in language models). When None, `"none"`, which
+            learns better.
         ssm_dt_min: Smallest initial step Δ.
         ssm_dt_max: Largest initial step Δ.
         ssm_l_max: Longest memory of the state space model. S4 and S4D: in an encoder only, unlimited when None. Hyena:
@@ -294,7 +296,7 @@ class SpadeConfig(PreTrainedConfig):
         """Build the configuration of a named size.
 
         Args:
-            name: `"base"` (12+12 layers, width 768: the paper's), `"small"` (6+6, 512) or `"tiny"` (4+4, 256);
+            name: `"base"` (12+12 layers, width 768: the paper's size), `"small"` (6+6, 512) or `"tiny"` (4+4, 256);
                 `"wikitext103"`, the paper's language model.
             **overrides: Fields to set differently; of `"wikitext103"`, another `hidden_size` may need another
                 `ssm_num_copies` with it, and another `vocab_size` other `adaptive_cutoffs`.
@@ -327,18 +329,16 @@ class SpadeConfig(PreTrainedConfig):
 
     def _fill_in_defaults(self):
         causal = self.is_decoder and not self.is_encoder_decoder
-        freezes, inits, discretizations = (
-            table.get(self.ssm_type, (None,)) for table in (SSM_FREEZES, SSM_INITS, SSM_DISCRETIZATIONS)
-        )
+        inits, discretizations = (table.get(self.ssm_type, (None,)) for table in (SSM_INITS, SSM_DISCRETIZATIONS))
         fill_defaults(
             self,
             norm_position="pre" if causal else "post",
-            combine_mode="residual" if causal else "concat",
+            combine_mode="residual",
             local_radius=511 if causal else 128,
             chunk_size=512 if causal else 128,
             share_relative_bias=causal,
             ssm_state_size={"s4": 64, "s4d": 64, "s5": 256}.get(self.ssm_type),
-            ssm_freeze="none" if causal else freezes[0],
+            ssm_freeze="none",
             ssm_init=inits[0],
             ssm_discretization=discretizations[0],
             ssm_l_max=4096 if self.ssm_type == "hyena" else None,

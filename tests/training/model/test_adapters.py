@@ -110,7 +110,7 @@ def t5(arguments, tmp_path_factory):
 def test_what_a_new_architecture_adds_is_trained_with_its_adapter(adapt, t5, arguments, tmp_path):
     """SPADE of T5: its state space model comes along, with a learning rate of its own, and the base stays."""
     output = tmp_path / "out"
-    fields = "local_radius=5,ssm_state_size=8,ssm_freeze=none"
+    fields = "local_radius=5,ssm_state_size=8"
     more = ["--init_from", "t5", "--config_overrides", fields, "--save_steps", "1", "--do_eval"]
     more += ["--lr_scheduler_type", "constant", "--ssm_learning_rate", "0"]
     adapt(output, *more, "--max_steps", "1", base=t5)

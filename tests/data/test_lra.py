@@ -361,6 +361,14 @@ def test_archives_of_images_and_recordings(tmp_path):
     assert [row.tolist() for row in rows.inputs] == [[0], [0.5, -1]]
 
 
+def test_slow_speech_is_the_means_of_eight_samples(tmp_path):
+    audio = np.array([*[800] * 8, *[-1600] * 8, 1600, 0, 0, *[0] * 3], np.int16)
+    save(tmp_path / "test.npz", audio=audio, offsets=np.array([0, 19, 22]), labels=np.array([3, 0], np.uint8))
+    rows = load_lra("lra_speech_1000", "test", data_dir=tmp_path)
+    np.testing.assert_allclose(rows.inputs[0], [0.5, -1, 0.125])  # the last eight are not all there
+    assert rows.inputs[1].tolist() == [0]  # silence
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [

@@ -214,7 +214,8 @@ def sinusoids(length: int, width: int) -> torch.Tensor:
 def state_numbers(name: str, shape: Shape) -> int:
     """Return how many numbers a causal model keeps of one sequence of a shape to continue it: states, and keys."""
     model = build(name, shape, seed=0).eval()
-    cache = model(input_ids=torch.zeros(1, shape.length, dtype=torch.long), use_cache=True).past_key_values
+    outputs = model(input_ids=torch.zeros(1, shape.length, dtype=torch.long), use_cache=True)
+    cache = outputs.get("past_key_values", outputs.get("cache_params"))  # Mamba-2 has its own name for it
     return sum(tensor.numel() for tensor in tensors_of(cache) if tensor.is_floating_point())
 
 

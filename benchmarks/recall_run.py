@@ -66,7 +66,7 @@ RECIPES: dict[str, Recipe] = {
     "key_value": Recipe(800),
     "facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
     "sparse_facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
-    "mqar": Recipe(1000, width=128),
+    "mqar": Recipe(1200, width=128),
     "in_context_recall": Recipe(600),
     "noisy_recall": Recipe(600),
     "selective_copying": Recipe(600, batch=16),

@@ -345,6 +345,10 @@ def test_states_of_other_sizes_do_two_tasks_and_make_a_figure(tmp_path):
     sizes = {name: state_numbers(name, shape) for name in ("BST, N 8", "BST", "BST, N 32", "BST, N 64", "Llama")}
     assert sizes["BST, N 8"] < sizes["BST"] < sizes["BST, N 32"] < sizes["BST, N 64"]
     assert sizes["Llama"] == 2 * shape.length * shape.width * LAYERS
+    longer = replace(shape, length=2 * shape.length)
+    grows = {"Llama": 2, "Mamba-2": 1, "BST": 1, "SPADE": 1}  # keys of all tokens; states alone, and of a window
+    assert {name: state_numbers(name, longer) / state_numbers(name, shape) for name in grows} == grows
+    assert state_numbers("Mamba-2", shape) > 3 * 2 * shape.width * fitted("Mamba-2", shape).state_size
 
     assert recall_figure.states(tmp_path) == []
     accuracies = {"BST": "0.5", "BST, N 64": "0.75", "BST, windows alone": "0.1", "Llama": "1"}

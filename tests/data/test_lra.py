@@ -434,6 +434,7 @@ def test_every_task_is_drawn_or_names_its_files(name, tmp_path):
             assert all(np.abs(row).max() <= 1 for row in rows.inputs)
         else:
             assert all(row.min() > 0 and row.max() < task.vocab_size for row in rows.inputs)
+            assert all(row.dtype == np.int16 for row in rows.inputs)  # 147,086 pairs of 4,000 bytes fit into memory
     with pytest.raises(ValueError, match=r"data_dir must (hold|be left out)"):
         load_lra(name, "train", data_dir=tmp_path)
 

@@ -35,7 +35,7 @@ class LraRows:
     """The rows of a split.
 
     Attributes:
-        inputs: A sequence for each row: ids, or numbers from -1 to 1.
+        inputs: A sequence for each row: ids (int16), or numbers from -1 to 1.
         labels: `(N,)`.
         pairs: The second document of each row; None for tasks with one.
     """
@@ -81,7 +81,7 @@ _Rows = Iterator[tuple[Array, Array | None, int]]
 
 
 def _ids(values: list[int]) -> Array:
-    return np.array(values, dtype=np.int64)
+    return np.array(values, dtype=np.int16)  # the pairs of documents are many
 
 
 def _listops(path: Path) -> _Rows:

@@ -12,7 +12,7 @@ import torch
 from benchmarks import compare_on_data, costs, facts, figures, results_page, train_one
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
-from benchmarks.experiment import read_experiment
+from benchmarks.experiment import Experiment, read_experiment
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
 from benchmarks.without_training import BASELINES
@@ -651,6 +651,33 @@ def test_names_of_lines_stand_apart():
 def test_models_beside_each_other_are_of_one_size(name):
     counts = sizes(json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8")))
     assert max(counts.values()) <= 1.002 * min(counts.values()), counts
+
+
+@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech", "lra_text"])
+def test_models_of_the_long_range_arena_are_as_large_as_one_whole_width_allows(name):
+    spec = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
+    counts = sizes(spec)
+    wider = {
+        model: {**flags, "config_overrides": {**flags["config_overrides"], "intermediate_size": width + 1}}
+        for model, flags in spec["models"].items()
+        for width in [flags["config_overrides"]["intermediate_size"]]
+    }
+    unit = max(count - counts[model] for model, count in sizes({**spec, "models": wider}).items())
+    assert max(counts.values()) - min(counts.values()) <= unit, counts
+
+
+def test_the_sizes_are_those_of_what_is_trained(tmp_path):
+    """What the script builds for a task, with its labels and vocabulary, has as many parameters as were counted."""
+    spec = json.loads((EXPERIMENTS / "lra_listops.json").read_text(encoding="utf-8"))
+    flags = {"max_train_samples": 4, "max_eval_samples": 2, "max_steps": 1, "per_device_train_batch_size": 2}
+    flags |= {"learning_rate": 0.001, "seed": 0, "cache_dir": str(tmp_path / "cache")}
+    experiment = Experiment("", spec, {}, Path())
+    run = {"script": "long_range", "flags": {**experiment.flags("SPADE"), **flags}, "save_every": 100.0}
+    result = train_one.train(run, tmp_path / "model")
+    assert result["outcome"] == "ok"
+    assert result["values"]["parameters"] == sizes(spec)["SPADE"]
+    assert {"eval_loss", "eval_accuracy", "cpu_minutes"} <= result["values"].keys()
+    assert [point["step"] for point in result["curve"]] == [1]
 
 
 @pytest.mark.parametrize(

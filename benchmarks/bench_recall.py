@@ -14,9 +14,10 @@ most, and the own tasks ask beyond 32: there an ablation can only guess. SRforme
 document, and counts as far what lies in another. BST and SPADE have copies with states of other sizes, which do two
 tasks alone.
 
-The first seed trains each model at three learning rates, the others at the best of them by validation. Training ends
-when 99.5 % of the validation is right. Then a test measures the accuracy of all answers, of far ones and by distance,
-and on sequences 2, 4 and 16 times as long as in training.
+Each model is trained at the best of three learning rates: that with the least validation loss in runs of a quarter of
+the steps with the first seed. Copies with another size of the state take the rate of their model. Training ends when
+99 % of the validation is right. Then a test measures the accuracy of all answers, of far ones and by distance, and on
+sequences 2, 4 and 16 times as long as in training.
 
 Each run has one thread, and `--jobs` of them run in parallel. A finished run adds a row to the CSV file. Stop at any
 moment; the same command goes on. A row holds a hash of its recipe, and rows of another recipe, or of another version
@@ -32,10 +33,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from benchmarks.comparison import (
     COLUMNS,
+    SEARCH,
     append_rows,
     best_rate,
     check_recipe,
@@ -58,11 +59,14 @@ from benchmarks.recall_run import (
 from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
-SELECT = "validation_accuracy"
+SELECT = "validation_loss"
 RATES = ("0.001", "0.003", "0.01")
 QUICK_TASKS, QUICK_RATE, QUICK_STEPS = ("aggregate", "latch", "key_value", "facts"), "0.003", 500
+DONE, AT_CHANCE = 0.95, 0.02
+"""A task is done with this share of right answers, and guessed with at most so much more than chance."""
 _FAR = [f"at_{least}" for least in BINS]
-SCORES = (SELECT, "accuracy", "far", "chance", "trained_steps", *(f"x{factor}" for factor in FACTORS), *_FAR)
+_LONGER = [f"x{factor}" for factor in FACTORS]
+SCORES = (SELECT, "validation_accuracy", "accuracy", "far", "chance", "trained_steps", *_LONGER, *_FAR)
 
 
 # ---- the order of work ----
@@ -71,21 +75,29 @@ SCORES = (SELECT, "accuracy", "far", "chance", "trained_steps", *(f"x{factor}" f
 def todo(
     rows: Sequence[Row], tasks: Sequence[str], models: Sequence[str], rates: Sequence[str], seeds: Sequence[int]
 ) -> Iterator[Run]:
-    """Yield the runs that are missing and can start: every rate with the first seed, then the best with the others."""
+    """Yield the runs that are missing and can start: shortened ones at every rate, then all seeds at the best.
+
+    A single rate is not searched. A copy of a model with another size of the state takes the rate of that model.
+    """
     for task in tasks:
         own = [row for row in rows if row["dataset"] == task]
         for model in models:
             if not is_done_by(task, model):
                 continue
-            done = {(row["seed"], row["learning_rate"]) for row in own if row["model"] == model}
-            searches = [Run(task, model, seeds[0], rate) for rate in rates]
-            if missing := [run for run in searches if (str(run.seed), run.rate) not in done]:
+            asked = MODELS[model].state_of or model
+            searches = [Run(task, asked, seeds[0], rate, is_search=True) for rate in rates if len(rates) > 1]
+            if missing := [run for run in searches if not _is_done(run, own)]:
                 yield from missing
                 continue
-            best = best_rate([row for row in own if row["learning_rate"] in rates], model, SELECT)
+            searched = [row for row in own if row["seed"] == SEARCH and row["learning_rate"] in rates]
+            best = best_rate(searched, asked, SELECT) if searches else rates[0]
             if best is not None:  # every rate diverged
-                others = (Run(task, model, seed, best) for seed in seeds[1:])
-                yield from (run for run in others if (str(run.seed), run.rate) not in done)
+                runs = [Run(task, model, seed, best) for seed in seeds]
+                yield from (run for run in runs if not _is_done(run, own))
+
+
+def _is_done(run: Run, rows: Sequence[Row]) -> bool:
+    return any((row["model"], row["seed"], row["learning_rate"]) == (run.model, *run.key) for row in rows)
 
 
 def check_rows(rows: Sequence[Row], recipes: Mapping[str, Recipe], path: Path) -> None:
@@ -104,20 +116,19 @@ def check_rows(rows: Sequence[Row], recipes: Mapping[str, Recipe], path: Path) -
 def row_of(run: Run, recipe: Recipe, values: Mapping[str, float]) -> Row:
     """Return the row of a finished run."""
     shown = {name: f"{values[name]:.4g}" for name in SCORES if name in values}
-    shown |= {SELECT: f"{values['validation']:.4g}" if "validation" in values else ""}
-    outcome = "ok" if "accuracy" in values else "diverged"
+    outcome = "ok" if "validation" in values else "diverged"
     if outcome == "ok":
-        shown["trained_steps"] = f"{values['steps']:d}"
+        shown |= {"validation_accuracy": f"{values['validation']:.4g}", "trained_steps": f"{values['steps']:d}"}
     return {
         **stamp(),
         "dataset": run.task,
         "model": run.model,
-        "seed": str(run.seed),
+        "seed": run.key[0],
         "learning_rate": run.rate,
         "recipe": recipe_hash(run.task, run.model, recipe),
         "outcome": outcome,
         "parameters": str(values["parameters"]),
-        "steps": str(recipe.steps),
+        "steps": str(run.steps(recipe)),
         "cpu_minutes": f"{values['cpu_minutes']:.2f}" if "cpu_minutes" in values else "",
         **(shown if outcome == "ok" else {}),
     }
@@ -156,7 +167,7 @@ def work(
                     continue
                 row = row_of(run, recipes[run.task], future.result())
                 append_rows(path, columns, [row])
-                say(f"{run}: {row['outcome']}, accuracy {row.get('accuracy', '')}, far {row.get('far', '')}")
+                say(f"{run}: {row['outcome']}, " + ", ".join(f"{n} {row[n]}" for n in SCORES[:4] if n in row))
 
 
 def _one_thread() -> None:
@@ -171,10 +182,15 @@ def _one_thread() -> None:
 
 
 def kept(rows: Sequence[Row], task: str, model: str) -> list[Row]:
-    """Return a model's finished rows of a task at its best learning rate."""
-    own = [row for row in rows if (row["dataset"], row["model"]) == (task, model)]
-    rate = best_rate(own, model, SELECT) if own else None
-    return [row for row in own if row["learning_rate"] == rate and row["outcome"] == "ok"]
+    """Return a model's finished rows of a task, those of the search left out.
+
+    Raises:
+        ValueError: They have several learning rates.
+    """
+    own = [row for row in rows if (row["dataset"], row["model"]) == (task, model) and row["seed"] != SEARCH]
+    if len(rates := sorted({row["learning_rate"] for row in own}, key=float)) > 1:
+        raise ValueError(f"{task}: the rows of {model!r} must have one learning rate; got {', '.join(rates)}")
+    return [row for row in own if row["outcome"] == "ok"]
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float | None:
@@ -189,12 +205,15 @@ def report(rows: list[Row]) -> str:
         return "no rows yet"
     parts = [
         f"{measured_on(rows)}. Shares of right answers, mean ± standard error over the seeds; "
-        "*far*: beyond the reach of every ablation."
+        "*far*: beyond the reach of every ablation.",
+        remembered(rows),
     ]
     for task in dict.fromkeys(row["dataset"] for row in rows):
         own = [row for row in rows if row["dataset"] == task]
-        models = list(dict.fromkeys(row["model"] for row in own))
-        of = {model: kept(own, task, model) for model in models}
+        # a model whose search is not finished has no line yet; one that always diverged has
+        searching = {row["model"] for row in own if row["seed"] == SEARCH and row["outcome"] == "ok"}
+        ended = {row["model"]: row for row in own if row["seed"] != SEARCH or row["model"] not in searching}
+        of = {model: kept(own, task, model) for model in ended}
         found = [row for runs in of.values() for row in runs]
         bins = [name for name in _FAR if any(row[name] for row in found)]
         header = ["model", "parameters", "seeds", "learning rate", "steps", "all", "far"]
@@ -206,8 +225,36 @@ def report(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def remembered(rows: Sequence[Row]) -> str:
+    """Return a table of the tasks that each architecture does, with and without its global part, and of the others."""
+    lines = []
+    for ablation, kind in MODELS.items():
+        cells: list[list[str]] = [[], [], []]
+        for task in dict.fromkeys(row["dataset"] for row in rows) if kind.ablation_of else ():
+            runs, others = kept(rows, task, str(kind.ablation_of)), kept(rows, task, ablation)
+            if not runs or not others:
+                continue
+            (share, without), chance = (_share(found) for found in (runs, others)), float(runs[0]["chance"])
+            is_done, is_guessed = share >= DONE, without <= chance + AT_CHANCE
+            place = 2 if not is_done else 0 if is_guessed else 1
+            cells[place].append(f"{task} ({share:.3f}; {without:.3f}; {chance:.3f})")
+        if any(cells):
+            lines.append([str(kind.ablation_of), *(", ".join(cell) for cell in cells)])
+    title = (
+        f"Far answers (all answers where none is far): right with the global part; without it; by guessing. *Does*: "
+        f"{DONE:.0%} or more."
+    )
+    header = ["architecture", "does, and its ablation can only guess", "does, and its ablation not only guesses"]
+    return f"{title}\n\n{markdown_table([*header, 'does not'], lines)}"
+
+
+def _share(rows: Sequence[Row]) -> float:
+    far = mean_of(rows, "far")
+    return float(mean_of(rows, "accuracy") or 0.0) if far is None else far
+
+
 def _line(model: str, runs: Sequence[Row], bins: Sequence[str]) -> list[str]:
-    names = ["accuracy", "far", *(f"x{factor}" for factor in FACTORS)]
+    names = ["accuracy", "far", *_LONGER]
     if not runs:
         return [model, *[""] * 4, *["diverged"] * (len(names) + len(bins))]
     steps = statistics.fmean(int(row["trained_steps"]) for row in runs)
@@ -229,10 +276,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="MODEL", help="; ".join(MODELS)
     )
-    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help="learning rates (0.001 0.003 0.01)")
+    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help="searched (0.001 0.003 0.01)")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches (0 1 2)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs (one per core)")
-    quick = f"the tasks {', '.join(QUICK_TASKS)}, one seed and rate, {QUICK_STEPS} steps"
+    quick = f"the tasks {', '.join(QUICK_TASKS)}, one seed and rate, at most {QUICK_STEPS} steps"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--plan", action="store_true", help="only count the runs, and estimate their time")
     parser.add_argument("--steps", type=int, help="most updates (the task's own)")
@@ -243,8 +290,11 @@ def plan(recipes: Mapping[str, Recipe], models: Sequence[str], rates: int, seeds
     lines, count, minutes = [], 0, 0.0
     for task, recipe in recipes.items():
         doing = [model for model in models if is_done_by(task, model)]
-        runs = len(doing) * (rates + seeds - 1)
-        taken = sum(estimated_minutes(task, model, recipe) for model in doing) * (rates + seeds - 1)
+        runs, taken = 0, 0.0
+        for model in doing:
+            searches = 0 if rates < 2 or MODELS[model].state_of else rates
+            search, whole = estimated_minutes(task, model, recipe)
+            runs, taken = runs + searches + seeds, taken + searches * search + seeds * whole
         lines.append([task, str(len(doing)), str(runs), f"{taken:.0f}"])
         count, minutes = count + runs, minutes + taken
     table = markdown_table(["task", "models", "runs", "CPU minutes at most"], lines)
@@ -257,11 +307,11 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     if arguments.quick:
         arguments.tasks, arguments.rates, arguments.seeds = QUICK_TASKS, (QUICK_RATE,), arguments.seeds[:1]
         arguments.models = [model for model in arguments.models if MODELS[model].state_of is None]
-        arguments.steps = arguments.steps or QUICK_STEPS
         if arguments.out == DEFAULT_OUT:
             arguments.out = DEFAULT_OUT.with_stem("recall_quick")
-    more: dict[str, Any] = {} if arguments.steps is None else {"steps": arguments.steps}
-    recipes = {task: replace(RECIPES[task], **more) for task in arguments.tasks}
+    most = QUICK_STEPS if arguments.quick else sys.maxsize
+    steps = {task: arguments.steps or min(RECIPES[task].steps, most) for task in arguments.tasks}
+    recipes = {task: replace(RECIPES[task], steps=steps[task]) for task in arguments.tasks}
     if arguments.plan:
         _one_thread()
         print(plan(recipes, arguments.models, len(arguments.rates), len(arguments.seeds), arguments.jobs))

@@ -7,21 +7,24 @@ Run it from the repository root; ``--data`` names the folders of the datasets, e
         --data path/to/data --jobs 2                                          # in this order
     python -m benchmarks.compare_on_data --report benchmarks/results/novels.csv   # its tables, as Markdown
 
-An experiment is a JSON file with the ``script`` (``summarization``, ``clm`` or ``glue``), its ``data``, the ``flags``
-of all models, ``models`` with their own flags, ``learning_rates`` to search, common or per model (or a model's
-``learning_rate``, which is not searched), and ``scores``, the metrics to keep; ``select`` (``eval_loss``) chooses the
-best rate. Models start from scratch, or from ``start``, another model trained with the same seed. A model's
-``initial`` edits its initial values (`train_one.edit_initial_values`). ``evaluations``, flags by name, evaluate every
-trained model again and give ``scores`` of the form "metric, name". ``excerpt`` cuts validation documents to as many
-characters from their middle, so that all of a few long ones are read.
+An experiment is a JSON file with the ``script`` (``summarization``, ``clm``, ``glue`` or ``long_range``), its ``data``
+(a folder's name; of ``long_range`` also ``drawn:TASK``), the ``flags`` of all models, ``models`` with their own flags,
+``learning_rates`` to search, common or per model (or a model's ``learning_rate``, which is not searched), and
+``scores``, the metrics to keep; ``select`` (``eval_loss``) chooses the best rate. Models start from scratch, or from
+``start``, another model trained with the same seed. A model's ``initial`` edits its initial values
+(`train_one.edit_initial_values`). ``evaluations``, flags by name, evaluate every trained model again and give
+``scores`` of the form "metric, name". ``excerpt`` cuts validation documents to as many characters from their middle,
+so that all of a few long ones are read.
 
 The first seed trains every model at each of its learning rates, and up to twice at a further one while the best is
-the lowest or the highest; the other seeds use the best rate. Each run is a process with one thread (`train_one`), so
-that several can run in parallel with comparable processor times. A finished run adds a row to
-``RESULTS/EXPERIMENT.csv`` and its losses to ``RESULTS/curves/EXPERIMENT.csv``. You can stop at any moment and start
-again with the same command: finished runs are kept, and interrupted ones continue from their last checkpoint. A failed
-run is reported, stops no other, and is repeated by the next start. A row holds a short hash of the model's
-``recipe``; rows of another recipe, or of another version of this package, are refused.
+the lowest or the highest; the other seeds use the best rate. With ``search_steps`` the runs of the search have so many
+steps, and all seeds use the best rate. ``--plan`` tries every model for a few steps, and says what all runs cost.
+
+Each run is a process with one thread (`train_one`), so that several can run in parallel with comparable processor
+times. A finished run adds a row to ``RESULTS/EXPERIMENT.csv`` and its losses to ``RESULTS/curves/EXPERIMENT.csv``. You
+can stop at any moment and start again with the same command: finished runs are kept, and interrupted ones continue
+from their last checkpoint. A failed run is reported, stops no other, and is repeated by the next start. A row holds a
+short hash of the model's ``recipe``; rows of another recipe, or of another version of this package, are refused.
 
 Some rows need no training: for summaries, the first words of each document (as many as the training summaries'
 median) and random training summaries; for labels, the most frequent one of the training split.
@@ -49,13 +52,15 @@ from benchmarks.comparison import (
     report,
 )
 from benchmarks.experiment import Experiment, Run, plan, read_experiment
-from benchmarks.record import read_csv, say, stamp
+from benchmarks.record import markdown_table, read_csv, say, stamp
 from benchmarks.train_one import MODEL, RESULT, RUN
 from benchmarks.without_training import BASELINES
 from hf_hybrid.training.run_folder.files import replacing
 
 RESULTS = Path("benchmarks/results")
 SAVE_EVERY = 150.0
+_TRIED = 4
+"""Steps of a trial."""
 
 # ---- running ----
 
@@ -133,41 +138,25 @@ class Queue:
         if self._is_kept(run):  # it ended while no queue was running
             self._record(run)
             return
-        files = dict(experiment.files)
+        flags = experiment.run_flags(run)
         if "excerpt" in experiment.spec:
-            files["validation"] = _excerpts(files["validation"], self.folder, experiment.spec["excerpt"])
-        flags = {
-            **experiment.flags(run.model),
-            **{f"{split}_file": str(path) for split, path in files.items()},
-            "learning_rate": float(run.rate),
-            "seed": run.seed,
-        }
+            excerpts = _excerpts(experiment.files["validation"], self.folder, experiment.spec["excerpt"])
+            flags["validation_file"] = str(excerpts)
         if run.parent is not None:
             flags["model_name_or_path"] = str(self.folder / run.parent.folder / MODEL)
-        spec = {
-            "script": experiment.spec["script"],
-            "flags": flags,
-            "evaluations": experiment.spec.get("evaluations", {}),
-            "initial": experiment.initial(run.model),
-            "save_every": self.save_every,
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN).write_text(json.dumps(spec, indent=1), encoding="utf-8")
+        _write_run(folder, experiment, run, flags, self.save_every)
         self.running[run] = self.start(folder)
         say(f"begins {run}")
 
     def _finish(self, run: Run, process: Any) -> None:
-        if process.returncode or not self._is_kept(run):
-            log = self.folder / run.folder / "log"
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-            raise RuntimeError("\n    ".join([f"exit status {process.returncode}; the end of {log}:", *lines[-8:]]))
+        _result(self.folder / run.folder, process)
         self._record(run)
 
     def _record(self, run: Run) -> None:
         """Add a run's row and its curve, and delete files that are no longer needed."""
         experiment, folder = self.experiments[run.experiment], self.folder / run.folder
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        own = {"model": run.model, "seed": str(run.seed), "learning_rate": run.rate, "recipe": run.recipe}
+        own = {"model": run.model, "seed": run.key[1], "learning_rate": run.rate, "recipe": run.recipe}
         if run.key not in {(row["model"], row["seed"], row["learning_rate"]) for row in experiment.rows()}:
             values = _shown(result["values"], experiment.scores)
             row = {**stamp(), "dataset": experiment.spec["data"], **own, "outcome": result["outcome"], **values}
@@ -182,6 +171,18 @@ class Queue:
         elsewhere = [other for other in self.running if other.experiment == experiment.name]
         if not elsewhere and not self._plan(experiment):
             _delete(self.folder / experiment.name)
+
+
+def _write_run(folder: Path, experiment: Experiment, run: Run, flags: Mapping[str, Any], save_every: float) -> None:
+    spec = {
+        "script": experiment.spec["script"],
+        "flags": flags,
+        "evaluations": experiment.spec.get("evaluations", {}),
+        "initial": experiment.initial(run.model),
+        "save_every": save_every,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUN).write_text(json.dumps(spec, indent=1), encoding="utf-8")
 
 
 def _excerpts(path: Path, folder: Path, size: int) -> Path:
@@ -216,6 +217,20 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def _result(folder: Path, process: Any) -> dict[str, Any]:
+    """Return the result of a process that has ended.
+
+    Raises:
+        RuntimeError: It failed; the message has the end of its log.
+    """
+    if process.returncode or not (folder / RESULT).is_file():
+        log = folder / "log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        raise RuntimeError("\n    ".join([f"exit status {process.returncode}; the end of {log}:", *lines[-8:]]))
+    result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    return result
+
+
 def _delete(folder: Path) -> None:
     (folder / RESULT).unlink(missing_ok=True)  # the result marks a complete folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -232,9 +247,60 @@ def _add_baselines(experiment: Experiment) -> None:
     if baselines is None or score not in experiment.scores or any(not row["seed"] for row in rows):
         return
     common = {**stamp(), "dataset": experiment.spec["data"], "outcome": "ok"}
-    results = baselines(experiment.files, experiment.spec["flags"].get("max_eval_samples"))
+    results = baselines(experiment.common_flags)
     rows = [{**common, "model": name, **_shown(values, experiment.scores)} for name, values in results.items()]
     append_rows(experiment.table, experiment.columns, rows)
+
+
+# ---- the plan ----
+
+
+def plan_of(
+    experiment: Experiment, seeds: Sequence[int], folder: Path, start: Callable[[Path], Any] = _start
+) -> tuple[str, float]:
+    """Try every model for a few steps, and return a table of all runs and their CPU minutes, and the sum.
+
+    A run's minutes are those of its steps, of the points of its curve and of its last evaluation, whose forward takes
+    a third of a step; a search that goes on beyond an edge takes more.
+
+    Raises:
+        ValueError: The models start from another one.
+        RuntimeError: A trial fails.
+    """
+    if experiment.start is not None:
+        raise ValueError(f"{experiment.name}: --plan tries models that start from scratch, and not from another one")
+    lines, minutes = [], 0.0
+    for model in experiment.models:
+        rates, flags = experiment.rates(model), experiment.flags(model)
+        run = Run(experiment.name, model, seeds[0], rates[0], "plan")
+        step = _tried(experiment, run, folder / run.folder, start)
+        evaluation = flags.get("max_eval_samples", 0) / flags["per_device_train_batch_size"] / 3
+        searches = len(rates) if len(rates) > 1 else 0
+        short = experiment.spec.get("search_steps")
+        # without shortened runs the first seed's search includes its run at the best rate
+        steps = [flags["max_steps"]] * (len(seeds) + (0 if short else max(0, searches - 1))) + [short] * (
+            searches if short else 0
+        )
+        taken = step * sum(1.1 * count + evaluation for count in steps)
+        lines.append([model, str(len(steps)), f"{60 * step:.2f}", f"{taken:.0f}"])
+        minutes += taken
+    header = ["model", "runs", "CPU seconds of a step", "CPU minutes"]
+    return markdown_table(header, lines), minutes
+
+
+def _tried(experiment: Experiment, run: Run, folder: Path, start: Callable[[Path], Any]) -> float:
+    """Return the CPU minutes of a step."""
+    _delete(folder)
+    few = {"max_steps": _TRIED, "eval_steps": _TRIED, "logging_steps": 1, "max_eval_samples": 4}
+    _write_run(folder, experiment, run, {**experiment.run_flags(run), **few}, SAVE_EVERY)
+    process = start(folder)
+    try:
+        process.wait()
+    finally:
+        process.stdin.close()
+    result = _result(folder, process)
+    _delete(folder)
+    return result["values"]["cpu_minutes"] / _TRIED
 
 
 # ---- the command line ----
@@ -259,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--save_every", type=float, default=SAVE_EVERY, metavar="SECONDS", help="between checkpoints (%(default)s)"
     )
     parser.add_argument("--report", type=Path, metavar="CSV", help="only print the tables of this file")
+    parser.add_argument("--plan", action="store_true", help="try all models for a few steps, and print what all costs")
     arguments = parser.parse_args(argv)
     if arguments.report is not None:
         print(report(read_csv(arguments.report)))
@@ -266,6 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.experiments or not arguments.data:
         parser.error("give experiments and --data, or --report")
     experiments = [read_experiment(path, arguments.data, arguments.results) for path in arguments.experiments]
+    if arguments.plan:
+        return _print_plan(experiments, arguments.seeds, arguments.output_dir / "plan")
     queue = Queue(experiments, arguments.seeds, arguments.output_dir, arguments.save_every)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -283,6 +352,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in queue.failures:
         print(f"FAILED {name}", file=sys.stderr)
     return 1 if queue.failures else 0
+
+
+def _print_plan(experiments: Sequence[Experiment], seeds: Sequence[int], folder: Path) -> int:
+    total = 0.0
+    for experiment in experiments:
+        table, minutes = plan_of(experiment, seeds, folder)
+        print(f"{experiment.name}: {minutes:.0f} CPU minutes\n\n{table}\n", flush=True)
+        total += minutes
+    print(f"all: {total:.0f} CPU minutes")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.comparison import (
     COLUMNS,
+    SEARCH,
     best_rate,
     check_recipe,
     check_version,
@@ -18,7 +19,10 @@ from benchmarks.comparison import (
 from benchmarks.record import Row, short_hash
 from benchmarks.train_one import slug
 
-_KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "scores", "select", "evaluations"}
+_KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "search_steps", "scores", "select"}
+_KEYS |= {"evaluations"}
+DRAWN = "drawn:"
+"""What begins the ``data`` of the script ``long_range`` where a task's rows are drawn: ``drawn:lra_listops_200``."""
 _OWN_KEYS = {"learning_rates", "learning_rate", "initial"}
 _EXTENSIONS = 2
 """How often a search may extend beyond its lowest or highest learning rate."""
@@ -28,7 +32,17 @@ _WITHOUT_EFFECT = {"eval_steps", "logging_steps", "per_device_eval_batch_size"}
 
 @dataclass(frozen=True)
 class Run:
-    """One model with one seed at one learning rate; ``parent`` is the run whose model it starts from."""
+    """One model with one seed at one learning rate.
+
+    Attributes:
+        experiment: Its experiment's name.
+        model: The model.
+        seed: The seed.
+        rate: The learning rate.
+        recipe: The recipe's hash.
+        parent: The run whose model it starts from.
+        is_search: Whether it is a shortened run that only helps to choose the rate.
+    """
 
     experiment: str
     model: str
@@ -36,24 +50,26 @@ class Run:
     rate: str
     recipe: str
     parent: "Run | None" = None
+    is_search: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:
         """The key of its row."""
-        return self.model, str(self.seed), self.rate
+        return self.model, SEARCH if self.is_search else str(self.seed), self.rate
 
     @property
     def folder(self) -> Path:
         """Its working folder, which depends on the recipe."""
-        return Path(self.experiment, f"{slug(self.model)}-{self.recipe}-{self.seed}-{self.rate}")
+        return Path(self.experiment, f"{slug(self.model)}-{self.recipe}-{self.key[1]}-{self.rate}")
 
     def __str__(self) -> str:
-        return f"{self.experiment}: {self.model}, seed {self.seed}, learning rate {self.rate}"
+        seed = "search" if self.is_search else f"seed {self.seed}"
+        return f"{self.experiment}: {self.model}, {seed}, learning rate {self.rate}"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment file and the folders of its data and results."""
+    """An experiment file and the folders of its data and results; drawn data have neither files nor folder."""
 
     name: str
     spec: Mapping[str, Any]
@@ -103,6 +119,25 @@ class Experiment:
                 flags[name] = {**flags.get(name, {}), **value} if isinstance(value, dict) else value
         return flags
 
+    @property
+    def data_flags(self) -> dict[str, str]:
+        """The flags that name its data."""
+        if self.spec["script"] != "long_range":
+            return {f"{split}_file": str(path) for split, path in self.files.items()}
+        return {"data_dir": str(next(iter(self.files.values())).parent)} if self.files else {}
+
+    @property
+    def common_flags(self) -> dict[str, Any]:
+        """The flags of all models, those of the data included."""
+        return {**self.spec["flags"], **self.data_flags}
+
+    def run_flags(self, run: Run) -> dict[str, Any]:
+        """All flags of a run, except those of its parent."""
+        flags = {**self.flags(run.model), **self.data_flags}
+        if run.is_search:
+            flags["max_steps"] = self.spec["search_steps"]
+        return {**flags, "learning_rate": float(run.rate), "seed": run.seed}
+
     def initial(self, model: str) -> dict[str, dict[str, float]]:
         """Edits of a model's initial values."""
         return self._own(model).get("initial", {})
@@ -112,7 +147,7 @@ class Experiment:
         flags = {name: value for name, value in self.flags(model).items() if name not in _WITHOUT_EFFECT}
         made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
         made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]
-        made_by += [self.spec["excerpt"]] if "excerpt" in self.spec else []
+        made_by += [self.spec[name] for name in ("excerpt", "search_steps") if name in self.spec]
         return short_hash(made_by)
 
     def rows(self) -> list[Row]:
@@ -133,11 +168,8 @@ def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experime
         raise ValueError(f"{path} must have the keys {', '.join(sorted(needed))}, and may have others; it {wrong}")
     if len(spec.get("start", {})) > 1:
         raise ValueError(f"{path}: start must be one model; got {', '.join(spec['start'])}")
-    if (folder := next((root / spec["data"] for root in data if (root / spec["data"]).is_dir()), None)) is None:
-        raise ValueError(
-            f"{path}: --data must name a folder with {spec['data']} in it; got {', '.join(map(str, data))}"
-        )
-    files = {split: _data_file(folder, split) for split in ("train", "validation")}
+    is_drawn = spec["script"] == "long_range" and spec["data"].startswith(DRAWN)
+    files = {} if is_drawn else _data_files(path, spec["data"], data)
     if "excerpt" in spec and not (isinstance(spec["excerpt"], int) and spec["excerpt"] > 0):
         raise ValueError(f"{path}: excerpt must be a positive number of characters; got {spec['excerpt']!r}")
     experiment = Experiment(path.stem, spec, files, results / f"{path.stem}.csv")
@@ -145,7 +177,18 @@ def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experime
     for model in experiment.models:
         if "max_steps" not in experiment.flags(model) or not experiment.rates(model):
             raise ValueError(f"{path}: model {model!r} must have max_steps and learning rates")
+        if not 0 < spec.get("search_steps", 1) <= experiment.flags(model)["max_steps"]:
+            raise ValueError(
+                f"{path}: search_steps must be from 1 to the max_steps of {model!r}; got {spec['search_steps']}"
+            )
     return experiment
+
+
+def _data_files(path: Path, name: str, data: Sequence[Path]) -> dict[str, Path]:
+    folder = next((root / name for root in data if (root / name).is_dir()), None)
+    if folder is None:
+        raise ValueError(f"{path}: --data must name a folder with {name} in it; got {', '.join(map(str, data))}")
+    return {split: _data_file(folder, split) for split in ("train", "validation")}
 
 
 def _data_file(folder: Path, split: str) -> Path:
@@ -161,8 +204,8 @@ def plan(
 ) -> list[Run]:
     """List the runs that an experiment still needs and can start now, in order.
 
-    The start model comes first, then the searches of the others, then their further seeds. Further seeds follow a
-    finished search; a run can start once its parent is finished.
+    The start model comes first, then the searches of the others, then their further seeds, of shortened searches all
+    seeds. Further seeds follow a finished search; a run can start once its parent is finished.
 
     Args:
         experiment: The experiment.
@@ -182,10 +225,10 @@ def plan(
             break  # its own search comes first
         recipe = experiment.recipe(model, parents.get(seeds[0]))
         check_recipe(experiment.table, rows, model, recipe, where=experiment.name)
-        search = [
-            Run(experiment.name, model, seeds[0], rate, recipe, parents.get(seeds[0]))
-            for rate in _searched_rates(experiment, rows, model)
-        ]
+        rates = _searched_rates(experiment, rows, model)
+        is_short = "search_steps" in experiment.spec and len(rates) > 1
+        common = (experiment.name, model, seeds[0])
+        search = [Run(*common, rate, recipe, parents.get(seeds[0]), is_search=is_short) for rate in rates]
         more: list[Run] = []
         if all(run.key in done for run in search):
             rate = best_rate(rows, model, experiment.scores[0])

@@ -61,6 +61,7 @@ class LongRangeRun:
     """A model, its optimizer and how far it has come."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.entered = time.monotonic()
         self.task, self.folder = arguments.task, folder
         self.device = torch.device(arguments.device)
         self.recipe = recipe_of(arguments.model, arguments.task, arguments.small)
@@ -97,14 +98,17 @@ class LongRangeRun:
         return self.recipe.epochs * self.steps_per_epoch
 
     def train(self, minutes: float) -> bool:
-        """Train until the minutes are over, and save; return whether all epochs are done."""
+        """Train until so many minutes after the beginning of the slice, and save; return whether all epochs are done.
+
+        Reading or drawing the data is part of the slice, and no part of the minutes of training.
+        """
         began = time.monotonic()
         while self.step < self.steps:
             for batch in self._rest_of_epoch():
                 self._update(batch)
                 if self.step % self.steps_per_epoch == 0:
                     self._end_epoch()
-                if time.monotonic() - began > 60 * minutes and self.step < self.steps:
+                if time.monotonic() - self.entered > 60 * minutes and self.step < self.steps:
                     self.save(began)
                     return False
         self.save(began)

@@ -24,6 +24,7 @@ TASKS = {
     "key_value": "#d55e00",
     "mqar": "#cc79a7",
     "facts": "#0072b2",
+    "sparse_facts": "#d55e00",
 }
 
 

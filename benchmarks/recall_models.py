@@ -102,8 +102,8 @@ def _llama(shape: Shape, size: int) -> PreTrainedConfig:
 
 def _mamba2(shape: Shape, size: int) -> PreTrainedConfig:
     # a layer has no feed-forward network, so there are more of them; the fitted size is that of the state
-    sizes = {"hidden_size": shape.width, "num_hidden_layers": 3 * LAYERS // 2, "num_heads": 8, "n_groups": 1}
-    inner = {"expand": 2, "head_dim": shape.width // 4, "state_size": size, "chunk_size": 32}
+    sizes = {"hidden_size": shape.width, "num_hidden_layers": 3 * LAYERS // 2, "num_heads": HEADS, "n_groups": 1}
+    inner = {"expand": 2, "head_dim": 2 * shape.width // HEADS, "state_size": size, "chunk_size": 16}
     return Mamba2Config(vocab_size=shape.vocab_size, **sizes, **inner, **_NO_TOKENS, tie_word_embeddings=True)
 
 
@@ -145,7 +145,7 @@ MODELS: dict[str, Kind] = {
     "T5": Kind(_t5, is_encoder_decoder=True),
     "LongT5": Kind(_longt5, is_encoder_decoder=True),
     **{f"BST, N {size}": Kind(_bst, fields={"state_size": size}, state_of="BST") for size in (8, 32, 64)},
-    **{f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE") for size in (8, 16, 32)},
+    **{f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE") for size in (8, 32)},
 }
 """The models by name. An ablation follows its model. BST has N 16, SPADE N 64, if they do not say it."""
 
@@ -214,7 +214,8 @@ def sinusoids(length: int, width: int) -> torch.Tensor:
 def state_numbers(name: str, shape: Shape) -> int:
     """Return how many numbers a causal model keeps of one sequence of a shape to continue it: states, and keys."""
     model = build(name, shape, seed=0).eval()
-    cache = model(input_ids=torch.zeros(1, shape.length, dtype=torch.long), use_cache=True).past_key_values
+    outputs = model(input_ids=torch.zeros(1, shape.length, dtype=torch.long), use_cache=True)
+    cache = outputs.get("past_key_values", outputs.get("cache_params"))  # Mamba-2 has its own name for it
     return sum(tensor.numel() for tensor in tensors_of(cache) if tensor.is_floating_point())
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import get_scheduler
 
+from benchmarks.comparison import SEARCH
 from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
 from benchmarks.record import short_hash
 from hf_hybrid.data.drawing import split_generator
@@ -27,9 +28,11 @@ FACTORS = (2, 4, 16)
 """Lengths of further tests, in lengths of training."""
 BINS = tuple(2**power for power in range(12))
 """Least distances of the bins of accuracies; each ends where the next begins."""
-VALIDATION = 256
-ENOUGH = 0.995
+VALIDATION = 128
+ENOUGH = 0.99
 """Share of right answers in validation at which training ends."""
+SEARCHED = 0.25
+"""Steps of a run that searches a learning rate, as a share of all."""
 _TOKENS = 2**16
 """Tokens of a batch of tests, and of all tests of a greater length."""
 WEIGHT_DECAY = 0.1
@@ -58,17 +61,18 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "aggregate": Recipe(600),
-    "latch": Recipe(600),
-    "key_value": Recipe(900),
+    "aggregate": Recipe(400),
+    "latch": Recipe(400),
+    "key_value": Recipe(800),
     "facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
-    "mqar": Recipe(3000, width=128),
-    "in_context_recall": Recipe(1200),
-    "noisy_recall": Recipe(1200),
-    "selective_copying": Recipe(1500, batch=16),
-    "compression": Recipe(1200),
-    "memorization": Recipe(1200),
-    "needle": Recipe(1500, batch=16),
+    "sparse_facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
+    "mqar": Recipe(1200, width=128),
+    "in_context_recall": Recipe(600),
+    "noisy_recall": Recipe(600),
+    "selective_copying": Recipe(600, batch=16),
+    "compression": Recipe(800),
+    "memorization": Recipe(800),
+    "needle": Recipe(800, batch=16),
 }
 """The tasks of the benchmark, in order."""
 STATE_TASKS = ("mqar", "key_value")
@@ -77,15 +81,33 @@ STATE_TASKS = ("mqar", "key_value")
 
 @dataclass(frozen=True)
 class Run:
-    """One model on one task with one seed at one learning rate."""
+    """One model on one task with one seed at one learning rate.
+
+    Attributes:
+        task: The task.
+        model: The model.
+        seed: The seed.
+        rate: The learning rate.
+        is_search: Whether it is a shortened run that only helps to choose the rate: it is validated and not tested.
+    """
 
     task: str
     model: str
     seed: int
     rate: str
+    is_search: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Seed and learning rate of its row."""
+        return SEARCH if self.is_search else str(self.seed), self.rate
+
+    def steps(self, recipe: Recipe) -> int:
+        """Return its most updates."""
+        return math.ceil(SEARCHED * recipe.steps) if self.is_search else recipe.steps
 
     def __str__(self) -> str:
-        return f"{self.task}: {self.model}, seed {self.seed}, learning rate {self.rate}"
+        return f"{self.task}: {self.model}, {'search' if self.is_search else f'seed {self.seed}'}, rate {self.rate}"
 
 
 @cache
@@ -109,10 +131,11 @@ def shape_of(task: str, recipe: Recipe) -> Shape:
 
 
 def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
-    """Return a hash of everything that determines a run, except seed and learning rate."""
+    """Return a hash of everything that determines a task's runs of a model, except seed and learning rate."""
     config = fitted(model, shape_of(task, recipe)).to_dict()
     config.pop("transformers_version", None)
-    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, WEIGHT_DECAY, _SCHEDULE, _WARMUP, _CLIP, _CHECKS, _TOKENS]
+    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, SEARCHED, WEIGHT_DECAY]
+    constants += [_SCHEDULE, _WARMUP, _CLIP, _CHECKS, _TOKENS]
     known = RECALL[task]
     made_by = [task, dict(known.sizes), known.train, known.test, asdict(recipe), config, constants]
     return short_hash(made_by)
@@ -126,8 +149,8 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
 
     Returns:
         ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``validation``
-        and the accuracies of `accuracies`, those of longer sequences as ``x2``, ... . Only ``parameters`` if the loss
-        was not finite.
+        and ``validation_loss``, and, unless it is a search, what `accuracies` returns for the tests, of longer
+        sequences as ``x2``, ... . Only ``parameters`` if the loss was not finite.
     """
     shape = shape_of(run.task, recipe)
     model: nn.Module = build(run.model, shape, run.seed)
@@ -139,7 +162,8 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
         own = [parameter for name, parameter in model.named_parameters() if name.startswith("decoder.")]
         optimizer.add_param_group({"params": own})
     validation = examples(run.task, "validation", VALIDATION, recipe, seed=run.seed)
-    schedule = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * recipe.steps), recipe.steps)
+    steps = run.steps(recipe)
+    schedule = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * steps), steps)
     began, step = time.process_time(), 0
     for batch in _batches(run, recipe):
         model.train()
@@ -152,12 +176,13 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
         schedule.step()
         optimizer.zero_grad()
         step += 1
-        if step == recipe.steps or step % (recipe.steps // _CHECKS or 1) == 0:
-            values["validation"] = accuracies(model, validation)["accuracy"]
-            if step == recipe.steps or values["validation"] >= ENOUGH:
+        if step == steps or step % (steps // _CHECKS or 1) == 0:
+            found = accuracies(model, validation)
+            values |= {"validation": found["accuracy"], "validation_loss": found["loss"]}
+            if step == steps or values["validation"] >= ENOUGH:
                 break
     values |= {"steps": step, "cpu_minutes": (time.process_time() - began) / 60, "chance": validation.chance}
-    return values | _tests(model, run, recipe)
+    return values if run.is_search else values | _tests(model, run, recipe)
 
 
 def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:
@@ -201,21 +226,24 @@ def _logits(model: nn.Module, batch: Examples) -> torch.Tensor:
 def accuracies(model: nn.Module, tested: Examples) -> dict[str, float]:
     """Return shares of right answers: ``accuracy`` of all, ``far`` of those beyond `FAR` tokens, ``at_D`` by distance.
 
-    For documents, whose distances are segments, ``far`` is every answer outside the segment that is read, and ``at_D``
-    counts segments. Shares of nothing are left out.
+    And ``loss``, the mean cross-entropy of all answers. For documents, whose distances are segments, ``far`` is every
+    answer outside the segment that is read, and ``at_D`` counts segments. Shares of nothing are left out.
     """
     model.eval()
     size = max(1, _TOKENS // tested.input_ids.shape[1])
-    found = []
+    found, loss = [], 0.0
     for start in range(0, len(tested.input_ids), size):
         batch = rows_of(tested, slice(start, start + size))
-        found.append(_logits(model, batch).argmax(dim=-1))
+        logits = _logits(model, batch)
+        found.append(logits.argmax(dim=-1))
+        loss += F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten(), reduction="sum").item()
     is_right = torch.cat(found).numpy() == tested.labels
     asked, far = tested.labels != IGNORED_LABEL, FAR if tested.document_ids is None else 0
     shares = {"accuracy": asked, "far": asked & (tested.distances > far)}
     for least in BINS:
         shares[f"at_{least}"] = asked & (tested.distances >= least) & (tested.distances < 2 * least)
-    return {name: float(is_right[where].mean()) for name, where in shares.items() if where.any()}
+    found_shares = {name: float(is_right[where].mean()) for name, where in shares.items() if where.any()}
+    return {"loss": loss / int(asked.sum()), **found_shares}
 
 
 def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
@@ -242,20 +270,20 @@ def is_done_by(task: str, model: str) -> bool:
     return kind.is_encoder_decoder == RECIPES[task].is_encoder_decoder
 
 
-def estimated_minutes(task: str, model: str, recipe: Recipe, updates: int = 3) -> float:
-    """Return the CPU minutes of a run that takes all its steps, from the time of a few of them.
+def estimated_minutes(task: str, model: str, recipe: Recipe, updates: int = 3) -> tuple[float, float]:
+    """Return the CPU minutes of a search and of a whole run that take all their steps, from the time of a few of them.
 
     Tests and validation compute outputs alone, a third of an update's work.
     """
     run, known = Run(task, model, 0, "0.001"), RECALL[task]
-    few = replace(recipe, steps=updates)
     network: nn.Module = build(model, shape_of(task, recipe), seed=0)
     network = Compressor(network, shape_of(task, recipe).vocab_size) if task == "compression" else network  # type: ignore[arg-type]
     seconds = []
-    for batch, _ in zip(_batches(run, few), range(updates), strict=False):
+    for batch, _ in zip(_batches(run, recipe), range(updates), strict=False):
         began = time.process_time()
         F.cross_entropy(_logits(network, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten()).backward()
         seconds.append(time.process_time() - began)
-    trained = recipe.steps * recipe.batch
-    tested = known.test + _CHECKS * VALIDATION + len(FACTORS) * _TOKENS / known.length
-    return min(seconds) / recipe.batch * (trained + tested / 3) / 60
+    row = min(seconds) / recipe.batch / 60
+    validated, tested = _CHECKS * VALIDATION / 3, (known.test + len(FACTORS) * _TOKENS / known.length) / 3
+    searched, trained = (run.steps(recipe) * recipe.batch for run in (replace(run, is_search=True), run))
+    return row * (searched + validated), row * (trained + validated + tested)

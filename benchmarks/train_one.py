@@ -30,7 +30,12 @@ from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.training.trainer.non_finite import NonFiniteLoss
 
-TRAINERS = {"clm": "CausalTrainer", "glue": "ScriptTrainer", "summarization": "SummarizationTrainer"}
+TRAINERS = {
+    "clm": "CausalTrainer",
+    "glue": "ScriptTrainer",
+    "long_range": "ScriptTrainer",
+    "summarization": "SummarizationTrainer",
+}
 RUN, RESULT, MODEL = "run.json", "result.json", "model"
 _POINTS, _LOGS = 10, 20
 """Default number of points of the validation and of the training loss in a curve."""

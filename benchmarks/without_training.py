@@ -1,17 +1,26 @@
 """Rows of `compare_on_data` that need no training: scores of plain summaries and of the most frequent label."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+Flags = Mapping[str, Any]
+Scores = dict[str, dict[str, float]]
 
 
-def _summaries_without_training(files: Mapping[str, Path], limit: int | None) -> dict[str, dict[str, float]]:
-    from hf_hybrid.data.columns import summarization_columns
+def _splits(flags: Flags) -> Any:
     from hf_hybrid.data.loading import load_raw_datasets
+
+    return load_raw_datasets(**{name: flags[name] for name in ("train_file", "validation_file")})
+
+
+def _summaries_without_training(flags: Flags) -> Scores:
+    from hf_hybrid.data.columns import summarization_columns
     from hf_hybrid.data.preprocessing import plain_baselines
     from hf_hybrid.training.scores.summarization import rouge_scores
 
-    splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
+    splits, limit = _splits(flags), flags.get("max_eval_samples")
     text, summary = summarization_columns(splits, dataset_name=None)
     pool, references = list(splits["train"][summary]), list(splits["validation"][summary])[:limit]
     texts = plain_baselines(list(splits["validation"][text])[:limit], pool)
@@ -21,16 +30,29 @@ def _summaries_without_training(files: Mapping[str, Path], limit: int | None) ->
     }
 
 
-def _most_frequent_label(files: Mapping[str, Path], limit: int | None) -> dict[str, dict[str, float]]:
-    from hf_hybrid.data.loading import load_raw_datasets
+def _most_frequent_label(flags: Flags) -> Scores:
+    splits = _splits(flags)
+    return _of_label(splits["train"]["label"], list(splits["validation"]["label"]), flags)
 
-    splits = load_raw_datasets(**{f"{split}_file": str(path) for split, path in files.items()})
-    most, found = statistics.mode(splits["train"]["label"]), list(splits["validation"]["label"])[:limit]
+
+def _most_frequent_lra_label(flags: Flags) -> Scores:
+    from hf_hybrid.data.lra import load_lra_once
+
+    folder, seed = flags.get("data_dir"), flags.get("drawing_seed", 0)
+    where: dict[str, Any] = {"data_dir": None if folder is None else Path(folder), "seed": seed}
+    limits = {"train": flags.get("max_train_samples"), "validation": flags.get("max_eval_samples")}
+    labels = {split: load_lra_once(flags["task_name"], split, count=limits[split], **where).labels for split in limits}
+    return _of_label(labels["train"].tolist(), labels["validation"].tolist(), flags)
+
+
+def _of_label(trained: Sequence[Any], found: Sequence[Any], flags: Flags) -> Scores:
+    most, found = statistics.mode(trained), found[: flags.get("max_eval_samples")]
     return {"most frequent label": {"eval_accuracy": statistics.fmean(label == most for label in found)}}
 
 
 # script -> a score of its rows, and the function that makes them
-BASELINES: dict[str, tuple[str, Callable[[Mapping[str, Path], int | None], dict[str, dict[str, float]]]]] = {
+BASELINES: dict[str, tuple[str, Callable[[Flags], Scores]]] = {
     "summarization": ("eval_rouge1", _summaries_without_training),
     "glue": ("eval_accuracy", _most_frequent_label),
+    "long_range": ("eval_accuracy", _most_frequent_lra_label),
 }

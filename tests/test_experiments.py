@@ -12,9 +12,10 @@ import torch
 from benchmarks import compare_on_data, costs, facts, figures, results_page, train_one
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
-from benchmarks.experiment import read_experiment
+from benchmarks.experiment import Experiment, read_experiment
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
+from benchmarks.without_training import BASELINES
 
 EXPERIMENTS = Path(__file__).parent.parent / "benchmarks" / "experiments"
 SEEDS = (0, 1, 2)
@@ -85,6 +86,8 @@ class Bench:
         )
         self.begun.append((model, flags["seed"], flags["learning_rate"]))
         self.flags[self.begun[-1]] = flags
+        (self.root / "begun").mkdir(exist_ok=True)
+        (self.root / "begun" / f"{len(self.begun) - 1}.json").write_text(json.dumps(flags))
         loss = self.loss(flags.get("model_type"), flags["seed"], flags["learning_rate"])
         if loss is None:
             (folder / "log").write_text("one line\nValueError: no\n")
@@ -173,6 +176,84 @@ def test_a_search_whose_edges_diverge_does_not_go_on(bench):
     bench.loss = lambda model_type, seed, rate: math.nan
     bench.work()
     assert bench.done() == ORDER[:4]
+
+
+def test_a_search_in_short_runs_is_part_of_no_mean(bench):
+    bench.change(SPEC | {"search_steps": 3})
+    losses = bench.loss
+    bench.loss = lambda model_type, seed, rate: losses(model_type, seed, rate) + (model_type == "a" and seed == 0)
+    assert bench.work().failures == {}
+    assert bench.begun == [*ORDER[:3], ORDER[3], ("searched, S4", 0, 0.01), *ORDER[4:]]
+    assert bench.flags[ORDER[3]]["max_steps"] == 8  # a single rate is not searched
+    rows = bench.rows()
+    assert [row["seed"] for row in rows if row["model"] == "searched, S4"] == ["search"] * 3 + ["0", "1", "2"]
+    steps = [json.loads((bench.root / "begun" / f"{place}.json").read_text())["max_steps"] for place in range(9)]
+    assert steps == [3, 3, 3, 8, 8, 8, 8, 8, 8]
+    bench.work()
+    assert bench.begun == []
+    for row in rows[:3]:
+        row["steps"] = "3"
+    text = report(rows)
+    assert "texts, 8 steps, 3 seeds: mean" in text
+    assert "| searched, S4 | 10 | 0.01 | 0.5 | 1.3433 ± 0.3283 |" in text  # 2, 1.01 and 1.02
+    assert "The searched learning rates: validation loss after 3 steps, the best in bold." in text
+    assert "ahead by 0.3333" in compare(rows, "searched, S4", "fixed", "eval_loss")
+    bench.change(SPEC | {"search_steps": 4})
+    assert "have another recipe" in bench.work().failures["small"]
+    for wrong in (0, 9):
+        bench.change(SPEC | {"search_steps": wrong})
+        with pytest.raises(ValueError, match=f"search_steps must be from 1 to the max_steps of 'sea.*; got {wrong}"):
+            bench.work()
+
+
+def test_drawn_data_need_no_folder_and_read_ones_are_named(bench, tmp_path):
+    spec = SPEC | {"script": "long_range", "data": "drawn:lra_listops_200", "scores": ["eval_loss"]}
+    bench.change(spec)
+    assert bench.work(seeds=(0,)).failures == {}
+    assert not bench.flags[ORDER[0]].keys() & {"data_dir", "train_file", "validation_file"}
+    bench.table.unlink()
+    bench.change(spec | {"data": "texts"})
+    assert bench.work(seeds=(0,)).failures == {}
+    assert bench.flags[ORDER[0]]["data_dir"] == str(tmp_path / "data" / "texts")
+    assert "train_file" not in bench.flags[ORDER[0]]
+    bench.change(SPEC | {"data": "drawn:lra_listops_200"})
+    with pytest.raises(ValueError, match="--data must name a folder with drawn:lra_listops_200 in it"):
+        bench.work()
+
+
+def test_the_most_frequent_label_is_scored(tmp_path):
+    for split, labels in (("train", [1, 1, 0]), ("validation", [0, 1, 0, 0])):
+        lines = (json.dumps({"text": "a film", "label": label}) + "\n" for label in labels)
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    files = {f"{split}_file": str(tmp_path / f"{split}.jsonl") for split in ("train", "validation")}
+    read = {"task_name": "lra_text", "data_dir": str(tmp_path)}
+    for script, flags in (("glue", files), ("long_range", read)):
+        _, baseline = BASELINES[script]
+        assert baseline(flags) == {"most frequent label": {"eval_accuracy": 0.25}}
+        assert baseline(flags | {"max_eval_samples": 2}) == {"most frequent label": {"eval_accuracy": 0.5}}
+
+
+def test_the_plan_tries_every_model_and_counts_all_runs(bench):
+    def plan(spec):
+        bench.begun = []
+        bench.change(spec | {"flags": SPEC["flags"] | {"per_device_train_batch_size": 2, "max_eval_samples": 6}})
+        experiment = read_experiment(bench.root / "small.json", [bench.root / "data"], bench.root / "results")
+        return compare_on_data.plan_of(experiment, SEEDS, bench.root / "runs", start=bench.start)
+
+    table, minutes = plan(SPEC)  # a step takes an eighth of a minute
+    assert bench.begun == [ORDER[0], ORDER[3]]
+    assert bench.flags[ORDER[0]]["max_steps"] == 4
+    assert "| searched, S4 | 5 | 7.50 | 6 |" in table  # 5 runs of 8.8 steps and an evaluation like one step
+    assert minutes == pytest.approx((5 + 3) * 9.8 / 8)
+    table, minutes = plan(SPEC | {"search_steps": 2})
+    assert "| searched, S4 | 6 |" in table
+    assert minutes == pytest.approx((6 * 9.8 + 3 * 3.2) / 8)
+    assert not bench.table.exists()
+    bench.loss = lambda model_type, seed, rate: None
+    with pytest.raises(RuntimeError, match=r"(?s)exit status 1; the end of .*ValueError: no"):
+        plan(SPEC)
+    with pytest.raises(ValueError, match="--plan tries models that start from scratch"):
+        plan(SPEC | {"start": {"parent": {"model_type": "p", "learning_rate": 0.1}}})
 
 
 def test_validation_documents_are_cut_to_excerpts(bench):
@@ -572,15 +653,44 @@ def test_models_beside_each_other_are_of_one_size(name):
     assert max(counts.values()) <= 1.002 * min(counts.values()), counts
 
 
+@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech", "lra_text"])
+def test_models_of_the_long_range_arena_are_as_large_as_one_whole_width_allows(name):
+    spec = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
+    counts = sizes(spec)
+    wider = {
+        model: {**flags, "config_overrides": {**flags["config_overrides"], "intermediate_size": width + 1}}
+        for model, flags in spec["models"].items()
+        for width in [flags["config_overrides"]["intermediate_size"]]
+    }
+    unit = max(count - counts[model] for model, count in sizes({**spec, "models": wider}).items())
+    assert max(counts.values()) - min(counts.values()) <= unit, counts
+
+
+def test_the_sizes_are_those_of_what_is_trained(tmp_path):
+    """What the script builds for a task, with its labels and vocabulary, has as many parameters as were counted."""
+    spec = json.loads((EXPERIMENTS / "lra_listops.json").read_text(encoding="utf-8"))
+    flags = {"max_train_samples": 4, "max_eval_samples": 2, "max_steps": 1, "per_device_train_batch_size": 2}
+    flags |= {"learning_rate": 0.001, "seed": 0, "cache_dir": str(tmp_path / "cache")}
+    experiment = Experiment("", spec, {}, Path())
+    run = {"script": "long_range", "flags": {**experiment.flags("SPADE"), **flags}, "save_every": 100.0}
+    result = train_one.train(run, tmp_path / "model")
+    assert result["outcome"] == "ok"
+    assert result["values"]["parameters"] == sizes(spec)["SPADE"]
+    assert {"eval_loss", "eval_accuracy", "cpu_minutes"} <= result["values"].keys()
+    assert [point["step"] for point in result["curve"]] == [1]
+
+
 @pytest.mark.parametrize(
-    "name", ["novels", "wikitext2", "imdb", "dialogsum", "srformer", "facts", "defaults", "defaults_summaries"]
+    "name",
+    [path.stem for path in sorted(EXPERIMENTS.glob("*.json"))],
 )
 def test_experiments_can_be_read(tmp_path, name):
     path = EXPERIMENTS / f"{name}.json"
-    folder = tmp_path / json.loads(path.read_text(encoding="utf-8"))["data"]
-    folder.mkdir()
-    for split in ("train", "validation"):
-        (folder / f"{split}.jsonl").write_text("{}\n")
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    if not data.startswith("drawn:"):
+        (tmp_path / data).mkdir()
+        for split in ("train", "validation"):
+            (tmp_path / data / f"{split}.jsonl").write_text("{}\n")
     experiment = read_experiment(path, [tmp_path], tmp_path)
     runs = compare_on_data.plan(experiment, [], SEEDS, lambda run: False)
     assert all(run.seed == 0 for run in runs)

@@ -76,6 +76,19 @@ def test_a_run_in_slices_ends_like_one_that_never_stopped(small, tmp_path, capsy
     assert [{**result, "minutes": 0} for result in results] == [{**results[0], "minutes": 0}] * 2
 
 
+def test_drawing_the_data_is_part_of_a_slice(small, tmp_path, monkeypatch, capsys):
+    clock, load = [0.0], lra.load_lra_once
+
+    def slow(*arguments, **more):
+        clock[0] += 300
+        return load(*arguments, **more)
+
+    monkeypatch.setattr(lra, "load_lra_once", slow)
+    monkeypatch.setattr(lra, "time", type("Clock", (), {"monotonic": lambda: clock[0]}))
+    assert small("slow", "--minutes", "9") == 0  # three splits took 15
+    assert "step 1 of 6 after 0.0 minutes" in capsys.readouterr().out
+
+
 def test_checkpoints_of_other_recipes_and_broken_ones_are_refused(small, tmp_path, monkeypatch, capsys):
     small("one", "--minutes", "1e-9")
     path = folder_of(tmp_path, "one") / lra.CHECKPOINT
@@ -123,10 +136,11 @@ def test_a_folder_without_a_test_split_is_scored_by_its_validation_split(tmp_pat
 
 
 def test_batches_pad_and_count():
-    drawn = LraRows([np.array([1, 2, 3]), np.array([4]), np.zeros(0, np.int64)], np.array([0, 1, 1]))
+    drawn = LraRows([np.array(row, np.int16) for row in ([1, 2, 3], [4], [])], np.array([0, 1, 1]))
     rows = LongRangeRows(drawn, "input_ids", length=2)
     first, second = lra.batches(rows, [1, 0, 2], 2, torch.device("cpu"))
     assert first["input_ids"].tolist() == [[4, 0], [1, 2]]  # cut to the length
+    assert first["input_ids"].dtype == torch.long
     assert first["attention_mask"].tolist() == [[1, 0], [1, 1]]
     assert first["labels"].tolist() == [1, 0]
     assert (second["input_ids"].tolist(), second["attention_mask"].tolist()) == ([[0]], [[1]])

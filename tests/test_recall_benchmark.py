@@ -1,5 +1,6 @@
 """The benchmark of recall: equal sizes, how far ablations reach, what it counts, and how it goes on."""
 
+import math
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from benchmarks import bench_recall, figures, recall_figure, recall_run, results_page
 from benchmarks.bench_recall import SELECT, check_rows, kept, main, report, todo
-from benchmarks.comparison import COLUMNS, append_rows, read_rows
+from benchmarks.comparison import COLUMNS, SEARCH, append_rows, read_rows
 from benchmarks.recall_models import LAYERS, MODELS, Compressor, Shape, build, fitted, reach, state_numbers
 from benchmarks.recall_run import (
     FAR,
@@ -106,7 +107,10 @@ def test_accuracies_by_distance():
     distances[0, 2:7] = [1, 2, 40, 3, 40]
     tested = Examples(np.zeros((1, 8), dtype=np.int64), labels, distances, vocab_size=3, chance=0.5)
     wanted = {"accuracy": 3 / 5, "far": 1.0, "at_1": 1.0, "at_2": 0.0, "at_32": 1.0}
-    assert accuracies(Even(), tested) == wanted
+    found = accuracies(Even(), tested)
+    # three right answers with a logit of 1 beside two of 0, two wrong ones with equal logits
+    assert found.pop("loss") == pytest.approx((3 * math.log(1 + 2 / math.e) + 2 * math.log(3)) / 5)
+    assert found == wanted
     documents = replace(tested, document_ids=np.zeros((1, 4), dtype=np.int64))
     with pytest.raises(TypeError):
         accuracies(Even(), documents)  # which reads documents
@@ -125,6 +129,21 @@ def test_a_short_run_trains_and_tests(task, model, monkeypatch):
     assert values["chance"] == examples(task, "test", 1, recipe).chance
     again = train(Run(task, model, 0, "0.003"), recipe)
     assert {**again, "cpu_minutes": 0} == {**values, "cpu_minutes": 0}
+
+
+def test_a_search_is_short_and_not_tested(monkeypatch):
+    monkeypatch.setattr(recall_run, "VALIDATION", 16)
+    recipe = Recipe(steps=10, batch=4, width=32)
+    values = train(Run("latch", "Llama", 0, "0.003", is_search=True), recipe)
+    assert values["steps"] == 3  # a quarter
+    assert values.keys() == {"parameters", "steps", "cpu_minutes", "chance", "validation", "validation_loss"}
+
+
+def test_training_ends_when_nearly_all_is_right(monkeypatch):
+    monkeypatch.setattr(recall_run, "VALIDATION", 16)
+    monkeypatch.setattr(recall_run, "ENOUGH", 0.0)
+    values = train(Run("latch", "Llama", 0, "0.003", is_search=True), Recipe(steps=96, batch=2, width=32))
+    assert values["steps"] == 2  # the first of 12 checks
 
 
 def test_a_run_that_diverges_has_no_accuracy():
@@ -158,22 +177,40 @@ def row(task="latch", model="BST", seed="0", rate="0.001", **more):
     return {**values, **own, **shown, **more}
 
 
+def searched(rate, loss="0.5", **more):
+    return row(seed=SEARCH, rate=rate, accuracy="", **{SELECT: loss}, **more)
+
+
 def missing(rows, **more):
     given = {"tasks": ["latch"], "models": ["BST", "T5"], "rates": ["0.001", "0.003"], "seeds": [4, 5], **more}
-    return [(run.model, run.seed, run.rate) for run in todo(rows, *given.values())]
+    return [(run.model, run.is_search, run.seed, run.rate) for run in todo(rows, *given.values())]
 
 
-def test_the_first_seed_searches_and_the_others_use_the_best_rate():
-    assert missing([]) == [("BST", 4, "0.001"), ("BST", 4, "0.003")]  # T5 reads documents
-    first = [row(seed="4", rate="0.001")]
-    assert missing(first) == [("BST", 4, "0.003")]
-    both = [*first, row(seed="4", rate="0.003", **{SELECT: "0.9"})]
-    assert missing(both) == [("BST", 5, "0.003")]
-    assert missing([*both, row(seed="5", rate="0.003")]) == []
-    diverged = [row(seed="4", rate=rate, outcome="diverged", **{SELECT: ""}) for rate in ("0.001", "0.003")]
+def test_short_runs_search_and_all_seeds_use_the_best_rate():
+    search = [("BST", True, 4, "0.001"), ("BST", True, 4, "0.003")]
+    assert missing([]) == search  # T5 reads documents
+    first = [searched("0.001")]
+    assert missing(first) == search[1:]
+    both = [*first, searched("0.003", "0.3")]
+    assert missing(both) == [("BST", False, 4, "0.003"), ("BST", False, 5, "0.003")]
+    done = [row(seed=seed, rate="0.003") for seed in "45"]
+    assert missing([*both, done[0]]) == [("BST", False, 5, "0.003")]
+    assert missing([*both, *done]) == []
+    diverged = [searched(rate, "", outcome="diverged") for rate in ("0.001", "0.003")]
     assert missing(diverged) == []
-    assert missing([], tasks=["facts"]) == [("T5", 4, "0.001"), ("T5", 4, "0.003")]
-    assert [run["seed"] for run in kept([*both, row(seed="5", rate="0.003")], "latch", "BST")] == ["4", "5"]
+    assert missing([diverged[0], both[1]]) == missing(both)
+    assert missing([], tasks=["facts"]) == [("T5", True, 4, "0.001"), ("T5", True, 4, "0.003")]
+    assert [run["seed"] for run in kept([*both, *done], "latch", "BST")] == ["4", "5"]
+    assert missing([], rates=["0.003"]) == [("BST", False, 4, "0.003"), ("BST", False, 5, "0.003")]
+    with pytest.raises(ValueError, match=r"latch: the rows of 'BST' must have one learning rate; got 0\.001, 0\.003"):
+        kept([*done, row(rate="0.001")], "latch", "BST")
+
+
+def test_another_size_of_the_state_takes_the_rate_of_its_model():
+    asked = {"tasks": ["key_value"], "models": ["BST, N 8"], "seeds": [4]}
+    assert missing([], **asked) == [("BST", True, 4, "0.001"), ("BST", True, 4, "0.003")]
+    both = [searched("0.001", "0.2", task="key_value"), searched("0.003", task="key_value")]
+    assert missing(both, **asked) == [("BST, N 8", False, 4, "0.001")]
 
 
 def test_rows_of_other_recipes_and_versions_are_refused(tmp_path):
@@ -215,26 +252,33 @@ def test_a_stopped_benchmark_goes_on_and_repeats_what_failed(tmp_path, monkeypat
     done = []
 
     def faked(run, recipe):
-        done.append((run.seed, run.rate))
+        done.append((*run.key, run.steps(recipe)))
         if run.rate == "0.01" and len(done) < 4:
             raise RuntimeError("no memory")
         accuracy = {"0.001": 0.25, "0.003": 0.75, "0.01": 0.5}[run.rate]
-        counts = {"parameters": 99, "steps": 7, "cpu_minutes": 0.5}
-        return {**counts, "validation": accuracy, "accuracy": accuracy, "chance": 0.1, "far": accuracy, "x2": 0.3}
+        values = {"parameters": 99, "steps": 7, "cpu_minutes": 0.5, "chance": 0.1}
+        values |= {"validation": accuracy, "validation_loss": 1 - accuracy}
+        return values if run.is_search else {**values, "accuracy": accuracy, "far": accuracy, "x2": 0.3}
 
     monkeypatch.setattr(bench_recall, "ProcessPoolExecutor", Immediate)
     monkeypatch.setattr(bench_recall, "train", faked)
     out = tmp_path / "recall.csv"
     command = ["--tasks", "latch", "--models", "BST", "--out", str(out), "--jobs", "1"]
-    with pytest.raises(SystemExit, match=r"FAILED latch: BST, seed 0, learning rate 0\.01: no memory"):
+    with pytest.raises(SystemExit, match=r"FAILED latch: BST, search, rate 0\.01: no memory"):
         main(command)
-    assert done == [(0, "0.001"), (0, "0.003"), (0, "0.01")]
+    assert done == [(SEARCH, rate, 100) for rate in ("0.001", "0.003", "0.01")]
+    capsys.readouterr()
+    assert main(["--report", str(out)]) == 0
+    assert "BST" not in capsys.readouterr().out  # its search is not finished
     assert main(command) == 0
-    assert done[3:] == [(0, "0.01"), (1, "0.003"), (2, "0.003")]
+    assert done[3:] == [(SEARCH, "0.01", 100), *((seed, "0.003", 400) for seed in "012")]
     assert main(command) == 0
-    assert len(done) == 6
+    assert len(done) == 7
     rows = read_rows(out, (*COLUMNS, *bench_recall.SCORES))
-    assert len(rows) == 5
+    assert [(found["seed"], found["steps"], found["accuracy"]) for found in rows] == [
+        *[(SEARCH, "100", "")] * 3,
+        *((seed, "400", "0.75") for seed in "012"),
+    ]
     capsys.readouterr()
     assert main(["--report", str(out)]) == 0
     table = capsys.readouterr().out
@@ -242,8 +286,30 @@ def test_a_stopped_benchmark_goes_on_and_repeats_what_failed(tmp_path, monkeypat
     assert "**latch**: guessing gives 0.100" in table
 
 
+def test_what_each_architecture_remembers_and_what_not():
+    shares = {
+        ("latch", "BST"): ("0.96", ""),
+        ("latch", "BST, windows alone"): ("0.08", ""),  # chance and two points
+        ("mqar", "BST"): ("0.97", "0.95"),
+        ("mqar", "BST, windows alone"): ("0.5", "0.09"),
+        ("key_value", "BST"): ("0.9", "0.94"),
+        ("key_value", "BST, windows alone"): ("0.06", ""),
+        ("aggregate", "SPADE"): ("1", ""),  # whose ablation is not measured yet
+    }
+    rows = [
+        row(task, model, accuracy=accuracy, far=far, chance="0.0625", rate="0.003")
+        for (task, model), (accuracy, far) in shares.items()
+    ]
+    lines = bench_recall.remembered(rows).splitlines()
+    wanted = "| BST | latch (0.960; 0.080; 0.062) | mqar (0.950; 0.090; 0.062) | key_value (0.940; 0.060; 0.062) |"
+    assert lines[-1] == wanted
+    assert len(lines) == 5
+
+
 def test_report_of_models_that_diverged():
-    assert "| BST |  |  |  |  | diverged |" in report([row(outcome="diverged", **{SELECT: "", "accuracy": ""})])
+    gone = {"outcome": "diverged", SELECT: "", "accuracy": ""}
+    assert "| BST |  |  |  |  | diverged |" in report([row(**gone)])
+    assert "| BST |  |  |  |  | diverged |" in report([row(seed=SEARCH, **gone)])
 
 
 def test_the_figure_has_a_panel_for_each_architecture_that_has_both(tmp_path):
@@ -279,6 +345,10 @@ def test_states_of_other_sizes_do_two_tasks_and_make_a_figure(tmp_path):
     sizes = {name: state_numbers(name, shape) for name in ("BST, N 8", "BST", "BST, N 32", "BST, N 64", "Llama")}
     assert sizes["BST, N 8"] < sizes["BST"] < sizes["BST, N 32"] < sizes["BST, N 64"]
     assert sizes["Llama"] == 2 * shape.length * shape.width * LAYERS
+    longer = replace(shape, length=2 * shape.length)
+    grows = {"Llama": 2, "Mamba-2": 1, "BST": 1, "SPADE": 1}  # keys of all tokens; states alone, and of a window
+    assert {name: state_numbers(name, longer) / state_numbers(name, shape) for name in grows} == grows
+    assert state_numbers("Mamba-2", shape) > 3 * 2 * shape.width * fitted("Mamba-2", shape).state_size
 
     assert recall_figure.states(tmp_path) == []
     accuracies = {"BST": "0.5", "BST, N 64": "0.75", "BST, windows alone": "0.1", "Llama": "1"}
@@ -294,18 +364,26 @@ def test_states_of_other_sizes_do_two_tasks_and_make_a_figure(tmp_path):
 
 
 def test_the_plan_counts_the_runs_and_their_minutes(capsys, monkeypatch):
-    monkeypatch.setattr(bench_recall, "estimated_minutes", lambda task, model, recipe: recipe.steps / 1000)
+    monkeypatch.setattr(
+        bench_recall, "estimated_minutes", lambda task, model, recipe: (recipe.steps / 10_000, recipe.steps / 1000)
+    )
     monkeypatch.setattr(bench_recall, "_one_thread", lambda: None)  # it is for a process of its own
     with pytest.raises(SystemExit) as left:
         main(["--plan", "--tasks", "latch", "key_value", "--models", "BST", "BST, N 8", "T5", "--jobs", "2"])
     assert left.value.code == 0
     printed = capsys.readouterr().out
-    assert "| latch | 1 | 5 | 3 |" in printed  # three rates, and two more seeds
-    assert "| key_value | 2 | 10 | 9 |" in printed
-    assert "15 runs, at most 12 CPU minutes: 6 minutes on 2 free cores" in printed
+    assert "| latch | 1 | 6 | 1 |" in printed  # a search of three rates, and three seeds
+    assert "| key_value | 2 | 9 | 5 |" in printed  # the copy is not searched
+    assert "15 runs, at most 6 CPU minutes: 3 minutes on 2 free cores" in printed
+    with pytest.raises(SystemExit):
+        main(["--plan", "--quick", "--models", "BST", "BST, N 8", "--jobs", "2"])
+    printed = capsys.readouterr().out
+    assert "3 runs, at most 1 CPU minutes" in printed  # 400 and 400 steps, and 500 of key_value
 
 
-def test_the_estimate_is_of_all_steps():
-    recipe = Recipe(steps=100, batch=4, width=32)
-    whole, half = (estimated_minutes("latch", "Llama", replace(recipe, steps=steps)) for steps in (10**6, 10**5))
-    assert 0 < half < whole
+def test_the_estimate_is_of_all_steps(monkeypatch):
+    recipe = Recipe(steps=10**6, batch=4, width=32)
+    search, whole = estimated_minutes("latch", "Llama", recipe)
+    assert whole / search == pytest.approx(4, rel=0.01)
+    few_search, few = estimated_minutes("latch", "Llama", replace(recipe, steps=10**4))
+    assert 0 < few_search < few < whole / 20

@@ -57,6 +57,7 @@ def long_range_collator(examples: list[dict[str, Any]]) -> dict[str, torch.Tenso
     for name in ("input_ids", "input_values", "pair_input_ids", "pair_input_values"):
         if name in examples[0]:
             rows = [torch.as_tensor(example[name]) for example in examples]
+            rows = [row if row.is_floating_point() else row.long() for row in rows]
             rows = [row if len(row) else row.new_zeros(1) for row in rows]
             prefix = "pair_" if name.startswith("pair_") else ""
             batch[name] = pad_sequence(rows, batch_first=True)

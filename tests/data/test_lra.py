@@ -26,6 +26,7 @@ from hf_hybrid.data.lra import (
     load_lra_once,
     lra_tokenizer,
     parse_listops,
+    pathfinder,
 )
 from hf_hybrid.data.lra.readers import (
     byte_ids,
@@ -204,6 +205,21 @@ def test_images_are_as_described(name):
     assert (ink * area < 1.4 * (most * dash + discs) + 8).all()
 
 
+@pytest.mark.parametrize(("name", "low", "high"), [("lra", 14, 17), ("small", 6, 9)])
+def test_one_path_begins_in_the_middle_and_the_other_at_its_distance(name, low, high):
+    """The published program keeps the first beginning twice the seed distance from the border: 14 to 17 of 32."""
+    settings, generator = PATHFINDER[name], split_generator(0, "train")
+    starts = []
+    while len(starts) < 30:
+        paths = pathfinder._two_paths(generator, settings, pathfinder._Taken(settings))
+        if paths is not None:
+            starts.append([path[0][0] for path in paths])
+    first, second = np.swapaxes(starts, 0, 1)
+    assert low <= first.min() <= first.max() <= high
+    assert np.ptp(first, axis=0).min() > 2
+    np.testing.assert_allclose(np.linalg.norm(first - second, axis=1), settings.seed_distance)
+
+
 def test_more_distractors_are_more_ink():
     less, more = (
         draw_pathfinder(12, split_generator(0, "test"), replace(PATHFINDER["lra"], distractors=count))[0].mean()
@@ -337,7 +353,8 @@ def test_official_cifar10(tmp_path):
     assert train.labels.tolist() == [*range(10), *range(8)]
     assert validation.labels.tolist() == [8, 9]
     red, green, blue = (rows[3, 1 + 1024 * colour : 1025 + 1024 * colour] for colour in range(3))
-    grey = np.floor(0.2989 * red + 0.587 * green + 0.114 * blue)
+    # TensorFlow: integers to shares of 255, weights, and back by 255.5 and a cast
+    grey = np.floor((0.2989 * (red / 255) + 0.587 * (green / 255) + 0.114 * (blue / 255)) * 255.5)
     np.testing.assert_allclose(train.inputs[3], grey / 127.5 - 1, atol=1e-6)
     (folder / "test_batch.bin").write_bytes(rows.tobytes()[:-1])
     with pytest.raises(ValueError, match=r"test_batch.bin must be records of 3073 bytes; it has 30729 bytes"):
@@ -359,6 +376,14 @@ def test_archives_of_images_and_recordings(tmp_path):
     save(tmp_path / "test.npz", audio=audio, offsets=np.array([0, 1, 3]), labels=labels)
     rows = load_lra("lra_speech", "test", data_dir=tmp_path)
     assert [row.tolist() for row in rows.inputs] == [[0], [0.5, -1]]
+
+
+def test_slow_speech_is_the_means_of_eight_samples(tmp_path):
+    audio = np.array([*[800] * 8, *[-1600] * 8, 1600, 0, 0, *[0] * 3], np.int16)
+    save(tmp_path / "test.npz", audio=audio, offsets=np.array([0, 19, 22]), labels=np.array([3, 0], np.uint8))
+    rows = load_lra("lra_speech_1000", "test", data_dir=tmp_path)
+    np.testing.assert_allclose(rows.inputs[0], [0.5, -1, 0.125])  # the last eight are not all there
+    assert rows.inputs[1].tolist() == [0]  # silence
 
 
 @pytest.mark.parametrize(
@@ -409,6 +434,7 @@ def test_every_task_is_drawn_or_names_its_files(name, tmp_path):
             assert all(np.abs(row).max() <= 1 for row in rows.inputs)
         else:
             assert all(row.min() > 0 and row.max() < task.vocab_size for row in rows.inputs)
+            assert all(row.dtype == np.int16 for row in rows.inputs)  # 147,086 pairs of 4,000 bytes fit into memory
     with pytest.raises(ValueError, match=r"data_dir must (hold|be left out)"):
         load_lra(name, "train", data_dir=tmp_path)
 

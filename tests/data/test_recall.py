@@ -97,7 +97,7 @@ READERS = {
 
 
 def test_every_task_has_a_reader_or_a_test_of_its_own():
-    assert READERS.keys() ^ RECALL.keys() == {"compression", "memorization", "facts"}
+    assert READERS.keys() ^ RECALL.keys() == {"compression", "memorization", "facts", "sparse_facts"}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -115,10 +115,11 @@ def test_a_slow_reader_finds_the_same_answers_at_the_same_distances(name):
         assert far == {place: place - evidence for place, (_, evidence) in found.items()}
 
 
-def test_facts_are_read_from_the_document():
-    keys, values, asked, segment = (size("facts", field) for field in ("keys", "values", "asked", "segment_size"))
-    for length in (32, 48):
-        examples = drawn("facts", length=length)
+@pytest.mark.parametrize(("name", "lengths"), [("facts", (32, 48)), ("sparse_facts", (128, 256))])
+def test_facts_are_read_from_the_document(name, lengths):
+    keys, values, asked, segment = (size(name, field) for field in ("keys", "values", "asked", "segment_size"))
+    for length in lengths:
+        examples = drawn(name, length=length)
         blank = examples.vocab_size - 1
         for row in range(COUNT):
             document = examples.document_ids[row].tolist()
@@ -177,7 +178,9 @@ def test_chance_is_that_of_a_guess(name):
     asked = labels[labels != IGNORED_LABEL]
     chance = drawn(name).chance
     most = Counter(asked.tolist()).most_common(1)[0][1] / len(asked)
-    rows = len(asked) / (1 if name in ("compression", "memorization", "facts") else (labels[0] != IGNORED_LABEL).sum())
+    rows = len(asked) / (
+        1 if name in ("compression", "memorization", "facts", "sparse_facts") else (labels[0] != IGNORED_LABEL).sum()
+    )
     assert abs(most - chance) < 5 * (chance / rows) ** 0.5
 
 

@@ -1,7 +1,8 @@
 """Pathfinder of the Long Range Arena: two dashed paths among short ones; do the two discs lie on the same one?
 
 The published images come from the program of Linsley et al. (2018) with the Long Range Arena's settings. This one
-draws anew by the same description; single pixels differ from those images. Places are ``(y, x)`` in pixels.
+draws anew by the same description; single pixels differ from those images, and dashes are as bright as discs, where
+that program's contrasts differ. Places are ``(y, x)`` in pixels.
 """
 
 import math
@@ -16,6 +17,8 @@ __all__ = ["PATHFINDER", "Pathfinder", "draw_pathfinder"]
 _SCALE = 4
 """Samples of a pixel, in each direction, that its brightness is the mean of."""
 _DIRECTIONS = 32
+_MIDDLE = 1.5
+"""Pixels around the middle of small images where the first path begins."""
 _TRIALS = 4  # of a distractor
 _LEAST = 1e-3  # weight of all free directions together, below which a path cannot go on
 
@@ -82,10 +85,11 @@ def draw_pathfinder(
 ) -> tuple[Array, Array]:
     """Draw images (Tay et al. 2021; Linsley et al. 2018).
 
-    Two paths begin some way from each other and grow in turn, dash by dash, each turned a little from the one before,
-    over free space only; an image in which one cannot go on is drawn anew. Short paths of the same dashes fill other
-    free space. Two discs mark the beginning of one of the two paths and the end of one. The label is 1 if that is the
-    same path, in half of the images.
+    One path begins near the middle, at least twice the seed distance from the border, and the other at that distance
+    from it. They grow in turn, dash by dash, each turned a little from the one before, over free space only; an image
+    in which one cannot go on is drawn anew. Short paths of the same dashes fill other free space. Two discs mark the
+    beginning of one of the two paths and the end of one. The label is 1 if that is the same path, in half of the
+    images.
 
     Args:
         count: Images.
@@ -162,7 +166,7 @@ def _two_paths(
     generator: np.random.Generator, settings: Pathfinder, taken: _Taken
 ) -> tuple[list[Array], list[Array]] | None:
     """Draw both paths; None if one of them finds no way on."""
-    border = settings.padding + settings.seed_distance
+    border = min(2 * settings.seed_distance, (settings.size - 1) / 2 - _MIDDLE)
     start = generator.uniform(border, settings.size - 1 - border, size=2)
     other = start + settings.seed_distance * _steps(np.array(generator.uniform(-math.pi, math.pi)))
     paths: tuple[list[Array], list[Array]] = ([], [])

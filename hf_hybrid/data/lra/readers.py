@@ -27,6 +27,7 @@ __all__ = [
 PAIR_COLUMNS = ("label", "id1", "id2", "text1", "text2")
 """Columns of the files of the ACL Anthology Network, which have no header line."""
 _CIFAR_RECORD = 1 + 3 * 32 * 32
+_GREY = np.array([0.2989, 0.587, 0.114]) * 255.5 / 255
 _BYTES = 3
 """Id of byte 0: the smaller ones pad, begin and end, as ByT5's do."""
 
@@ -163,7 +164,8 @@ def _image(path: Path, size: int) -> Array:
 def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterator[tuple[Array, int]]:
     """Yield the images of CIFAR-10's binary files, turned to grey, and their labels.
 
-    Grey is 0.2989 red + 0.587 green + 0.114 blue, rounded down, as in the Long Range Arena.
+    Grey is 0.2989 red + 0.587 green + 0.114 blue, times 255.5 / 255 and rounded down, as TensorFlow makes it for the
+    Long Range Arena.
 
     Args:
         path: A folder with ``data_batch_*.bin``, or one file.
@@ -189,7 +191,7 @@ def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
         raise ValueError(f"{path}: labels must be from 0 to 9; got {rows[:, 0].max()}")
     start, end = (round(len(rows) * part) for part in share)
     for row in rows[start:end]:
-        grey = np.array([0.2989, 0.587, 0.114]) @ row[1:].reshape(3, -1).astype(np.float64)
+        grey = _GREY @ row[1:].reshape(3, -1).astype(np.float64)
         yield grey.astype(np.uint8).reshape(32, 32), int(row[0])
 
 

@@ -18,7 +18,7 @@ def needle(
     generator: np.random.Generator,
     *,
     text: bytes,
-    length: int = 512,
+    length: int = 256,
     depth: float | None = None,
     digits: int = 4,
 ) -> Examples:

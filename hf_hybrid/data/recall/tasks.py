@@ -67,6 +67,7 @@ RECALL: dict[str, RecallTask] = {
     "key_value": RecallTask(key_value),
     "needle": RecallTask(needle, needs=("text",)),
     "facts": RecallTask(facts),
+    "sparse_facts": RecallTask(facts, {"keys": 16, "length": 128}),
 }
 """The tasks by name."""
 

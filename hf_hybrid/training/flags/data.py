@@ -403,7 +403,7 @@ class LongRangeArguments(RowArguments):
         """The Hub's name of the kind of task."""
         if self.task.vocab_size is not None:
             return "text-classification"
-        return "audio-classification" if self.task_name == "lra_speech" else "image-classification"
+        return "audio-classification" if str(self.task_name).startswith("lra_speech") else "image-classification"
 
     @property
     def length(self) -> int:

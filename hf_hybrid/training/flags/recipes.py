@@ -79,7 +79,7 @@ _PRESETS = {
     "lra_speech": "speech",
 }
 _SIZES: dict[str, dict[str, Any]] = {task: dict(CHELA_PRESETS[name]) for task, name in _PRESETS.items()}  # type: ignore[call-overload]
-_LIKE = {"lra_listops_200": "lra_listops", "lra_pathfinder_16": "lra_pathfinder"}
+_LIKE = {"lra_listops_200": "lra_listops", "lra_pathfinder_16": "lra_pathfinder", "lra_speech_1000": "lra_speech"}
 """Shortened tasks, trained by the recipes of the whole ones."""
 _MEGA = "facebookresearch/mega, examples/mega/README.lra.md at 09f1a87"
 # task -> warm-up over all updates, as Mega's commands have them

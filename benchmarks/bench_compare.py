@@ -305,8 +305,8 @@ def report(rows: list[Row]) -> str:
     versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers"))
     caption = (
         f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. The working tree over "
-        f"{first['base']}: the median of the ratios of pairs of calls, its interval of 95 %, and the ratio of peak memory. Of twenty "
-        "intervals one misses by chance."
+        f"{first['base']}: the median of the ratios of pairs of calls, its interval of 95 %, and the ratio of peak "
+        "memory. Of twenty intervals one misses by chance."
     )
     lines = []
     for row in rows:

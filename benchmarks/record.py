@@ -91,7 +91,7 @@ class GrowingRecord:
     Args:
         path: The file.
         columns: Its columns.
-        keys: The columns that together name a row.
+        keys: The columns that together name what was measured; it may have several rows.
         common: Columns that are the same in every row; only ``date`` may differ from those in the file.
 
     Raises:
@@ -115,10 +115,11 @@ class GrowingRecord:
     def __contains__(self, key: tuple[str, ...]) -> bool:
         return key in self._known
 
-    def add(self, row: Row) -> None:
-        """Add a row and write the file."""
-        self.rows.append(dict.fromkeys(self.columns, "") | self.common | row)
-        self._known.add(tuple(self.rows[-1][name] for name in self.keys))
+    def add(self, *rows: Row) -> None:
+        """Add rows and write the file."""
+        for row in rows:
+            self.rows.append(dict.fromkeys(self.columns, "") | self.common | row)
+            self._known.add(tuple(self.rows[-1][name] for name in self.keys))
         beside = self.path.with_name(self.path.name + ".new")
         write_csv(beside, self.columns, self.rows)
         beside.replace(self.path)  # a stop never leaves half a file

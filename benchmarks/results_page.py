@@ -22,9 +22,11 @@ from benchmarks import (
     bench_cross_attention,
     bench_growth,
     bench_language_models,
+    bench_loading,
     bench_models,
     bench_recall,
     bench_state_memory,
+    bench_tokens,
     comparison,
 )
 from benchmarks.record import read_csv
@@ -39,13 +41,15 @@ REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
     "held_mib": bench_growth,
+    "host_share": bench_tokens,
+    "measure": bench_loading,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
     "way": bench_chela,
     "start": bench_state_memory,
     "precision": bench_models,
 }
-PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth,)}
+PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading)}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 PIP_EXTRA ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BASE ?= HEAD
 AOT_TRITONS ?= 3.6.0 3.7.1 3.9.0
 
 PY := $(VENV)/bin/python
@@ -16,7 +17,7 @@ TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-long test test-full test-clients lint docs bench gpu aot-matrix build clean
+.PHONY: help install demo demo-long test test-full test-clients lint docs bench bench-compare gpu aot-matrix build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -29,6 +30,7 @@ help: ## Show this list
 	@echo "  PIP_EXTRA='...'       further options of every pip install, such as --find-links DIR"
 	@echo "  PYTEST_ARGS='...'     further arguments of pytest, such as -k spade"
 	@echo "  BENCH_ARGS='...'      further arguments of the benchmark, such as '--models spade led --lengths 1024'"
+	@echo "  BASE=main             commit that bench-compare compares with; the last one if not given"
 	@echo "  AOT_TRITONS='...'     versions of Triton that aot-matrix compiles with"
 
 install: $(INSTALLED) ## Make the environment (every other target does so where needed)
@@ -75,7 +77,10 @@ docs: $(INSTALLED) ## Build the documentation as web pages in build/docs; a warn
 bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in under 45 minutes on two cores
 	$(PY) -m benchmarks.bench_models $(BENCH_ARGS)
 
-gpu: ## Check and time kernels and models on a GPU, in nine minutes; results in $OUT, else runs/gpu; installs nothing
+bench-compare: $(INSTALLED) ## Compare speed and memory of the working tree with those of the commit BASE, in one run
+	$(PY) -m benchmarks.bench_compare --base $(BASE) $(BENCH_ARGS)
+
+gpu: ## Check, tune and time on a GPU, nine minutes a call, again until done; results in $OUT, else runs/gpu
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m benchmarks.gpu $(BENCH_ARGS)
 
 # torch's CUDA build asks for one version of triton, so the others go in behind its back

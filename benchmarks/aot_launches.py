@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import benchmarks.kernels_alone  # noqa: F401
-from hf_hybrid.kernels.launching import Launch, record_launches
+from hf_hybrid.kernels.launching import Configuration, Launch, record_launches
 
 # op -> the folder of its kernels
 MODULES = {
@@ -24,10 +24,15 @@ MODULES = {
 }
 
 
+def configurations(op: str) -> dict[str, Configuration]:
+    """Return an op's default configurations by name."""
+    module = importlib.import_module(f"hf_hybrid.kernels.{MODULES[op]}.triton_kernels")
+    return {configuration.name: configuration for configuration in module.CONFIGURATIONS.values()}
+
+
 def shipped(op: str) -> list[str]:
     """Return the names of an op's configurations."""
-    module = importlib.import_module(f"hf_hybrid.kernels.{MODULES[op]}.triton_kernels")
-    return [configuration.name for configuration in module.CONFIGURATIONS.values()]
+    return list(configurations(op))
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

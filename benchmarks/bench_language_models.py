@@ -20,13 +20,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.bench_models import (
     HEADS,
@@ -41,6 +40,7 @@ from benchmarks.bench_models import (
     what_went_wrong,
 )
 from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
+from benchmarks.workloads import decoding, held_mib
 
 DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -136,13 +136,6 @@ def build_model(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(MODELS[name](), **options)
 
 
-def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor that a transformers cache holds."""
-    for layer in getattr(cache, "layers", []):
-        for value in vars(layer).values():
-            yield from (item for item in tree_leaves(value) if isinstance(item, torch.Tensor))
-
-
 def measure_training(pipe: Connection, name: str, length: int, threads: int, deadline_s: float) -> None:
     """Send the seconds of the first and of later steps at a length, and the peak memory in MiB."""
     started = time.perf_counter()
@@ -170,23 +163,18 @@ def measure_training(pipe: Connection, name: str, length: int, threads: int, dea
             pipe.send(("step_s", step(length)))
 
 
-@torch.no_grad()
 def measure_decoding(pipe: Connection, name: str, length: int, threads: int, deadline_s: float) -> None:
     """Send the seconds of single tokens after a prompt of a length, and the cache's size in MiB."""
     with what_went_wrong(pipe):
         limit_memory(threads)
         model = build_model(name).eval()
-        tokens = torch.randint(3, VOCABULARY, (1, length + DECODED))
-        cache = model(input_ids=tokens[:, :length], use_cache=True, logits_to_keep=1)
-        cache = getattr(cache, "past_key_values", None) or cache.cache_params
-        key = "cache_params" if name == "mamba2" else "past_key_values"
-        start = 0.0
-        for position in range(length, length + DECODED):
-            model(input_ids=tokens[:, position : position + 1], use_cache=True, **{key: cache})
-            start = start or time.perf_counter()  # the first one allocates
+        token, cache = decoding(model, length)
+        token()  # the first one allocates
+        start = time.perf_counter()
+        for _ in range(DECODED - 1):
+            token()
         pipe.send(("token_s", (time.perf_counter() - start) / (DECODED - 1)))
-        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(cache)}
-        pipe.send(("cache_mib", sum(held.values()) / 2**20))
+        pipe.send(("cache_mib", held_mib(cache)))
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:

@@ -63,9 +63,14 @@ Cell = tuple[str, str, int]  # model, precision, length
 # --- the models
 
 
-def _t5_shape(model_type: str, **fields: object) -> Any:
+def t5_fields() -> dict[str, Any]:
+    """Return the fields of a T5 of the common width and depth."""
     shape = {"d_model": WIDTH, "d_kv": HEAD_DIM, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS}
-    return _config(model_type, **shape, decoder_start_token_id=0, **fields)
+    return shape | {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+
+
+def _t5_shape(model_type: str, **fields: object) -> Any:
+    return _config(model_type, **t5_fields(), **fields)
 
 
 def _bart_shape(model_type: str, **fields: object) -> Any:
@@ -86,7 +91,7 @@ def _spade(**fields: object) -> Any:
 def _config(model_type: str, **fields: object) -> Any:
     import transformers
 
-    return transformers.AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **fields)
+    return transformers.AutoConfig.for_model(model_type, **{"vocab_size": VOCABULARY, **fields})
 
 
 MODELS: dict[str, Callable[[], Any]] = {

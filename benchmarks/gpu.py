@@ -1,44 +1,58 @@
-"""Check and time everything on one GPU, in one call of at most nine minutes, without a network.
+"""Check, tune and time everything on one GPU, in calls of at most nine minutes, without a network.
 
-Run it from the repository root::
+Run it from the repository root, again until all is done; each call goes on where the last one stopped::
 
     python -m benchmarks.gpu                                       # or make gpu; results in $OUT, else runs/gpu
+    python -m benchmarks.gpu --earlier path/to/results             # goes on from results that were copied elsewhere
     python -m benchmarks.gpu --report benchmarks/results/gpu       # the page of kept results
-    python -m benchmarks.gpu --device cpu --small                  # rehearse it within a minute
+    python -m benchmarks.gpu --device cpu --small                  # rehearse it
     TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --small --parts checks     # also Triton's kernels
 
 The kernels need torch and Triton; models need transformers; peers and matplotlib are used if installed. Each part is a
-process with a share of the time, so that a failure or a broken device does not affect the others; the page keeps what
-was measured and says what failed:
+process with a share of the time, so that a failure or a broken device does not affect the others. Rows are written as
+they are measured, and a stop loses one; the page keeps what was measured and says what failed. The parts, in the order
+of their worth, take thirty minutes together:
 
 - ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; one process per op,
   several in parallel, since compiling takes most of the time;
 - ``kernels``: forward, and forward with backward, against peers in the same run: median of at least 20 turns with a
   cleared cache, peak memory, and the distance to the floor, the larger of the time for the bytes that must move and
   for the multiplications, at the ceilings measured by a copy and by large products;
-- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against transformers' models.
+- ``tune``: other tiles, warps and stages of each kernel; writes ``tuned.py``, which replaces
+  ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`);
+- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against transformers' models;
+- ``losses``: the loss of a large vocabulary with all logits, in chunks, and with Liger's kernel if it is installed;
+- ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed;
+- ``lra``: training on the Long Range Arena's ListOps, which is drawn (`benchmarks.lra`).
 """
 
 import argparse
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import gpu_kernels, gpu_models
+from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_tuning
 from benchmarks.gpu_cases import Case, cases, checked_cases
 from benchmarks.gpu_kernels import DTYPES, Clock, check, measure_ceilings
-from benchmarks.record import Row, markdown_table, read_csv, stamp, version_of, write_csv
+from benchmarks.gpu_tuning import Cell
+from benchmarks.record import GrowingRecord, Row, markdown_table, read_csv, stamp, version_of, write_csv
 
-SECONDS = {"checks": 150, "kernels": 180, "models": 190}
-"""Each part's share of the nine minutes, including its start."""
+SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 90, "sanitizer": 150, "lra": 300}
+"""Each part's share of the time of all calls, including its start."""
 
 FAILURES = ("wrong", "not the same", "raised")
+LATER = "out of time"
+BROKEN, NOT_DONE = 5, 3
+"""Exit statuses: the device is broken for this process; what is missing is measured by the next call."""
 
 # fmt: off
 STAMP = ("date", "device", "capability", "python", "torch", "triton", "transformers", "hf_hybrid")
@@ -52,7 +66,21 @@ COLUMNS = {
         *STAMP, "model", "length", "parameters", "batch", "step_ms", "tokens_s", "peak_mib", "prompt_ms", "token_ms",
         "outcome",
     ),
+    "tune": (*STAMP, *gpu_tuning.COLUMNS),
+    "losses": (*STAMP, *gpu_further.LOSS_COLUMNS),
+    "sanitizer": (*STAMP, *gpu_further.SANITIZER_COLUMNS),
+    "lra": (*STAMP, *gpu_further.LRA_COLUMNS),
 }
+KEYS = {
+    "checks": ("op", "shape", "dtype"),
+    "kernels": ("op", "shape", "dtype"),
+    "tune": gpu_tuning.KEYS,
+    "models": ("model", "length"),
+    "losses": gpu_further.LOSS_COLUMNS[:4],
+    "sanitizer": ("op", "tool"),
+    "lra": ("task", "model"),
+}
+"""Columns that name a cell: what is measured together, and not again by a later call."""
 # fmt: on
 
 
@@ -68,93 +96,124 @@ def _wanted(found: list[Case], ops: Sequence[str] | None) -> list[Case]:
     return [case for case in found if ops is None or case.op in ops]
 
 
-def _checks(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
+def _checks(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     backends = ("torch", "triton") if device.type == "cuda" or interpreted else ("torch",)
-    for case in _wanted(checked_cases(small), ops):
+    for case in _wanted(checked_cases(arguments.small), arguments.ops):
         everything_wide = set(case.make(torch.device("cpu"))) <= set(case.wide)
         for dtype in ("fp32",) if everything_wide else DTYPES:
-            print("checks", case.op, case.shape, dtype, "...", flush=True)  # names the case if the device hangs
-            yield from check(case, dtype, device, backends)
+            yield _place(case, dtype), partial(check, case, dtype, device, backends)
 
 
-def _kernels(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
-    clock = Clock(device)
+def _place(case: Case, dtype: str) -> Row:
+    return {"op": case.op, "shape": case.shape, "dtype": dtype}
+
+
+def _kernels(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
+    clock, small = Clock(device), arguments.small
     ceilings = measure_ceilings(clock, small)
+
+    def race(case: Case, dtype: str) -> Iterator[Row]:
+        try:
+            for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
+                yield row | ceilings
+        except Exception as error:
+            said = f"raised: {type(error).__name__}: {error}".splitlines()[0][:160]
+            yield _place(case, dtype) | {"outcome": said} | ceilings
+
     for dtype in ("bf16",) if device.type == "cuda" else ("fp32",):
-        for case in _wanted(cases(small), ops):
-            try:
-                for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
-                    yield row | ceilings
-            except Exception as error:
-                said = f"raised: {type(error).__name__}: {error}".splitlines()[0][:160]
-                yield {"op": case.op, "shape": case.shape, "dtype": dtype, "outcome": said} | ceilings
+        for case in _wanted(cases(small), arguments.ops):
+            yield _place(case, dtype), partial(race, case, dtype)
 
 
-def _models(device: torch.device, small: bool, ops: Sequence[str] | None) -> Iterator[Row]:
-    clock = Clock(device)
+def _tune(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
+    yield from gpu_tuning.cells(device, arguments.small, arguments.ops, rows)
+
+
+def _models(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
+    clock, small = Clock(device), arguments.small
     for length in (64,) if small else gpu_models.LENGTHS:
-        for names in (gpu_models.LANGUAGE_MODELS, gpu_models.ENCODER_DECODERS):
-            yield from gpu_models.race(length, names, clock, small, 1 if small else 8)
+        for name in (*gpu_models.LANGUAGE_MODELS, *gpu_models.ENCODER_DECODERS):
+            key = {"model": name, "length": str(length)}
+            yield key, partial(gpu_models.race, length, (name,), clock, small, 1 if small else 8)
 
 
-PARTS: dict[str, Callable[[torch.device, bool, Sequence[str] | None], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[torch.device, argparse.Namespace, list[Row]], Iterator[Cell]]] = {
     "checks": _checks,
     "kernels": _kernels,
+    "tune": _tune,
     "models": _models,
+    "losses": gpu_further.losses,
+    "sanitizer": gpu_further.sanitizer,
+    "lra": gpu_further.lra,
 }
 
 
 def run_part(part: str, arguments: argparse.Namespace) -> int:
-    """Run one part in this process, rewriting its CSV after every row, within its time."""
-    started, rows = time.monotonic(), []
+    """Run what is missing of one part in this process, within its time; return an exit status."""
+    started = time.monotonic()
     device = torch.device(arguments.device)
-    common = _stamp(device)
-    for row in PARTS[part](device, arguments.small, arguments.ops):
-        rows.append(common | row)
-        write_csv(arguments.csv or arguments.out / f"{part}.csv", COLUMNS[part], rows)
-        print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
+    path = arguments.csv or arguments.out / f"{part}.csv"
+    record = GrowingRecord(path, COLUMNS[part], KEYS[part], _stamp(device))
+    status = 0
+    for key, measure in PARTS[part](device, arguments, record.rows):
+        if tuple(key.values()) in record:
+            continue
         if time.monotonic() - started > arguments.seconds:
-            print(f"{part}: out of time", flush=True)
-            return 3
-    return 4 if any(row["outcome"].startswith(FAILURES) for row in rows) else 0
+            status = NOT_DONE
+            break
+        print(part, *key.values(), "...", flush=True)  # names the cell if the device hangs
+        rows = [key | row for row in measure()]
+        if not rows:  # it has begun, and a later call goes on
+            status = NOT_DONE
+            continue
+        record.add(*rows)
+        for row in rows:
+            print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
+        if any("CUDA error" in row["outcome"] for row in rows):
+            status = BROKEN
+            break
+    if part == "tune" and record.rows:
+        gpu_tuning.write_table(record.rows, path.with_name("tuned.py"))
+    return status or (4 if any(row["outcome"].startswith(FAILURES) for row in record.rows) else 0)
 
 
 def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments: argparse.Namespace) -> str:
-    """Run one part, for some ops, in its own process; return its outcome in words."""
-    csv.unlink(missing_ok=True)
-    seconds = deadline - time.monotonic()
-    flags = ["--device", arguments.device, "--seconds", f"{seconds - 15:.0f}", "--csv", str(csv), "--ops", *ops]
-    flags += ["--small"] if arguments.small else []
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
-    try:
-        code = subprocess.run(command, timeout=max(0, seconds)).returncode
-    except subprocess.TimeoutExpired:
-        return "hung and was ended; what it had measured is below"
-    ends = {0: "ok", 3: "out of time; what it had measured is below", 4: "failed, see below"}
+    """Run one part, for some ops, in its own process, and a new one if its device breaks; return the outcome."""
+    code = BROKEN
+    while code == BROKEN:
+        seconds = deadline - time.monotonic()
+        flags = ["--device", arguments.device, "--seconds", f"{seconds - 15:.0f}", "--csv", str(csv), "--ops", *ops]
+        flags += ["--small"] if arguments.small else []
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            code = process.wait(max(0, seconds))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+            process.wait()
+            return "hung and was ended; what it had measured is below"
+    ends = {0: "ok", NOT_DONE: f"{LATER}; what it had measured is below", 4: "failed, see below"}
     return ends.get(code, f"failed, exit {code}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every part in its own processes and write the page; return the number of failed parts."""
+    """Run every part in its own processes and write the page; return how many parts failed or are not done."""
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.earlier is not None:
+        shutil.copytree(arguments.earlier, arguments.out, dirs_exist_ok=True)
     known = list(dict.fromkeys(case.op for case in cases(arguments.small)))
     ops = [op for op in known if arguments.ops is None or op in arguments.ops]
+    end = time.monotonic() + 60 * arguments.minutes
     said = {}
     for part in arguments.parts:
-        deadline = time.monotonic() + SECONDS[part] * arguments.minutes / 9
-        files = {op: arguments.out / f"{part}-{op}.csv" for op in ops} if part == "checks" else {}
-        if not files:
-            said[part] = _start(part, ops, arguments.out / f"{part}.csv", deadline, arguments)
+        deadline = min(end, time.monotonic() + SECONDS[part])
+        if deadline - time.monotonic() < min(30, 6 * arguments.minutes):
+            said[part] = f"{LATER}; not begun in this call"
+        elif part == "checks":
+            said[part] = _in_parallel(part, ops, deadline, arguments)
         else:
-            with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-                starts = [pool.submit(_start, part, [op], file, deadline, arguments) for op, file in files.items()]
-            ends = [start.result() for start in starts]
-            said[part] = "; ".join(f"{op} {end}" for op, end in zip(files, ends, strict=True) if end != "ok") or "ok"
-            there = [file for file in files.values() if file.exists()]
-            write_csv(arguments.out / f"{part}.csv", COLUMNS[part], [row for file in there for row in read_csv(file)])
-            for file in there:
-                file.unlink()
+            said[part] = _start(part, ops, arguments.out / f"{part}.csv", deadline, arguments)
         print(f"{part}: {said[part]}", flush=True)
     page = report(arguments.out, said)
     (arguments.out / "gpu.md").write_text(page, encoding="utf-8")
@@ -163,12 +222,28 @@ def run(arguments: argparse.Namespace) -> int:
     return sum(outcome != "ok" for outcome in said.values())
 
 
+def _in_parallel(part: str, ops: Sequence[str], deadline: float, arguments: argparse.Namespace) -> str:
+    """Run one part with a process and a file for each op, and gather their rows; return the outcome in words."""
+    folder = arguments.out / part
+    folder.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        starts = [pool.submit(_start, part, [op], folder / f"{op}.csv", deadline, arguments) for op in ops]
+    ends = [start.result() for start in starts]
+    there = [path for op in ops if (path := folder / f"{op}.csv").exists()]
+    write_csv(arguments.out / f"{part}.csv", COLUMNS[part], [row for file in there for row in read_csv(file)])
+    return "; ".join(f"{op} {end}" for op, end in zip(ops, ends, strict=True) if end != "ok") or "ok"
+
+
+def _rows_of(path: Path) -> list[Row]:
+    return read_csv(path) if path.exists() else []
+
+
 def report(folder: Path, said: dict[str, str] | None = None) -> str:
     """Return the page of a folder of results as Markdown, failures first."""
-    rows = {part: read_csv(folder / f"{part}.csv") for part in PARTS if (folder / f"{part}.csv").exists()}
+    rows = {part: found for part in PARTS if (found := _rows_of(folder / f"{part}.csv"))}
     lines = ["# Kernels and models on a GPU", ""]
-    if rows:
-        first = next(iter(rows.values()))[0]
+    first = next((found[0] for found in rows.values() if found), None)
+    if first is not None:
         lines += ["; ".join(f"{name} {first[name]}" for name in STAMP) + ".", ""]
     lines += [f"- {part}: {outcome}" for part, outcome in (said or {}).items()]
     for part, found in rows.items():
@@ -214,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run everything, or one part of it in this process, or print the page of earlier results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="folder of results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
+    parser.add_argument("--earlier", type=Path, metavar="FOLDER", help="results of earlier calls, to go on from")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
@@ -227,6 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.report is not None:
         print(report(arguments.report))
         return 0
+    if arguments.earlier is not None and not arguments.earlier.is_dir():
+        parser.error(f"--earlier must be a folder of results; got {str(arguments.earlier)!r}")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(
             "--device must be one that torch sees; got 'cuda', and torch sees none (try --device cpu --small)"

@@ -19,7 +19,7 @@ from transformers import (
     T5Config,
 )
 
-from benchmarks.bench_language_models import tensors_of
+from benchmarks.workloads import tensors_of
 from hf_hybrid import BstConfig, ChelaConfig, SpadeConfig, SRformerT5Config
 
 WINDOW = 8

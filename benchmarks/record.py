@@ -85,12 +85,56 @@ def read_csv(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+class GrowingRecord:
+    """A CSV file that is written row by row, and goes on where an earlier run of the same measurement stopped.
+
+    Args:
+        path: The file.
+        columns: Its columns.
+        keys: The columns that together name what was measured; it may have several rows.
+        common: Columns that are the same in every row; only ``date`` may differ from those in the file.
+
+    Raises:
+        ValueError: The file has other columns, or other values of `common`.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], keys: Sequence[str], common: Row):
+        self.path, self.columns, self.keys, self.common = path, columns, keys, common
+        self.rows: list[Row] = read_csv(path) if path.exists() else []
+        for row in self.rows[:1]:
+            if list(row) != list(columns):
+                raise ValueError(f"{path} must have the columns {', '.join(columns)}; got {', '.join(row)}")
+        for row in self.rows:
+            for name, value in common.items():
+                if name != "date" and row[name] != value:
+                    raise ValueError(
+                        f"{path} must have {name} {value!r} to go on; got {row[name]!r}: name another file"
+                    )
+        self._known = {tuple(row[name] for name in keys) for row in self.rows}
+
+    def __contains__(self, key: tuple[str, ...]) -> bool:
+        return key in self._known
+
+    def add(self, *rows: Row) -> None:
+        """Add rows and write the file."""
+        for row in rows:
+            self.rows.append(dict.fromkeys(self.columns, "") | self.common | row)
+            self._known.add(tuple(self.rows[-1][name] for name in self.keys))
+        beside = self.path.with_name(self.path.name + ".new")
+        write_csv(beside, self.columns, self.rows)
+        beside.replace(self.path)  # a stop never leaves half a file
+
+
 def exponent(points: Sequence[tuple[int, float]]) -> str:
-    """Return the least-squares slope of log value over log length, 2k to 16k tokens, and its number of points."""
-    logs = [(math.log(length), math.log(value)) for length, value in points if 2048 <= length <= 16384 and value > 0]
-    if len(logs) < 2:
-        return "-"
-    return f"{statistics.linear_regression(*zip(*logs, strict=True)).slope:.2f} ({len(logs)})"
+    """Return the `slope` over 2k to 16k tokens, and its number of points."""
+    seen = [(length, value) for length, value in points if 2048 <= length <= 16384 and value > 0]
+    return f"{slope(seen):.2f} ({len(seen)})" if len(seen) > 1 else "-"
+
+
+def slope(points: Sequence[tuple[int, float]]) -> float:
+    """Return the least-squares slope of log value over log length; of at least two points."""
+    logs = [(math.log(length), math.log(value)) for length, value in points]
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope
 
 
 def markdown_table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -7,8 +7,8 @@ Run it from the repository root after a new measurement::
 It replaces the text between ``<!-- table: FILE -->`` and ``<!-- end -->`` by a table, and within a line the text
 between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->`` by a comparison of two models;
 ``verdict`` instead of ``compare`` says whether the first is better. Inside a table of the page, write ``;`` for
-``|``. Planned models without results are "not measured yet". A ``.csv`` file belongs to a module in `REPORTS`, a
-``.json`` file is a copy of a demo's ``demo_results.json``.
+``|``. Planned models without results, and files of `PLANNED` that are not there, are "not measured yet". A ``.csv``
+file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a demo's ``demo_results.json``.
 """
 
 import json
@@ -20,10 +20,13 @@ from typing import Any
 from benchmarks import (
     bench_chela,
     bench_cross_attention,
+    bench_growth,
     bench_language_models,
+    bench_loading,
     bench_models,
     bench_recall,
     bench_state_memory,
+    bench_tokens,
     comparison,
 )
 from benchmarks.record import read_csv
@@ -37,12 +40,17 @@ NOT_YET = "not measured yet"
 REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
+    "held_mib": bench_growth,
+    "host_share": bench_tokens,
+    "measure": bench_loading,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
     "way": bench_chela,
     "start": bench_state_memory,
     "precision": bench_models,
 }
+PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading)}
+"""Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(
     r"(?P<begin><!-- (?P<kind>compare|verdict): (?P<asked>.*?) -->).*?(?P<end><!-- end -->)", re.DOTALL
@@ -51,6 +59,8 @@ _STATEMENT = re.compile(
 
 def tables(path: Path) -> str:
     """Return the tables of one file of results as Markdown."""
+    if path.name in PLANNED and not path.exists():
+        return f"{NOT_YET[0].upper()}{NOT_YET[1:]}."
     if path.suffix == ".json":
         return _demo_table(json.loads(path.read_text(encoding="utf-8")))
     rows = read_csv(path)

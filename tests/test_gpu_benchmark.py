@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_kernels, gpu_models
+from benchmarks import gpu, gpu_further, gpu_kernels, gpu_models
 from benchmarks.aot_launches import MODULES, shipped
 from benchmarks.gpu_cases import attention, cases, checked_cases
 from benchmarks.gpu_kernels import check
@@ -116,23 +116,41 @@ def test_steps_are_raced_in_graphs_too():
     assert {row["direction"] for row in rows} == {"forward"}
 
 
-def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
-    def rows(device, small, ops):
-        yield {"op": "one", "outcome": "wrong: output"}
-        yield {"op": "two", "outcome": "ok"}
-        raise RuntimeError
+def part_arguments(folder, **given):
+    return argparse.Namespace(
+        **{"device": "cpu", "small": True, "out": folder, "seconds": 1e9, "ops": None} | given, csv=None
+    )
 
-    monkeypatch.setitem(gpu.PARTS, "checks", rows)
-    arguments = argparse.Namespace(device="cpu", small=True, out=tmp_path, seconds=1e9, ops=None, csv=None)
-    with pytest.raises(RuntimeError):
-        gpu.run_part("checks", arguments)
+
+def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
+    measured = []
+
+    def cells(device, arguments, rows):
+        for op, outcome in (("one", "wrong: output"), ("two", "ok"), ("three", "ok")):
+            key = {"op": op, "shape": "B1", "dtype": "fp32"}
+            yield key, lambda op=op, outcome=outcome: measured.append(op) or broken.get(op) or [{"outcome": outcome}]
+
+    broken = {"three": iter(lambda: 1 // 0, None)}
+    monkeypatch.setitem(gpu.PARTS, "checks", cells)
+    with pytest.raises(ZeroDivisionError):
+        gpu.run_part("checks", part_arguments(tmp_path))
     assert [row["op"] for row in read_csv(tmp_path / "checks.csv")] == ["one", "two"]
-    arguments.seconds = -1
-    assert gpu.run_part("checks", arguments) == 3
+    assert gpu.run_part("checks", part_arguments(tmp_path, seconds=-1)) == gpu.NOT_DONE
     page = gpu.report(tmp_path, {"checks": "failed, exit 1"})
     assert "checks: failed, exit 1" in page
-    assert "checks: 1 rows, 1 of them failed" in page
-    assert "- one: wrong: output" in page
+    assert "checks: 2 rows, 1 of them failed" in page
+    assert "- one B1 fp32: wrong: output" in page
+    broken.clear()
+    assert gpu.run_part("checks", part_arguments(tmp_path)) == 4  # the first one is still wrong
+    assert measured == ["one", "two", "three", "three"]
+
+
+def test_a_cell_without_rows_is_not_done(tmp_path, monkeypatch):
+    key = {"task": "lra_listops", "model": "CHELA"}
+    monkeypatch.setitem(gpu.PARTS, "lra", lambda *_: [(key, list)])
+    assert gpu.run_part("lra", part_arguments(tmp_path)) == gpu.NOT_DONE
+    monkeypatch.setitem(gpu.PARTS, "lra", lambda *_: [(key, lambda: [{"outcome": "raised: CUDA error"}])])
+    assert gpu.run_part("lra", part_arguments(tmp_path)) == gpu.BROKEN
 
 
 # parts, ops, and the rows of checks: complex numbers are checked in one dtype
@@ -150,6 +168,11 @@ def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd, parts, ops, ro
     assert f"- checks: {rows} rows, 0 of them failed" in page
     assert ("## kernels" in page) == ("kernels" in parts)
     capfd.readouterr()
+    there = (tmp_path / "checks.csv").read_text()
+    again = ["--device", "cpu", "--small", *flags, "--out", str(tmp_path / "again"), "--earlier", str(tmp_path)]
+    assert gpu.main([*again, "--minutes", "0.01"]) == len(parts.split())  # no time to begin, but nothing is lost
+    assert (tmp_path / "again" / "checks.csv").read_text() == there
+    capfd.readouterr()
     assert gpu.main(["--report", str(tmp_path)]) == 0
     assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")
 
@@ -160,6 +183,39 @@ def test_models_are_measured_and_failing_ones_said():
     assert [row["outcome"] for row in rows] == ["ok", "ok", "raised: KeyError: 'no such model'"]
     for row in rows[:2]:
         assert {"step_ms", "tokens_s", "prompt_ms", "token_ms"} <= row.keys()
+
+
+def test_losses_agree_and_what_is_missing_is_said(monkeypatch):
+    found = {}
+    for key, measure in gpu_further.losses(CPU, part_arguments(None), []):
+        (found[key["dtype"], key["loss"]],) = measure()
+    assert {found[dtype, loss]["outcome"] for dtype in ("bf16", "fp32") for loss in ("plain", "chunked")} == {"ok"}
+    assert found["fp32", "liger"]["outcome"].startswith(("ModuleNotFoundError", "ImportError"))
+    monkeypatch.setitem(gpu_further.LOSSES, "plain", lambda *inputs: 1.01 * gpu_further._chunked(*inputs))
+    (row,) = gpu_further._loss(300, 40, "fp32", "plain", gpu_kernels.Clock(CPU), 1)
+    assert row["outcome"] == "wrong: the loss or a gradient"
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ("echo '========= ERROR SUMMARY: 0 errors'", "ok"),
+        ("echo '========= ERROR SUMMARY: 3 errors'", "wrong: 3 errors, exit 0"),
+        ("echo '========= RACECHECK SUMMARY: 2 hazards displayed'", "wrong: 2 errors, exit 0"),
+        ("echo no device; exit 7", "raised: no summary, exit 7: no device"),
+        (None, "compute-sanitizer is not installed"),
+    ],
+)
+def test_the_sanitizers_summary_is_read(tmp_path, monkeypatch, script, outcome):
+    if script is not None:
+        program = tmp_path / gpu_further.SANITIZER
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    (row,) = gpu_further._sanitize("short_conv", "memcheck", "cpu")
+    assert row["outcome"] == outcome
+    keys = [key for key, _ in gpu_further.sanitizer(CPU, part_arguments(None, ops=["short_conv"]), [])]
+    assert keys == [{"op": "short_conv", "tool": tool} for tool in gpu_further.TOOLS]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

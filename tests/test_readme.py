@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from benchmarks import readme_tables
-from benchmarks.bench_language_models import tensors_of
+from benchmarks.workloads import tensors_of
 from hf_hybrid.data import sources
 from hf_hybrid.data.tokenizer import byte_tokenizer
 from hf_hybrid.models.auto import ARCHITECTURES

@@ -1,8 +1,9 @@
 """Launch Triton kernels in fixed configurations, or record the launches.
 
-Each op has a table of configurations and the shapes and dtypes that select them. The choice depends on these and on
-the kind of device, never on timings or lengths, so results do not change between runs and a new sequence length
-compiles nothing. Recorded launches are used to compile ahead of time for a GPU that is not present.
+Each op has a table of configurations and the shapes and dtypes that select them; ``tuned.py`` replaces some of them on
+devices where others were measured to be faster. The choice depends on these and on the kind of device, never on
+timings of the run or on lengths, so results do not change between runs and a new sequence length compiles nothing.
+Recorded launches are used to compile ahead of time for a GPU that is not present.
 
 This module does not import triton.
 """
@@ -13,6 +14,8 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+
+from .tuned import TUNED
 
 
 class Configuration(NamedTuple):
@@ -87,6 +90,15 @@ def capability_of(tensor: torch.Tensor) -> int:
         return _DEFAULT_CAPABILITY
     major, minor = torch.cuda.get_device_capability(tensor.device)
     return 10 * major + minor
+
+
+def tuned(op: str, configuration: Configuration, capability: int) -> Configuration:
+    """Return what an op runs instead of a configuration on devices of a capability: itself if `TUNED` has nothing."""
+    found = TUNED.get((op, configuration.name, capability))
+    if found is None:
+        return configuration
+    tiles, num_warps, num_stages = found
+    return configuration._replace(tiles=tiles, num_warps=num_warps, num_stages=num_stages)
 
 
 def like_hopper(capability: int) -> bool:

@@ -44,7 +44,7 @@ def short_spans():
     """Several spans in short sequences, so that an interpreter gets to their edges."""
     from hf_hybrid.kernels.short_conv import triton_kernels
 
-    with patch.multiple(triton_kernels, _FORWARD_SPAN=32, _BACKWARD_SPAN=16):
+    with patch.multiple(triton_kernels, _BACKWARD_SPAN=16):
         yield
 
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, launch
+from ..launching import Configuration, blocks, capability_of, launch, tuned
 from ..packed import span_arguments
 from ..triton_kernels import spans_of_sequence, tokens_of_span
 
@@ -243,8 +243,9 @@ def _run(
     walked |= {"TRANSPOSED": transposed, "saved": None, "saved_initial": None, "sums": None, "before": None}
 
     def walk(name: str, **arguments: Any) -> None:
-        columns = blocks(states, CONFIGURATIONS[name].tiles["BP"])
-        launch(walk_kernel, number * columns, CONFIGURATIONS[name], **walked | arguments)
+        configuration = tuned("diagonal_scan", CONFIGURATIONS[name], capability_of(b))
+        columns = blocks(states, configuration.tiles["BP"])
+        launch(walk_kernel, number * columns, configuration, **walked | arguments)
 
     def per_span() -> Tensor:
         return torch.empty(number, states, dtype=a.dtype, device=b.device)
@@ -253,7 +254,7 @@ def _run(
         ends = _pairs(per_span())
         walk("ends", x=None, final=ends)
         carried = {name: x for name, x in place.items() if name != "table"}
-        configuration = CONFIGURATIONS["carry"]
+        configuration = tuned("diagonal_scan", CONFIGURATIONS["carry"], capability_of(b))
         launch(
             carry_kernel,
             sequences * blocks(states, configuration.tiles["BP"]),

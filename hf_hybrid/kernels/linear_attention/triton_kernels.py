@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, capability_of, launch, like_hopper
+from ..launching import Configuration, blocks, capability_of, launch, like_hopper, tuned
 from ..packed import span_arguments
 from ..triton_kernels import interpreted, spans_of_sequence, tokens_of_span, why_not_dtype
 
@@ -72,10 +72,10 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
     """Return the widest tile that a key dim fills and that fits the registers."""
     recent, narrow = like_hopper(capability), dtype == torch.bfloat16
     tile = 128 if width > 64 and narrow and recent else 64
-    if kernel == "sums":
-        return CONFIGURATIONS[f"sums k{tile}"]
-    name = f"walk k{tile}{' bfloat16' if narrow else ''}"
-    return CONFIGURATIONS[name if recent else f"{name} before sm_90"]
+    name = f"sums k{tile}"
+    if kernel == "walk":
+        name = f"walk k{tile}{' bfloat16' if narrow else ''}{'' if recent else ' before sm_90'}"
+    return tuned("linear_attention", CONFIGURATIONS[name], capability)
 
 
 def why_not(query: Tensor) -> str | None:
@@ -338,7 +338,7 @@ class _Call:
             **self.tokens,
             **self.precision,
         )
-        configuration = CONFIGURATIONS["carry"]
+        configuration = tuned("linear_attention", CONFIGURATIONS["carry"], self.capability)
         size = width * value_width
         place = {name: x for name, x in self.place.items() if name != "table"}
         launch(
@@ -467,7 +467,8 @@ def backward_norm(grad: Tensor, normed: Tensor, scale: Tensor, gate: Tensor | No
 
 
 def _launch_rows(kernel: Any, name: str, x: Tensor, **arguments: Any) -> None:
-    configuration, rows = CONFIGURATIONS[name], x.shape[0] * x.shape[1] * x.shape[2]
+    configuration = tuned("linear_attention", CONFIGURATIONS[name], capability_of(x))
+    rows = x.shape[0] * x.shape[1] * x.shape[2]
     launch(kernel, blocks(rows, configuration.tiles["BR"]), configuration, ROWS=rows, V=x.shape[3], **arguments)
 
 

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, capability_of, launch, like_hopper
+from ..launching import Configuration, blocks, capability_of, launch, like_hopper, tuned
 from ..packed import span_arguments
 from ..triton_kernels import LOG2E, NOTHING, interpreted, tokens_of_span, why_not_heads
 from .settings import Settings
@@ -72,7 +72,8 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
     kind = f"{kernel} float32" if dtype == torch.float32 else kernel
     size = f"{kind} k{64 if width <= 64 else 128 if width <= 128 else 256}"
     names = (f"{size} before sm_90" if not like_hopper(capability) else size, size, kind)
-    return next(CONFIGURATIONS[name] for name in names if name in CONFIGURATIONS)
+    configuration = next(CONFIGURATIONS[name] for name in names if name in CONFIGURATIONS)
+    return tuned("local_attention", configuration, capability)
 
 
 def why_not(query: Tensor, value: Tensor) -> str | None:

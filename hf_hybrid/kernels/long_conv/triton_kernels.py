@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, launch
+from ..launching import Configuration, blocks, capability_of, launch, tuned
 from ..triton_kernels import why_not_dtype
 from .blocks import Around, Block, Spectrum
 
@@ -247,7 +247,7 @@ def _plan(name: str, tensor: Tensor, block: Block, times: int) -> tuple[int, Con
     The compiler specialises on N, unlike other lengths: transform lengths are few, and divisible by 16 or not.
     """
     sequences, rows, _ = block
-    configuration = CONFIGURATIONS[name]
+    configuration = tuned("long_conv", CONFIGURATIONS[name], capability_of(tensor))
     steps = blocks(times, configuration.tiles["BT"])
     programs = (rows.stop - rows.start) * steps * blocks(block.width, configuration.tiles["BD"])
     return programs, configuration, {
@@ -290,7 +290,7 @@ def multiply(x: Tensor, factor: Factor, out: Tensor, add: bool = False) -> Tenso
     """Multiply spectra `(b, d, F)` by a `factor` into `out`, which may be x, or add to it."""
     rows, width, frequencies = x.shape
     n_fft = 2 * (frequencies - 1)
-    configuration = CONFIGURATIONS["multiply"]
+    configuration = tuned("long_conv", CONFIGURATIONS["multiply"], capability_of(x))
     launch(
         multiply_kernel,
         rows * width * blocks(frequencies, configuration.tiles["BF"]),
@@ -330,7 +330,7 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
         `(G, F)`, or `(d, F)`.
     """
     rows, width, frequencies = inputs.shape
-    configuration = CONFIGURATIONS["correlate"]
+    configuration = tuned("long_conv", CONFIGURATIONS["correlate"], capability_of(inputs))
     tiles = blocks(frequencies, configuration.tiles["BF"])
     count, first = (width, 0) if groups is None else (groups, first % groups)
     slices = max(1, min(blocks(width, count), _PROGRAMS // (count * tiles)))

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, capability_of, launch, like_hopper
+from ..launching import Configuration, blocks, capability_of, launch, like_hopper, tuned
 from ..triton_kernels import interpreted, why_not_heads
 from .reference import SURROGATE_SLOPE
 
@@ -331,7 +331,7 @@ def _summed(x: Tensor, y: Tensor, run: int, precise: torch.dtype) -> Tensor:
     Float32 factors are multiplied like those of the dtype `precise`.
     """
     groups, length, width = x.shape
-    configuration = CONFIGURATIONS["sums"]
+    configuration = tuned("segment_recurrence", CONFIGURATIONS["sums"], capability_of(x))
     tiles = blocks(width, configuration.tiles["BK"]) * blocks(y.shape[2], configuration.tiles["BV"])
     wanted = min(blocks(_PROGRAMS, max(1, groups * tiles)), blocks(length, _SHORTEST_SPAN))
     size = blocks(blocks(length, wanted), run) * run
@@ -381,10 +381,10 @@ class _Call:
 
     def _launch(self, name: str, kernel: Any, each: int, **arguments: Any) -> None:
         """Launch one program per tile of `(K, V)` of each segment or slot."""
-        spills = not like_hopper(capability_of(self.key)) or (
-            self.key.dtype == torch.float32 and self.value_width > 64
-        )
-        configuration = CONFIGURATIONS[f"{name} narrow" if spills and name != "visits" else name]
+        capability = capability_of(self.key)
+        spills = not like_hopper(capability) or (self.key.dtype == torch.float32 and self.value_width > 64)
+        chosen = CONFIGURATIONS[f"{name} narrow" if spills and name != "visits" else name]
+        configuration = tuned("segment_recurrence", chosen, capability)
         tiles = blocks(self.width, configuration.tiles["BK"]) * blocks(self.value_width, configuration.tiles["BV"])
         launch(
             kernel,
@@ -446,7 +446,7 @@ class _Call:
 
 def _lanes(name: str, states: Tensor) -> tuple[int, Configuration, dict[str, int]]:
     """Return programs, configuration and sizes of a kernel with a lane per entry of `(B, H, N, K, V)`."""
-    configuration = CONFIGURATIONS[name]
+    configuration = tuned("segment_recurrence", CONFIGURATIONS[name], capability_of(states))
     batch, heads, slots, width, value_width = states.shape
     programs = batch * heads * blocks(width * value_width, configuration.tiles["BLOCK"])
     return programs, configuration, {"N": slots, "SIZE": width * value_width}

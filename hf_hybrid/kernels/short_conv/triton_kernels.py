@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Configuration, blocks, launch
+from ..launching import Configuration, blocks, capability_of, launch, tuned
 from ..packed import span_arguments
 from ..triton_kernels import tokens_of_span, why_not_dtype
 
@@ -25,7 +25,6 @@ CONFIGURATIONS = {
     "backward": Configuration("backward", "all shapes and dtypes", {"BD": 64, "STEP": 8}, num_warps=1, num_stages=1),
 }
 
-_FORWARD_SPAN = 32
 _BACKWARD_SPAN = 128
 """Tokens per program: it visits J - 1 of them twice, and writes sums for taps and bias once."""
 
@@ -179,8 +178,8 @@ def forward(
 ) -> Tensor:
     """Convolve and activate; returns `(B, T, D)` in u's dtype."""
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
-    configuration = CONFIGURATIONS["forward"]
-    number, plan = span_arguments(cu_seqlens, u.shape[0], u.shape[1], _FORWARD_SPAN)
+    configuration = tuned("short_conv", CONFIGURATIONS["forward"], capability_of(u))
+    number, plan = span_arguments(cu_seqlens, u.shape[0], u.shape[1], configuration.tiles["BT"])
     launch(
         forward_kernel,
         number * blocks(u.shape[2], configuration.tiles["BD"]),
@@ -188,7 +187,7 @@ def forward(
         **_arguments(u, kernel, bias, state, ahead, silu),
         **plan,
         y=y,
-        SIZE=_FORWARD_SPAN,
+        SIZE=configuration.tiles["BT"],
         PACKED=cu_seqlens is not None,
     )
     return y
@@ -210,7 +209,7 @@ def backward(
     # a state of a sequence without tokens is reached by no program
     d_state = None if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)
     taps = kernel.shape[1]
-    configuration = CONFIGURATIONS["backward"]
+    configuration = tuned("short_conv", CONFIGURATIONS["backward"], capability_of(u))
     number, plan = span_arguments(cu_seqlens, u.shape[0], u.shape[1], _BACKWARD_SPAN)
     sums = torch.empty(number, taps + 1, u.shape[2], dtype=torch.float32, device=u.device)
     launch(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..launching import Configuration, blocks, launch
+from ..launching import Configuration, blocks, capability_of, launch, tuned
 from .cauchy import nodes, spectrum_gradient
 
 CONFIGURATIONS = {
@@ -226,7 +226,7 @@ def _plan(
     direction: str, C: Tensor, B: Tensor, P: Tensor, w: Tensor, rate: Tensor, length: int
 ) -> tuple[int, int, Configuration, dict[str, object], Tensor]:
     """Return groups of filters, tiles of frequencies, the configuration, arguments of both kernels, and constants."""
-    configuration = CONFIGURATIONS[direction, len(C) > 1]
+    configuration = tuned("ssm_kernel", CONFIGURATIONS[direction, len(C) > 1], capability_of(rate))
     each = configuration.tiles["FILTERS"]
     table, constants = _tables(C, B, P, w, each)
     frequencies = length // 2 + 1

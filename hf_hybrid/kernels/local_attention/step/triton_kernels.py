@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launching import Configuration, launch
+from ...launching import Configuration, capability_of, launch, tuned
 from ...triton_kernels import LOG2E, NOTHING, why_not_heads
 from ..settings import StepSettings
 
@@ -138,7 +138,7 @@ def forward(
     launch(
         step_kernel,
         batch * heads,
-        CONFIGURATIONS[f"token k{size}"],
+        tuned("local_attention_step", CONFIGURATIONS[f"token k{size}"], capability_of(query)),
         q=query,
         k=key,
         v=value,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launching import Configuration, launch
+from ...launching import Configuration, capability_of, launch, tuned
 from ...triton_kernels import LOG2E, NOTHING, why_not_heads
 from ..triton_kernels import load_tile
 
@@ -106,7 +106,8 @@ def forward(
     batch, heads, width = query.shape
     value_width = next(x.shape[4] for x in (value, state) if x is not None)
     output = torch.empty(batch, heads, value_width, dtype=query.dtype, device=query.device)
-    configuration = CONFIGURATIONS["token k64" if max(width, value_width) <= 64 else "token k256"]
+    size = 64 if max(width, value_width) <= 64 else 256
+    configuration = tuned("segment_step", CONFIGURATIONS[f"token k{size}"], capability_of(query))
     launch(
         token_kernel,
         batch * heads,

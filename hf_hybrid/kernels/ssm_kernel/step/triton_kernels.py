@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launching import Configuration, blocks, launch
+from ...launching import Configuration, blocks, capability_of, launch, tuned
 from ...triton_kernels import why_not_dtype
 
 MOST_MODES = 256
@@ -93,7 +93,7 @@ def forward(
     y = torch.empty(batch, filters, channels, dtype=u.dtype, device=u.device)
     after = torch.empty(batch, channels, modes, 2, dtype=torch.float32, device=u.device)
     size = 16 if modes <= 16 else 32 if modes <= 32 else MOST_MODES
-    configuration = CONFIGURATIONS[f"token m{size}"]
+    configuration = tuned("ssm_step", CONFIGURATIONS[f"token m{size}"], capability_of(u))
     launch(
         step_kernel,
         batch * blocks(channels, configuration.tiles["BH"]),

@@ -1,0 +1,179 @@
+"""The parts ``losses``, ``sanitizer`` and ``lra`` of `benchmarks.gpu`."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.gpu_cases import cases
+from benchmarks.gpu_kernels import DTYPES, Clock
+from benchmarks.gpu_tuning import Cell
+from benchmarks.record import Row
+
+LOSS_COLUMNS = ("vocabulary", "tokens", "dtype", "loss", "ms", "peak_mib", "error", "outcome")
+SANITIZER_COLUMNS = ("op", "tool", "errors", "outcome")
+LRA_COLUMNS = ("task", "model", "accuracy", "validation", "steps", "minutes", "parameters", "outcome")
+SANITIZER = "compute-sanitizer"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+LRA_TASK, LRA_MODELS = "lra_listops", ("CHELA", "SPADE (S4 + chunk)")
+WIDTH = 768
+_ALLOWED = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative errors of a mean loss and of its gradients against float32's plain loss."""
+
+
+# --- losses
+
+
+def losses(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
+    """Yield cells of the loss of a head alone: forward and backward from hidden states and a head's weight."""
+    clock = Clock(device)
+    shapes = ((300, 40),) if arguments.small else ((32128, 16384), (131072, 16384), (267744, 16384))
+    for vocabulary, tokens in shapes:
+        for dtype in ("bf16", "fp32"):
+            for loss in LOSSES:
+                key = dict(zip(LOSS_COLUMNS, (str(vocabulary), str(tokens), dtype, loss), strict=False))
+                yield key, partial(_loss, vocabulary, tokens, dtype, loss, clock, 2 if arguments.small else 5)
+
+
+def _plain(states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(states, weight).float(), labels)
+
+
+def _chunked(states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from hf_hybrid.layers.chunked_loss import chunked_loss, loss_chunk_size
+
+    def summed(chunk: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(chunk, weight).float(), wanted, reduction="sum")
+
+    total, count = chunked_loss(summed, states, labels, loss_chunk_size(*weight.shape))
+    return total / count
+
+
+def _liger(states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    loss: Tensor = liger_fused_linear_cross_entropy(states, weight, labels)
+    return loss
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "plain": _plain,
+    "chunked": _chunked,
+    "liger": _liger,
+}
+
+
+def _loss(vocabulary: int, tokens: int, dtype: str, loss: str, clock: Clock, rounds: int) -> Iterator[Row]:
+    torch.manual_seed(0)
+    states = torch.randn(tokens, WIDTH, device=clock.device)
+    weight = torch.randn(vocabulary, WIDTH, device=clock.device) * WIDTH**-0.5
+    labels = torch.randint(vocabulary, (tokens,), device=clock.device)
+
+    def results(name: str, kind: str) -> list[Tensor]:
+        inputs = [x.to(DTYPES[kind]).requires_grad_() for x in (states, weight)]
+        value = LOSSES[name](*inputs, labels)
+        return [value.detach(), *torch.autograd.grad(value, inputs)]
+
+    try:
+        found = results(loss, dtype)
+        few = _reference(states, weight, labels)
+        error = max(
+            ((one.float() - other).norm() / other.norm()).item() for one, other in zip(found, few, strict=True)
+        )
+        del found, few
+        call = partial(results, loss, dtype)
+        peak = clock.peak(call)
+        spent = clock.interleaved({"loss": call}, rounds)["loss"]
+    except Exception as problem:  # out of memory, or a library that is missing, is a result
+        said = f"{type(problem).__name__}: {problem}".splitlines()[0][:160]
+        missing = isinstance(problem, ImportError | torch.OutOfMemoryError)
+        yield {"outcome": said if missing else f"raised: {said}"}
+        return
+    yield {
+        "ms": f"{spent:.4g}",
+        "peak_mib": "" if peak is None else f"{peak:.0f}",
+        "error": f"{error:.2e}",
+        "outcome": "ok" if error <= _ALLOWED[dtype] else "wrong: the loss or a gradient",
+    }
+
+
+def _reference(states: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+    """Return the mean loss and its gradients in float32, with the logits of 1,024 tokens at a time."""
+    inputs = [x.detach().requires_grad_() for x in (states, weight)]
+    total = torch.zeros((), device=states.device)
+    for rows in torch.arange(len(labels), device=labels.device).split(1024):
+        part = F.cross_entropy(F.linear(inputs[0][rows], inputs[1]), labels[rows], reduction="sum") / len(labels)
+        part.backward()
+        total += part.detach()
+    return [total, *(x.grad for x in inputs if x.grad is not None)]
+
+
+# --- compute-sanitizer
+
+
+def sanitizer(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
+    """Yield a cell for each tool and op."""
+    ops = dict.fromkeys(case.op for case in cases(small=True) if arguments.ops is None or case.op in arguments.ops)
+    for tool in TOOLS:
+        for op in ops:
+            yield {"op": op, "tool": tool}, partial(_sanitize, op, tool, arguments.device)
+
+
+def _sanitize(op: str, tool: str, device: str) -> Iterator[Row]:
+    program = shutil.which(SANITIZER)
+    if program is None:
+        yield {"outcome": f"{SANITIZER} is not installed"}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        part = ["--part", "checks", "--small", "--device", device, "--ops", op, "--csv", str(Path(folder, "a.csv"))]
+        command = [program, "--tool", tool, sys.executable, "-m", "benchmarks.gpu", *part]
+        # with torch's cache of memory, what lies behind a tensor is allocated too
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", ran.stdout + ran.stderr)
+    if found is None:
+        last = (ran.stdout + ran.stderr).strip().splitlines()[-1:]
+        yield {"outcome": f"raised: no summary, exit {ran.returncode}: {' '.join(last)}"[:160]}
+    elif int(found[1]) or ran.returncode:
+        yield {"errors": found[1], "outcome": f"wrong: {found[1]} errors, exit {ran.returncode}"}
+    else:
+        yield {"errors": "0", "outcome": "ok"}
+
+
+# --- the Long Range Arena
+
+
+def lra(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
+    """Yield a cell for each model; it has a row once all epochs are done, which later calls go on with."""
+    out = (arguments.csv or arguments.out / "lra.csv").parent / "lra"
+    for model in LRA_MODELS[: 1 if arguments.small else None]:
+        # the first model that is not done takes what is left, less the time to save and to test
+        minutes = max(0.1, min(arguments.seconds, 3600.0) / 60 - (0 if arguments.small else 1))
+        yield {"task": LRA_TASK, "model": model}, partial(_train, model, arguments, minutes, out)
+
+
+def _train(model: str, arguments: argparse.Namespace, minutes: float, out: Path) -> Iterator[Row]:
+    flags = ["--task", LRA_TASK, "--model", model, "--minutes", f"{minutes:.2f}", "--device", arguments.device]
+    flags += ["--output_dir", str(out), *(["--small"] if arguments.small else [])]
+    ran = subprocess.run([sys.executable, "-m", "benchmarks.lra", *flags], stderr=subprocess.PIPE, text=True)
+    if ran.returncode:
+        yield {"outcome": f"raised: {' '.join(ran.stderr.strip().splitlines()[-1:])}"[:160]}
+        return
+    from benchmarks.train_one import slug
+
+    done = out / LRA_TASK / f"{slug(model)}-0{'-small' if arguments.small else ''}" / "result.json"
+    if done.exists():
+        result = json.loads(done.read_text(encoding="utf-8"))
+        names = ("accuracy", "validation", "steps", "minutes", "parameters")
+        yield {name: str(result[name]) for name in names} | {"outcome": "ok"}

@@ -1,0 +1,82 @@
+"""The table of growth: cells are measured once, and exponents above the linear ones are explained."""
+
+import pytest
+
+from benchmarks import bench_growth, results_page
+from benchmarks.bench_growth import COLUMNS, LENGTHS, REASONS, report
+from benchmarks.record import GrowingRecord, read_csv, stamp
+
+
+def test_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "growth.csv"
+    flags = ["--models", "bst-sh-s4", "srformer", "--threads", "1", "--out", str(out)]
+    assert bench_growth.main([*flags, "--tasks", "decode", "--lengths", "32"]) == 0
+    kept = read_csv(out)
+    assert [(row["model"], row["task"], row["length"], row["outcome"]) for row in kept] == [
+        ("bst-sh-s4", "decode", "32", "ok"),
+        ("srformer", "decode", "32", "ok"),
+    ]
+    measured = []
+    real = bench_growth.in_process
+    monkeypatch.setattr(bench_growth, "in_process", lambda *a: measured.append(a[1][:3]) or real(*a))
+    assert bench_growth.main([*flags, "--tasks", "step", "forward", "decode", "--lengths", "32"]) == 0
+    rows = read_csv(out)
+    assert rows[:2] == kept
+    assert measured == [(model, task, 32) for model in ("bst-sh-s4", "srformer") for task in ("step", "forward")]
+    assert all(row["outcome"] == "ok" and float(row["seconds"]) > 0 for row in rows)
+    assert "| srformer | decode | 32 | - | - |  |" in capsys.readouterr().out
+
+
+def grown(model, task, time, memory, lengths=LENGTHS, outcome="ok"):
+    common = stamp() | {"threads": "1", "model": model, "task": task, "outcome": outcome}
+    return [
+        common | {"length": str(s), "seconds": f"{1e-9 * s**time:.6g}", "held_mib": f"{1e-3 * s**memory:.6g}"}
+        for s in lengths
+    ]
+
+
+def test_the_table_has_a_reason_for_what_is_more_than_linear():
+    rows = grown("srformer", "step", 1.9, 1.2) + grown("spade", "step", 1.0, 1.0) + grown("chela", "step", 1.3, 0.0)
+    rows[-1] |= {"seconds": "", "held_mib": "", "outcome": "out of memory"}
+    lines = report(rows).splitlines()[-3:]
+    reasons = [REASONS["srformer", "step", name] for name in ("time", "memory")]
+    assert lines[0] == (
+        f"| srformer | step | 1024 to 65536 | 1.90 | 1.20 | time: {reasons[0]}; memory: {reasons[1]} |"
+    )
+    assert lines[1] == "| spade | step | 1024 to 65536 | 1.00 | 1.00 |  |"
+    assert lines[2] == (
+        "| chela | step | 1024 to 32768 | 1.30 | 0.00 | time: not explained yet; 65536: out of memory |"
+    )
+
+
+def test_reasons_are_those_of_cells():
+    assert {(model, task) for model, task, _ in REASONS} <= {
+        (model, task) for model in bench_growth.OURS for task in bench_growth.TASKS
+    }
+
+
+def test_a_record_of_another_machine_is_not_continued(tmp_path):
+    path = tmp_path / "growth.csv"
+    row = grown("spade", "step", 1, 1)[0]
+    common = {name: row[name] for name in ("date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid")}
+    record = GrowingRecord(path, COLUMNS, bench_growth.KEYS, common)
+    record.add(row)
+    again = GrowingRecord(path, COLUMNS, bench_growth.KEYS, common | {"date": "another day"})
+    assert ("spade", "step", "1024") in again
+    assert ("spade", "step", "2048") not in again
+    with pytest.raises(ValueError, match=r"growth.csv must have threads '2' to go on; got '1'"):
+        GrowingRecord(path, COLUMNS, bench_growth.KEYS, common | {"threads": "2"})
+    with pytest.raises(ValueError, match="must have the columns model; got date"):
+        GrowingRecord(path, ("model",), ("model",), {})
+
+
+def test_the_page_shows_the_table_once_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    page = "<!-- table: growth_cpu.csv -->\n\n<!-- end -->"
+    assert "\nNot measured yet.\n" in results_page.renewed(page)
+    record = GrowingRecord(tmp_path / "growth_cpu.csv", COLUMNS, bench_growth.KEYS, {})
+    for row in grown("spade", "step", 1.0, 1.0):
+        record.add(row)
+    assert "| spade | step | 1024 to 65536 | 1.00 | 1.00 |  |" in results_page.renewed(page)
+    with pytest.raises(FileNotFoundError):
+        results_page.renewed("<!-- table: grown_cpu.csv -->\n\n<!-- end -->")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_hybrid.context_parallel import meet, own_part, own_span
+from hf_hybrid.context_parallel import Shards, meet, own_part, own_span, total
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
 
@@ -40,6 +40,7 @@ class Division:
         self._host = self.group
         if distributed.get_backend(self.group) != "gloo":
             self._host, _ = distributed.new_subgroups(group_size=self.size, timeout=timeout, backend="gloo")
+        self._parts = Shards((1,) * self.size, distributed.get_rank(self.group), self.group)
         across = [list(range(first, args.world_size, self.size)) for first in range(self.size)]
         rows, _ = distributed.new_subgroups_by_enumeration(across)
         ranks = torch.arange(args.world_size).view(self.replicas, self.size)
@@ -98,9 +99,7 @@ class Division:
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Add up over the group; the gradient is that of the own addend."""
-        summed = x.detach().clone()
-        distributed.all_reduce(summed, group=self.group)
-        return summed + (x - x.detach()) if x.requires_grad else summed
+        return total(x, self._parts)
 
     def scores(
         self, score: Callable[[Any, torch.Tensor], torch.Tensor], logits: Any, labels: torch.Tensor, *, shifts: bool

@@ -49,6 +49,10 @@ def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
     assert table(tmp_path_factory, name not in ORDINARY)[name] == ""
 
 
+def test_divided_operations_keep_the_tolerances_of_float32(tmp_path_factory):
+    assert table(tmp_path_factory, False)["float32"] == ""
+
+
 @pytest.mark.parametrize("name", some(MODELS + MODELS_REST, *MODELS))
 def test_a_model_on_a_divided_sequence_equals_one_process(name, tmp_path_factory):
     assert table(tmp_path_factory, name not in MODELS)[name] == ""

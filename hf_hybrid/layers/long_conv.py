@@ -362,11 +362,9 @@ class ShortLongConv(LongConv):
         if not self.training or self.short_norms is None:
             return convolve(*self._short_filter(), "silu")
         # each branch is normalised by its own batch statistics
-        outputs = []
+        outputs, longest = [], max(self.short_kernel_sizes)
         for norm, (kernel, bias) in zip(self.short_norms, self._branches(), strict=True):
-            kernel = merge_kernels(
-                [kernel, kernel.new_zeros(self.hidden_size, max(self.short_kernel_sizes))], causal=causal
-            )
+            kernel = merge_kernels([kernel, kernel.new_zeros(self.hidden_size, longest)], causal=causal)
             y, after = convolve(kernel, bias, None)
             outputs.append(norm(y, kept, shards))
         return F.silu(torch.stack(outputs).sum(0)), after

@@ -12,7 +12,7 @@ it is that of the complete sequence.
 Refused: an LSTM, see `check_divisible`.
 """
 
-from .attention import laplace_attention, linear_attention, local_attention, own_positions, sees_others
+from .attention import first_kept, laplace_attention, linear_attention, local_attention, own_positions, sees_others
 from .collectives import Sent, count_sent, divide, fetch, gather, nothing, undivide
 from .context import active_group, add_up, context_parallel, next_tokens, own_part, own_span, previous_tokens, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
@@ -39,6 +39,7 @@ __all__ = [
     "divide",
     "fetch",
     "filter_bank_conv",
+    "first_kept",
     "gather",
     "group_of",
     "known_fault",

@@ -95,7 +95,7 @@ def _attend_locally(
     if chunk_size is None:
         spans = shards.reach(radius, 0 if causal else radius)
     else:
-        first = _first_kept(shards, mask)
+        first = _start_of_grid(shards, mask)
         spans = _chunk_spans(shards, chunk_size, causal, first)
     key, value, *masks = fetch(shards, spans, key, value, *(() if mask is None else (mask,)))
     mask = masks[0] if masks else None
@@ -112,12 +112,22 @@ def _attend_locally(
     return output[:, before : before + own.length]
 
 
-def _first_kept(shards: Shards, mask: Tensor | None) -> Tensor | None:
-    """Return each row's first kept token on any process, `(B,)`, T if none is kept; None without a mask."""
+def _start_of_grid(shards: Shards, mask: Tensor | None) -> Tensor | None:
+    """Return where each row's chunks are counted from, see `first_kept`; None without a mask."""
     if mask is None:
         return None
     if shards.ends is not None:
         raise ValueError("attention_mask must be None with chunks in packed sequences, which have no padding")
+    return first_kept(shards, mask)
+
+
+def first_kept(shards: Shards, mask: Tensor) -> Tensor:
+    """Return each row's first kept token on any process, `(B,)`, T if none is kept: 8 B bytes sent to each other one.
+
+    Args:
+        shards: The layout.
+        mask: `(B, T_r)`, boolean, True = keep.
+    """
     position = torch.arange(shards.own.start, shards.own.stop, device=mask.device)
     own = torch.where(mask, position, shards.length)
     own = torch.cat([own, own.new_full((len(mask), 1), shards.length)], dim=1).amin(1)
@@ -266,7 +276,7 @@ def _attend_by_laplace(
     if options["chunk_size"] is None:
         spans = shards.reach(shards.length, 0 if causal else shards.length)
     else:
-        first = _first_kept(shards, mask)
+        first = _start_of_grid(shards, mask)
         spans = _chunk_spans(shards, options["chunk_size"], causal, first)
     key, value, *masks = fetch(shards, spans, key, value, *(() if mask is None else (mask,)))
     own, span = shards.own, spans[shards.rank]

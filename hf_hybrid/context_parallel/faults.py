@@ -4,12 +4,16 @@ A collective that fails, or that takes longer than the timeout of its group, is 
 through which the processes found each other: whoever is there signs, and who has not signed in time is named.
 """
 
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
 
 ROLL_CALL = 10.0
 """Seconds that processes wait for each other's signatures."""
@@ -33,6 +37,22 @@ def named_faults(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise ProcessLost(_explain(group, error)) from error
 
 
+def from_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return a small tensor of each process, `(R, ...)` on the CPU; the same shape on all.
+
+    It is an all-to-all, in which every process notices when another one is missing. An all-gather goes around a ring
+    with gloo: some would wait for neighbours that have noticed it, not answer the roll call, and be named themselves.
+
+    Raises:
+        ProcessLost: A process has ended, or did not come within the timeout of the group.
+    """
+    copies = x.expand(dist.get_world_size(group), *x.shape).contiguous()
+    received = torch.empty_like(copies)
+    with named_faults(group):
+        dist.all_to_all_single(received, copies, group=group)
+        return received.cpu()
+
+
 def meet(group: dist.ProcessGroup | None, entry: Any) -> dict[int, Any]:
     """Wait for all processes of a group on the CPU, and return what each brings, by rank.
 
@@ -43,11 +63,11 @@ def meet(group: dist.ProcessGroup | None, entry: Any) -> dict[int, Any]:
     Raises:
         ProcessLost: A process has ended, or did not come within the timeout of the group.
     """
+    own = torch.frombuffer(bytearray(pickle.dumps(entry)), dtype=torch.uint8)
+    sizes = from_all(torch.tensor(len(own)), group).tolist()
+    rows = from_all(F.pad(own, (0, max(sizes) - len(own))), group)
     ranks = dist.get_process_group_ranks(group)
-    entries: list[Any] = [None] * len(ranks)
-    with named_faults(group):
-        dist.all_gather_object(entries, entry, group=group)
-    return dict(zip(ranks, entries, strict=True))
+    return {rank: pickle.loads(bytes(row[:size].tolist())) for rank, row, size in zip(ranks, rows, sizes, strict=True)}
 
 
 def known_fault(error: BaseException) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.packed import bounds
-from .faults import named_faults
+from .faults import from_all
 
 
 class Span(NamedTuple):
@@ -197,13 +197,9 @@ def make_shards(
         ProcessLost: A process has ended, or did not answer within the timeout of the group.
     """
     group = group_of(mesh)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     ends = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    own = torch.tensor([[length, hash(ends) if ends is not None else 0, rows]], dtype=torch.int64, device=device)
-    table = own.new_empty(size, 3)
-    with named_faults(group):
-        dist.all_gather(list(table.split(1)), own, group=group)
-        lengths, fingerprints, counts = table.T.tolist()
+    own = torch.tensor([length, hash(ends) if ends is not None else 0, rows], dtype=torch.int64, device=device)
+    lengths, fingerprints, counts = from_all(own, group).T.tolist()
     for other, count in enumerate(counts):
         if count != counts[0]:
             raise ValueError(
@@ -218,4 +214,4 @@ def make_shards(
             )
     if cu_seqlens is not None:
         bounds(cu_seqlens, sum(lengths))
-    return Shards(tuple(lengths), rank, group, ends)
+    return Shards(tuple(lengths), dist.get_rank(group), group, ends)

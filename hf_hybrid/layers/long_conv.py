@@ -339,12 +339,7 @@ class ShortLongConv(LongConv):
         return super()._run_packed(self._short_conv(u, None, None, cu_seqlens)[0], cu_seqlens)
 
     def _run_divided(self, u: torch.Tensor, kept: torch.Tensor | None, shards: Shards) -> torch.Tensor:
-        if self.training and self.short_norms is not None:
-            raise ValueError(
-                "branch_norm must be False to train on a divided sequence: it needs statistics of all tokens"
-            )
-        kernel, bias = self._short_filter()
-        a = divided_short_conv(u, kernel, shards, bias, causal=not self.bidirectional, activation="silu")
+        a, _ = self._short_conv(u, kept, None, shards=shards)
         return super()._run_divided(a if kept is None else a.masked_fill(~kept[..., None], 0), kept, shards)
 
     def _short_conv(
@@ -353,20 +348,25 @@ class ShortLongConv(LongConv):
         kept: torch.Tensor | None,
         state: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the activated sum of the branches, and the next state."""
-        options: Any = {"causal": not self.bidirectional, "state": state, "cu_seqlens": cu_seqlens}
+        causal = not self.bidirectional
+
+        def convolve(kernel: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Any:
+            if shards is not None:
+                return divided_short_conv(u, kernel, shards, bias, causal=causal, activation=activation), None
+            options: Any = {"causal": causal, "state": state, "cu_seqlens": cu_seqlens}
+            return short_conv(u, kernel, bias, activation=activation, **options)
+
         if not self.training or self.short_norms is None:
-            return short_conv(u, *self._short_filter(), activation="silu", **options)
+            return convolve(*self._short_filter(), "silu")
         # each branch is normalised by its own batch statistics
-        outputs = []
+        outputs, longest = [], max(self.short_kernel_sizes)
         for norm, (kernel, bias) in zip(self.short_norms, self._branches(), strict=True):
-            kernel = merge_kernels(
-                [kernel, kernel.new_zeros(self.hidden_size, max(self.short_kernel_sizes))],
-                causal=not self.bidirectional,
-            )
-            y, after = short_conv(u, kernel, bias, **options)
-            outputs.append(norm(y, kept))
+            kernel = merge_kernels([kernel, kernel.new_zeros(self.hidden_size, longest)], causal=causal)
+            y, after = convolve(kernel, bias, None)
+            outputs.append(norm(y, kept, shards))
         return F.silu(torch.stack(outputs).sum(0)), after
 
 

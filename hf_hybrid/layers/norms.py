@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..context_parallel import Shards, add_up
 from ..kernels.checks import check_choice
 from ..kernels.precision import compute_dtype
 
@@ -64,27 +65,35 @@ class BatchNorm(nn.BatchNorm1d):
         scale = scale * self.weight.to(wide)
         return scale, self.bias.to(wide) - mean.to(wide) * scale
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, shards: Shards | None = None
+    ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`.
 
         Args:
-            hidden_states: `(B, T, D)`.
+            hidden_states: `(B, T, D)`; of a divided sequence own tokens, while the statistics are those of all.
             attention_mask: `(B, T)`, nonzero = keep; None keeps all.
+            shards: The layout of a divided sequence, or None. In training each process sends 2 D + 1 numbers to each
+                other one.
         """
         wide = compute_dtype(hidden_states)
         x = hidden_states.to(wide)
-        scale, shift = self._batch_statistics(x, attention_mask) if self.training else self.scale_and_shift()
+        scale, shift = self._batch_statistics(x, attention_mask, shards) if self.training else self.scale_and_shift()
         return torch.addcmul(shift.to(wide), x, scale.to(wide)).to(hidden_states.dtype)
 
     def _batch_statistics(
-        self, x: torch.Tensor, attention_mask: torch.Tensor | None
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None, shards: Shards | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this batch's scale and shift, and update the running statistics."""
+
+        def total(own: torch.Tensor) -> torch.Tensor:
+            return own if shards is None else add_up(own, shards)
+
         kept = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(torch.bool).to(x.dtype)
-        count = kept.sum().clamp_min(1)
+        count = total(kept.sum()).clamp_min(1)
         x = x.masked_fill(kept[..., None] == 0, 0)
-        mean = x.sum((0, 1)) / count
-        var = ((x - mean).square() * kept[..., None]).sum((0, 1)) / count
+        mean = total(x.sum((0, 1))) / count
+        var = total(((x - mean).square() * kept[..., None]).sum((0, 1))) / count
         if _is_recomputed():  # gradient checkpointing: the first forward has updated them
             return self._scale_and_shift(mean, var)
         assert self.momentum is not None
@@ -129,6 +138,8 @@ def make_norm(norm_type: str, hidden_size: int, eps: float, *, affine: bool = Tr
     return NORMS[norm_type](hidden_size, eps=eps, elementwise_affine=affine)
 
 
-def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Normalise `(B, T, D)`; only a batch norm uses the mask."""
-    return norm(hidden_states, attention_mask) if isinstance(norm, BatchNorm) else norm(hidden_states)
+def apply_norm(
+    norm: nn.Module, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, shards: Shards | None = None
+) -> torch.Tensor:
+    """Normalise `(B, T, D)`; only a batch norm uses the mask, and the layout of a divided sequence."""
+    return norm(hidden_states, attention_mask, shards) if isinstance(norm, BatchNorm) else norm(hidden_states)

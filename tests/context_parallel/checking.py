@@ -65,6 +65,12 @@ def cases(full: bool) -> Iterator[Case]:
             yield from drawn(name, operation)
 
 
+def narrow_cases() -> Iterator[Case]:
+    """Each operation once, for float32."""
+    for name, operation in OPERATIONS.items():
+        yield Case(name, LAYOUTS[3][0], PACKED[0] if operation.packed else None)
+
+
 def drawn(name: str, operation: Operation) -> Iterator[Case]:
     """Random lengths and bounds, the same in every run."""
     numbers = random.Random(name)
@@ -87,13 +93,14 @@ def padding(batch: int, seed: int) -> torch.Tensor:
     return mask
 
 
-def check(case: Case, group: dist.ProcessGroup) -> str:
+def check(case: Case, group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> str:
     """Compare own outputs and gradients with one process's; return what is wrong."""
     operation = OPERATIONS[case.operation]
     seed = sum(map(ord, case.name))
     batch = 1 if case.ends is not None else 3 if operation.masked else 2
     inputs, parameters = operation.draw(LENGTH, batch, torch.Generator().manual_seed(seed))
     mask = padding(batch, seed) if operation.masked and batch > 1 else None
+    inputs, parameters = ({name: _in(x, dtype) for name, x in xs.items()} for xs in (inputs, parameters))
     given = inputs | parameters
     for x in given.values():
         x.requires_grad_()
@@ -112,14 +119,22 @@ def check(case: Case, group: dist.ProcessGroup) -> str:
     out_at = at if operation.out_dim is None else (slice(None),) * operation.out_dim + (slice(*shards.own),)
     with count_sent() as returned:
         _loss(output, weight[out_at]).backward()
+    rows = ("float32", "float32 gradient") if dtype == torch.float32 else ("float64 gradient",) * 2
     try:
-        _compare(operation, shards, output, expected.detach()[out_at], own, copies, gradients)
+        _compare(operation, shards, output, expected.detach()[out_at], own, copies, gradients, rows)
+        if dtype != torch.float64:
+            return ""
         count = operation.sends(shards, operation.options, batch, mask)
         assert sent.bytes == count, f"sends {sent.bytes} bytes instead of {count}"
         assert returned.collectives == sent.collectives - (mask is not None and "chunk_size" in operation.options)
     except AssertionError as error:
         return f"rank {shards.rank}: {error}"
     return ""
+
+
+def _in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in another precision."""
+    return x.to(dtype.to_complex() if x.is_complex() else dtype)
 
 
 def _loss(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -135,6 +150,7 @@ def _compare(
     own: dict[str, torch.Tensor],
     copies: dict[str, torch.Tensor],
     gradients: dict[str, torch.Tensor],
+    rows: tuple[str, str],
 ) -> None:
     at = (slice(None),) * operation.dim + (slice(*shards.own),)
     errors = []
@@ -145,11 +161,11 @@ def _compare(
     assert all(x.grad is not None for x in own.values()), "an input has no gradient"
     assert all(x.grad is not None for name, x in copies.items() if gradients[name].any()), "a parameter has none"
     assert output.dtype == expected.dtype
-    assert_close(output, expected, "float64 gradient")
+    assert_close(output, expected, rows[0])
     errors += [(name, x.grad, gradients[name][at]) for name, x in own.items()]
     for name, actual, wanted in errors:
         try:
-            assert_close(actual, wanted, "float64 gradient")
+            assert_close(actual, wanted, rows[1])
         except AssertionError as error:
             raise AssertionError(f"gradient of {name}: {error}") from None
 
@@ -173,6 +189,8 @@ def work(rank: int, folder: Path, full: bool) -> None:
     for case in cases(full):
         if rank < len(case.lengths):
             found[case.name] = check(case, groups[len(case.lengths)])
+    if not full and rank < 3:
+        found["float32"] = "".join(check(case, groups[3], torch.float32) for case in narrow_cases())
     for name, variant, batch, size in model_cases(full):
         if rank < size:
             found[name] = check_model(variant, batch, groups[size])

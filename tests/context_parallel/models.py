@@ -1,12 +1,13 @@
 """Models on divided sequences: which ones, and how each is compared with one process."""
 
+import random
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_hybrid.context_parallel import context_parallel, own_part
+from hf_hybrid.context_parallel import context_parallel
 from hf_hybrid.models import losses
 
 from ..models.tiny import DECODERS, tiny_model
@@ -40,6 +41,12 @@ ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
         "s4d": {"mixer": "s4d", "mixer_state_size": 8},
         "moving average": {"mixer": "ema"},
         "laplace in chunks": {"attention_fn": "laplace", "chunk_size": 5},
+        "batch norm": {"norm_type": "batch_norm"},
+        "batch norm after, and behind the branches": {
+            "norm_type": "batch_norm",
+            "norm_position": "post",
+            "short_branch_norm": True,
+        },
     },
 }
 PAIRED: dict[str, dict[str, Any]] = {
@@ -67,8 +74,61 @@ VARIANTS = [
     *(Variant(kind, ANSWERS, "default", {}) for kind in ENCODERS),
     *(Variant("spade", PAIRS, *item) for item in PAIRED.items()),
 ]
-# how a batch is made of 23 tokens
+# how a batch is made of 23 tokens; the last ones at random, of as many tokens as it happens
 BATCHES = ("plain", "padded", "packed", "checkpointed")
+DRAWN = tuple(f"drawn {number}" for number in range(3))
+
+
+class Layout(NamedTuple):
+    """How sequences are divided and filled.
+
+    Attributes:
+        kind: One of `BATCHES`.
+        lengths: Tokens of each process.
+        targets: Target tokens of each process, of pairs.
+        pieces: Lengths of packed sequences.
+        mask: `(2, tokens)`, 1 = keep.
+    """
+
+    kind: str
+    lengths: tuple[int, ...]
+    targets: tuple[int, ...]
+    pieces: tuple[int, ...]
+    mask: torch.Tensor
+
+
+def _even(tokens: int, size: int) -> tuple[int, ...]:
+    part = -(-tokens // size)
+    return tuple(max(0, min(part, tokens - rank * part)) for rank in range(size))
+
+
+def _cut(numbers: random.Random, tokens: int, size: int) -> tuple[int, ...]:
+    borders = sorted(numbers.randint(0, tokens) for _ in range(size - 1))
+    return tuple(stop - start for start, stop in zip([0, *borders], [*borders, tokens], strict=True))
+
+
+def _layout(variant: Variant, batch: str, size: int) -> Layout:
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, 15:] = 0
+    if variant.name not in WINDOWS_BEFORE:
+        mask[0, :4] = 0
+    if batch in ("plain", "padded"):  # the last process has none
+        return Layout(batch, (*_even(TOKENS, size - 1), 0), (*_even(TARGETS, size - 1), 0), (), mask)
+    if not batch.startswith("drawn"):
+        return Layout(batch, _even(TOKENS, size), _even(TARGETS, size), (3, 11, 1, 8), mask)
+    numbers = random.Random(f"{variant.model_type} {variant.auto_class} {variant.name} {batch} {size}")
+    kind, tokens = numbers.choice(BATCHES), numbers.randint(2, 40)
+    lengths, targets = _cut(numbers, tokens, size), _cut(numbers, numbers.randint(1, 12), size)
+    pieces = [length for length in _cut(numbers, tokens, numbers.randint(1, 5)) if length]
+    if numbers.random() < 0.5:  # sequences end where shards end
+        pieces = [length for length in lengths if length]
+    mask = torch.ones(2, tokens, dtype=torch.int64)
+    first, stop = sorted(numbers.randint(0, tokens) for _ in range(2))
+    mask[0, first + 1 :] = 0
+    mask[1, stop + 1 :] = 0
+    if variant.name not in WINDOWS_BEFORE:
+        mask[1, : min(first, tokens - 1)] = 0
+    return Layout(kind, lengths, targets, tuple(pieces), mask)
 
 
 def model_cases(full: bool) -> list[tuple[str, Variant, str, int]]:
@@ -76,10 +136,16 @@ def model_cases(full: bool) -> list[tuple[str, Variant, str, int]]:
     found = []
     for index, variant in enumerate(VARIANTS):
         for number, batch in enumerate(BATCHES):
-            for size in (2, 3, 8):
+            for size in (2, 3, 4, 8):
                 ordinary = size == 3 and index % len(BATCHES) == number  # the kinds of batch in turn
-                few = size < 8 or index % len(BATCHES) == number
+                few = size < 4 or index % len(BATCHES) == number
                 if ordinary != full and few:
+                    name = f"{variant.model_type} {variant.auto_class} {variant.name}, {batch}, {size} processes"
+                    found.append((name, variant, batch, size))
+        for number, batch in enumerate(DRAWN):
+            for size in (2, 3, 4, 8):
+                ordinary = size == 4 and index % (2 * len(DRAWN)) == number  # one of every second variant
+                if ordinary != full:
                     name = f"{variant.model_type} {variant.auto_class} {variant.name}, {batch}, {size} processes"
                     found.append((name, variant, batch, size))
     return found
@@ -89,36 +155,40 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     """Compare logits, loss and the sum of gradients with one process's; return what is wrong."""
     torch.manual_seed(0)
     model = tiny_model(variant.model_type, variant.auto_class, **variant.fields).double().eval()
+    layout = _layout(variant, batch, dist.get_world_size(group))
+    batch, tokens = layout.kind, sum(layout.lengths)
     rows = 1 if batch == "packed" else 2
-    ids = torch.randint(3, 60, (rows, TOKENS))
-    labels = torch.randint(0, 3, (rows, TOKENS)) if variant.auto_class == TAGGING else ids.clone()
+    ids = torch.randint(3, 60, (rows, tokens))
+    labels = torch.randint(0, 3, (rows, tokens)) if variant.auto_class == TAGGING else ids.clone()
     if variant.auto_class == PAIRS:
-        labels = torch.randint(3, 60, (rows, TARGETS))
+        labels = torch.randint(3, 60, (rows, sum(layout.targets)))
     labels[:, ::7] = -100
     inputs = {"input_ids": ids, "labels": labels}
     whole = {}  # what every process gets
     if variant.auto_class == SEQUENCES:
         whole["labels"] = torch.randint(0, 3, (rows,))
     elif variant.auto_class == ANSWERS:
-        whole |= {"start_positions": torch.tensor([3, 9][:rows]), "end_positions": torch.tensor([20, 9][:rows])}
+        start, end = torch.tensor([3, 9][:rows]) % tokens, torch.tensor([20, 9][:rows]) % tokens
+        whole |= {"start_positions": start, "end_positions": end}
     if whole:
         del inputs["labels"]
     if batch == "padded":
-        mask = torch.ones(rows, TOKENS, dtype=torch.int64)
-        mask[1, 15:] = 0
-        if variant.name not in WINDOWS_BEFORE:
-            mask[0, :4] = 0
-        inputs["attention_mask"] = mask
+        inputs["attention_mask"] = layout.mask
         if variant.auto_class != PAIRS:
-            labels[mask == 0] = -100
+            labels[layout.mask == 0] = -100
+    labels[-1, -1] = 2  # so that there is one
     if batch == "packed":
-        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (3, 11, 1, 8)])[None]
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in layout.pieces])[None]
     refusal = REFUSED.get((variant.model_type, variant.name))
     if variant.model_type == "bst" and variant.name in WINDOWS_BEFORE and batch == "packed":
         refusal = "context states of the window before"
     if (whole or variant.auto_class == PAIRS) and batch == "packed":
         refusal = "sequences must not be packed"
-    own = {name: _part(x, batch, group) for name, x in inputs.items()}
+    if len(layout.pieces) == 1:  # one sequence is not packed
+        refusal = REFUSED.get((variant.model_type, variant.name))
+    pair = variant.auto_class == PAIRS
+    divided = {name: layout.targets if pair and name == "labels" else layout.lengths for name in inputs}
+    own = {name: _part(x, divided[name], group) for name, x in inputs.items()}
     if refusal is not None:
         with pytest.raises(ValueError, match=refusal):
             _step(model, own | whole, group)
@@ -126,15 +196,20 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     if batch == "checkpointed" and variant.auto_class in (CAUSAL, MASKED):
         losses.loss_chunk_size = lambda *_: 4
         whole["skip_logits"] = True
-    expected, gradients = _step(model, inputs | whole, None)
-    if batch == "checkpointed":
+    if batch == "checkpointed" or "batch norm" in variant.name:
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
             if hasattr(module, "config"):
                 module.config.attention_dropout = 0.0
+    buffers = {name: x.clone() for name, x in model.named_buffers()}
+    expected, gradients = _step(model, inputs | whole, None)
+    changed = {name: x.clone() for name, x in model.named_buffers()}
+    for name, x in model.named_buffers():
+        x.copy_(buffers[name])
+    if batch == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     output, parts = _step(model, own | whole, group)
     # wrappers that reduce gradients wait for all of them
     missing = sorted(gradients.keys() - parts.keys())
@@ -148,23 +223,21 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
         except AssertionError as error:
             problem = problem or f"gradient of {name}: {error}"
     try:
+        for name, x in model.named_buffers():  # statistics of batch norms
+            assert_close(x, changed[name], "float64 gradient")
         assert_close(output.loss, expected.loss, "float32")  # transformers computes losses in float32
         for name in ("logits", "start_logits", "end_logits"):
             if expected.get(name) is not None and output.get(name) is not None:
-                wanted = expected[name] if variant.auto_class == SEQUENCES else _part(expected[name], batch, group)
+                of_rank = layout.targets if pair else layout.lengths
+                wanted = expected[name] if variant.auto_class == SEQUENCES else _part(expected[name], of_rank, group)
                 assert_close(output[name], wanted, "float64 gradient")
     except AssertionError as error:
         problem = problem or str(error)
     return problem
 
 
-def _part(x: torch.Tensor, batch: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Own tokens: an even part, but for plain batches, of which the last process has none."""
-    if batch != "plain":
-        return own_part(x, group)
-    length = -(-TOKENS // (dist.get_world_size(group) - 1))
-    start = min(TOKENS, dist.get_rank(group) * length)
-    return x[:, start : start + length].contiguous()
+def _part(x: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    return x.split(lengths, dim=1)[dist.get_rank(group)].contiguous()
 
 
 def _step(

@@ -247,18 +247,24 @@ def _decay(a: Tensor) -> Tensor:
     return a / (1 + a.abs())
 
 
+def _transition(inputs: dict[str, Tensor], parameters: dict[str, Tensor]) -> Tensor:
+    """a of a diagonal scan, in the precision of b."""
+    a = _decay(parameters["a"])
+    if "angle" in parameters:
+        a = a * torch.polar(torch.ones_like(a), parameters["angle"])
+    return a.to(inputs["b"].dtype)
+
+
 def _scans() -> Iterator[Operation]:
     for dtype in (torch.float64, torch.complex128):
         for reverse in (False, True):
 
-            def one(inputs, parameters, options, mask, cu_seqlens, dtype=dtype):
-                a = _decay(parameters["a"]).to(dtype)
-                a = a * torch.polar(torch.ones(()).double(), parameters["angle"]) if dtype.is_complex else a
+            def one(inputs, parameters, options, mask, cu_seqlens):
+                a = _transition(inputs, parameters)
                 return kernels.diagonal_scan(a, inputs["b"], cu_seqlens=cu_seqlens, **options)[0]
 
-            def many(inputs, parameters, options, mask, shards, dtype=dtype):
-                a = _decay(parameters["a"]).to(dtype)
-                a = a * torch.polar(torch.ones(()).double(), parameters["angle"]) if dtype.is_complex else a
+            def many(inputs, parameters, options, mask, shards):
+                a = _transition(inputs, parameters)
                 return divided.diagonal_scan(a, inputs["b"], shards, **options)
 
             name = f"scan {'complex' if dtype.is_complex else 'real'}{' reverse' if reverse else ''}"

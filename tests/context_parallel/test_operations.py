@@ -14,6 +14,7 @@ from ..matrix import some
 from ..torchrun import LIMIT, once
 from .behaviours import BEHAVIOURS
 from .checking import cases
+from .losing import CASES, LAST
 from .models import model_cases
 from .training import TRAINING
 
@@ -26,22 +27,30 @@ MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (Fal
 
 
 def table(tmp_path_factory, full: bool) -> dict[str, str]:
+    limit = FULL_LIMIT if full else LIMIT
+    return filled(tmp_path_factory, f"context_parallel_{int(full)}", "checking", str(int(full)), limit=limit)
+
+
+def filled(tmp_path_factory, name: str, module: str, *arguments: str, limit: int = LIMIT) -> dict:
+    """The table that a module of this folder writes."""
+
     def fill(folder: Path) -> None:
-        command = [sys.executable, "-m", "tests.context_parallel.checking", str(folder), str(int(full))]
+        command = [sys.executable, "-m", f"tests.context_parallel.{module}", str(folder), *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         root = Path(__file__).parents[2]
-        run = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=FULL_LIMIT if full else LIMIT
-        )
+        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit)
         assert run.returncode == 0, run.stderr
 
-    folder = once(tmp_path_factory, f"context_parallel_{int(full)}", fill)
-    return json.loads((folder / "table.json").read_text())
+    return json.loads((once(tmp_path_factory, name, fill) / "table.json").read_text())
 
 
 @pytest.mark.parametrize("name", some(dict.fromkeys(ORDINARY + REST), *ORDINARY))
 def test_a_divided_operation_equals_one_process(name, tmp_path_factory):
     assert table(tmp_path_factory, name not in ORDINARY)[name] == ""
+
+
+def test_divided_operations_keep_the_tolerances_of_float32(tmp_path_factory):
+    assert table(tmp_path_factory, False)["float32"] == ""
 
 
 @pytest.mark.parametrize("name", some(MODELS + MODELS_REST, *MODELS))
@@ -57,6 +66,12 @@ def test_training_on_divided_sequences(name, tmp_path_factory):
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_all_operations_behave(name, tmp_path_factory):
     assert table(tmp_path_factory, False)[name] == ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_are_left_name_the_lost_process_and_no_other(case, tmp_path_factory):
+    for said in filled(tmp_path_factory, "context_parallel_losing", "losing")[case]:
+        assert said.startswith(f"rank {LAST} ended, or did not answer in time: ranks 0, 1, 2, 3 share")
 
 
 def test_what_cannot_be_divided_is_refused():

@@ -109,23 +109,30 @@ def _report(events, file_limit):
 
 
 def _fail(kind, rank, step):
-    """End or hang in the forward of a step, or get shorter batches; the others wait a second for answers."""
+    """End or hang in a forward or in reading a batch, or get shorter ones; the others wait a second for answers."""
     faults.ROLL_CALL = 1.0
-    if kind == "reads less" and os.environ["RANK"] == rank:
-        collate = clm._collate
-        clm._collate = lambda rows: {name: x[:, :-1] for name, x in collate(rows).items()}
-    forward = SpadeStack.forward
+    if os.environ["RANK"] != rank:
+        return
     calls = [0]
 
-    def failing(self, *args, **kwargs):
-        calls[0] += 1
-        if kind in ("hangs", "ends") and os.environ["RANK"] == rank and calls[0] == step:
-            if kind == "hangs":
+    def failing(function):
+        def call(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] == step and kind.startswith("hangs"):
                 time.sleep(120)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward(self, *args, **kwargs)
+            if calls[0] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
 
-    SpadeStack.forward = failing
+        return call
+
+    collate = clm._collate
+    if kind == "reads less":
+        clm._collate = lambda rows: {name: x[:, :-1] for name, x in collate(rows).items()}
+    elif kind.endswith("reading"):
+        clm._collate = failing(collate)
+    else:
+        SpadeStack.forward = failing(SpadeStack.forward)
 
 
 def _save_slowly(events):

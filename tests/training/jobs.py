@@ -1,7 +1,8 @@
 """Runs jobs in every process of a torchrun: ``torchrun -m tests.training.jobs JOBS.json``.
 
 A job is the name of a module with a function `main`, and its command line. Beside the file of jobs, each process
-leaves what its jobs returned or raised, and which files it wrote in their output folders.
+leaves what its jobs returned or raised, which files it wrote in their output folders, and the seed of its random
+numbers.
 
 ``python -m tests.training.jobs JOBS.json 4`` forks four processes with the environment that torchrun gives them, which
 takes less time: all is imported once.
@@ -15,6 +16,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
 import torch.multiprocessing as mp
 
 
@@ -37,7 +39,7 @@ def run_jobs(path: Path) -> None:
         except ValueError as error:
             outcome = {"error": str(error)}
         inside = sorted({Path(file).name for file in written if Path(file).is_relative_to(folder)})
-        outcomes.append({**outcome, "written": inside})
+        outcomes.append({**outcome, "written": inside, "seed": torch.initial_seed()})
     path.with_name(f"outcomes-{rank}.json").write_text(json.dumps(outcomes))
 
 

@@ -20,8 +20,8 @@ from ..torchrun import LIMIT, once
 from .children import pair
 from .conftest import NO_DROPOUT
 
-CLM, GLUE, PRETRAIN, SUMMARIZATION = (
-    f"hf_hybrid.training.{name}" for name in ("clm", "glue", "pretrain", "summarization")
+CLM, GLUE, LONG_RANGE, PRETRAIN, SUMMARIZATION = (
+    f"hf_hybrid.training.{name}" for name in ("clm", "glue", "long_range", "pretrain", "summarization")
 )
 PROCESSES = 4
 TIMED = re.compile(r"runtime|per_second|^epoch")
@@ -71,8 +71,21 @@ def _jobs(folder, cache, sharing):
             *(["--test_file", files["test"], "--do_predict"] if model_type == "chela" and ending == "jsonl" else []),
         ]  # fmt: skip
 
+    def listops(size, batch):
+        counts = ("--max_train_samples", "8", "--max_eval_samples", "7", "--max_predict_samples", "5")
+        given = argv("listops", "chela", "txt", size, batch, *counts, *none, "2", "--learning_rate", "0.05")
+        for flag in ("--train_file", "--validation_file", "--tokenizer_type"):
+            del given[given.index(flag) : given.index(flag) + 2]
+        fields = ",norm_type=batch_norm,training_length=200,long_kernel_size=200"
+        given[given.index("--config_overrides") + 1] += fields
+        return [*given, "--task_name", "lra_listops_200", "--do_predict"]
+
     none = ("--save_strategy", "no", "--max_steps")
     clm = ("--block_size", "32", "--eval_sequence_length", "61", "--max_eval_samples", "7")
+    sharded = "tests.training.sharded" if sharing else CLM
+    # of an optimizer without states torch loads none; with a large epsilon the steps are smooth in the gradients
+    smooth = ("--optim", "adamw_torch", "--adam_epsilon", "1", "--learning_rate", "0.3", "--max_grad_norm", "1.2")
+    saved = (*clm, *smooth, "--max_steps", "4", "--save_steps", "2", "--gradient_accumulation_steps", "2")
     masked = ("--objective", "masked_words", "--max_seq_length", "48", "--bf16", "false")  # by length
     spans = ("--max_seq_length", "48", "--bf16", "false", "--train_sampling_strategy", "random")
     return {
@@ -84,6 +97,8 @@ def _jobs(folder, cache, sharing):
         "streamed": (CLM, argv("streamed", "chela", "txt", 2, 4, *clm, *none, "2", "--streaming")),
         "classes": (GLUE, argv("classes", "chela", "jsonl", 2, 4, *none, "4", "--learning_rate", "0.05",
             "--max_seq_length", "48", "--gradient_accumulation_steps", "2")),
+        # one group: a batch norm's statistics are those of a group's rows
+        "listops": (LONG_RANGE, listops(4, 2)),
         "masked": (PRETRAIN, argv("masked", "spade", "jsonl", 4, 2, *masked, *none, "3", "--learning_rate", "0.05")),
         "spans": (PRETRAIN, argv("spans", "spade", "jsonl", 4, 2, *spans, *none, "2", "--learning_rate", "0.05")),
         "summaries": (SUMMARIZATION, argv("summaries", "spade", "summaries.jsonl", 2, 4, *none, "3",
@@ -93,6 +108,13 @@ def _jobs(folder, cache, sharing):
             "--learning_rate", "0.05")),
         "other size": (CLM, argv("others", "chela", "txt", 4, 4, *clm, "--max_steps", "6", "--save_steps", "3",
             "--learning_rate", "0.05", "--resume_from_checkpoint", str(folder / f"{cache}-parts" / "checkpoint-3"))),
+        "alone": (CLM, argv("alone", "chela", "txt", 1, 4, *clm, "--max_steps", "6", "--save_steps", "3",
+            "--learning_rate", "0.05")),
+        "together": (CLM, argv("together", "chela", "txt", 4, 4, *clm, "--max_steps", "6", "--save_steps", "3",
+            "--learning_rate", "0.05", "--resume_from_checkpoint", str(folder / f"{cache}-alone" / "checkpoint-3"))),
+        "sharded": (sharded, argv("sharded", "spade", "txt", 2, 4, *saved)),
+        "sharded further": (sharded, argv("further", "spade", "txt", 4, 4, *saved, "--resume_from_checkpoint",
+            str(folder / f"{cache}-sharded" / "checkpoint-2"))),
     }  # fmt: skip
 
 
@@ -122,7 +144,9 @@ def _scores(metrics):
     return {name: value for name, value in metrics.items() if not TIMED.search(name) and name != "total_flos"}
 
 
-@pytest.mark.parametrize("name", ["many steps", "smoothed", "streamed", "classes", "masked", "spans", "summaries"])
+@pytest.mark.parametrize(
+    "name", ["many steps", "smoothed", "streamed", "classes", "listops", "masked", "spans", "summaries", "sharded"]
+)
 def test_processes_that_share_sequences_give_what_one_gives(name, folder, outcomes):
     """Losses and gradient norms at each step, weights, scores and predictions."""
     module, argv = _jobs(folder, "one", False)[name]
@@ -148,11 +172,20 @@ def test_processes_that_share_sequences_give_what_one_gives(name, folder, outcom
     _same_weights(one, four)
     for file in one.glob("*predict*.txt"):
         assert file.read_text() == (four / file.name).read_text()
-    assert name not in ("classes", "summaries") or list(one.glob("*predict*.txt"))
+    assert name not in ("classes", "listops", "summaries") or list(one.glob("*predict*.txt"))
+
+
+def _weights(run):
+    """What a run saved; with FSDP the files hold a tied head twice."""
+    weights = load_file(run / "model.safetensors")
+    head, embedding = (weights.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    if head is not None and embedding is not None and torch.equal(head, embedding):
+        del weights["lm_head.weight"]
+    return weights
 
 
 def _same_weights(one, four):
-    weights = [load_file(run / "model.safetensors") for run in (one, four)]
+    weights = [_weights(run) for run in (one, four)]
     assert weights[0].keys() == weights[1].keys()
     for key, tensor in weights[0].items():
         assert_close(weights[1][key], tensor, "float32 model")
@@ -172,9 +205,23 @@ def test_a_run_goes_on_with_other_groups(folder, outcomes):
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+def test_processes_that_shared_nothing_go_on_as_a_group(folder, outcomes):
+    """They drew the same random numbers, for different rows; now each draws its own for its part of a row."""
+    assert len({outcome["alone"]["seed"] for outcome in outcomes}) == 1
+    assert len({outcome["together"]["seed"] for outcome in outcomes}) == PROCESSES
+    _same_weights(folder / "four-alone", folder / "four-together")
+
+
+def test_a_run_that_shards_weights_goes_on_with_other_groups(folder, outcomes):
+    """By FSDP2, beside two groups of two processes, then with a group of four."""
+    assert "error" not in outcomes[0]["sharded further"]
+    _same_weights(folder / "four-sharded", folder / "four-further")
+
+
 def _pair(folder, tmp_path, *fault):
     argv = [
-        "--train_file", str(folder / "train.txt"), "--do_train", "--model_type", "spade", "--config_overrides",
+        "--train_file", str(folder / "train.txt"), "--validation_file", str(folder / "validation.txt"), "--do_train",
+        "--do_eval", "--model_type", "spade", "--config_overrides",
         MODELS["spade"], "--tokenizer_type", "bytes", "--block_size", "16", "--per_device_train_batch_size", "1",
         "--use_cpu", "--report", "false", "--disable_tqdm", "true", "--cache_dir", str(tmp_path / "cache"),
         "--output_dir", str(tmp_path / "out"), "--max_steps", "5", "--save_steps", "1", "--ddp_backend", "gloo",
@@ -188,10 +235,19 @@ def _said_by_rank_1(tmp_path):
     return f"error: {json.loads((tmp_path / 'error1').read_text())['message']['message']}"
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("hangs", "1"), ("ends", "1"), ("ends", "0")])
-def test_all_processes_name_the_one_that_is_missing(kind, rank, folder, tmp_path):
-    """In its third step, when two checkpoints are saved."""
-    children = _pair(folder, tmp_path, kind, rank, 3)
+@pytest.mark.parametrize(
+    ("kind", "rank", "call", "last"),
+    [
+        ("hangs", "1", 3, 2),
+        ("ends", "1", 3, 2),
+        ("ends", "0", 3, 2),
+        ("hangs reading", "1", 4, 2),  # a batch is read before the one before it is used
+        ("hangs", "1", 7, 5),  # in evaluation, after five steps
+    ],
+)
+def test_all_processes_name_the_one_that_is_missing(kind, rank, call, last, folder, tmp_path):
+    """In a certain call of the model, or of what makes batches; of each step before there is a checkpoint."""
+    children = _pair(folder, tmp_path, kind, rank, call)
     other = children.pop(1 - int(rank))
     code, said = other.wait()
     for child in children:
@@ -203,7 +259,7 @@ def test_all_processes_name_the_one_that_is_missing(kind, rank, folder, tmp_path
     named = "the store of rank 0 with it" if rank == "0" else "rank 1 ended, or did not answer in time"
     assert len(re.findall(f"^error: .*{named}", said, re.MULTILINE)) == 1, said
     saved = complete_checkpoints(tmp_path / "out")
-    assert [Path(path).name for path in saved] == ["checkpoint-1", "checkpoint-2"]
+    assert [Path(path).name for path in saved] == [f"checkpoint-{step + 1}" for step in range(last)]
 
 
 def test_processes_that_read_different_rows_stop(folder, tmp_path):

@@ -7,8 +7,7 @@ that end in own tokens · S states of a window.
 import torch
 from torch.nn import functional as F
 
-from ...context_parallel import Shards, Span, fetch, gather
-from ..masks import first_kept
+from ...context_parallel import Shards, Span, fetch, first_kept
 from .windows import from_windows, to_windows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -20,9 +19,7 @@ def check_windows(shards: Shards, attention_mask: torch.Tensor | None):
         raise ValueError("context states of the window before have no form for packed sequences in context_parallel")
     if attention_mask is None:
         return
-    first = first_kept(attention_mask) + shards.own.start
-    none = first == shards.own.stop
-    first = gather(shards, torch.where(none, shards.length, first)).amin(0)
+    first = first_kept(shards, attention_mask.to(torch.bool))
     if ((first > 0) & (first < shards.length)).any():
         raise ValueError(
             "attention_mask must be 1 at each row's first token in context_parallel with context states of the window "

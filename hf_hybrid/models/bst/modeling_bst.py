@@ -15,6 +15,7 @@ from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ...context_parallel import Shards
 from ...kernels.packed import longest
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
@@ -167,7 +168,7 @@ class BstModel(BstPreTrainedModel):
         if use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
         hidden_states = self.dropout(inputs_embeds)
-        span = self._span(attention_mask, past_key_values, hidden_states, cu_seqlens)._replace(shards=shards)
+        span = self._span(attention_mask, past_key_values, hidden_states, cu_seqlens, shards)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(hidden_states, span, past_key_values=past_key_values, **kwargs)
         hidden_states = self.final_norm(hidden_states)
@@ -181,6 +182,7 @@ class BstModel(BstPreTrainedModel):
         cache: Cache | None,
         inputs: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
+        shards: Shards | None,
     ) -> Span:
         """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
         batch, length = inputs.shape[:2]
@@ -191,15 +193,16 @@ class BstModel(BstPreTrainedModel):
                 f"got {tuple(attention_mask.shape)}"
             )
         limit = self.config.filter_length
+        tokens = longest(inputs, cu_seqlens) if shards is None else shards.longest
         unstructured = self.config.bst_layers and self.config.context_filter == "unstructured"
         counted = not isinstance(past, torch.Tensor)  # as it is in a `DecodingStep`
-        if unstructured and counted and past + longest(inputs, cu_seqlens) > limit:
+        if unstructured and counted and past + tokens > limit:
             logger.warning_once(
                 f"A sequence is longer than filter_length {limit}, beyond which unstructured filters see nothing. "
                 f"Train with a larger filter_length, or use context_filter='s4'."
             )
         first = starts = None
-        if self.config.bst_layers and self.config.context_shift == "window":
+        if self.config.bst_layers and self.config.context_shift == "window" and shards is None:
             if attention_mask is not None:
                 first = first_kept(attention_mask)
             if not counted:
@@ -211,7 +214,7 @@ class BstModel(BstPreTrainedModel):
                 starts = [past] * batch if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
                 first = None  # the common case needs no index
-        return Span(attention_mask, past, first, starts, cu_seqlens)
+        return Span(attention_mask, past, first, starts, cu_seqlens, shards)
 
 
 class BstForCausalLM(CausalLMForward, HybridGenerationMixin, BstPreTrainedModel):

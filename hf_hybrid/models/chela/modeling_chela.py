@@ -73,7 +73,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `attention_mask` is `(B, T)`, True = keep."""
-        inputs = apply_norm(self.unit_norm, hidden_states, attention_mask) if self.pre_norm else hidden_states
+        inputs = apply_norm(self.unit_norm, hidden_states, attention_mask, shards) if self.pre_norm else hidden_states
         residual = hidden_states if self.raw_residual else inputs
         cached = None if past_key_values is None else state_layer(past_key_values, self.layer_idx)
         state = None if cached is None else cached.state
@@ -83,11 +83,11 @@ class ChelaLayer(GradientCheckpointingLayer):
         if cached is not None:
             cached.store(state, inputs.shape[1])
         if self.pre_norm:
-            inputs = apply_norm(self.feed_forward_norm, hidden_states, attention_mask)
+            inputs = apply_norm(self.feed_forward_norm, hidden_states, attention_mask, shards)
             return hidden_states + self.dropout(self.feed_forward(inputs))
-        hidden_states = apply_norm(self.unit_norm, hidden_states, attention_mask)
+        hidden_states = apply_norm(self.unit_norm, hidden_states, attention_mask, shards)
         hidden_states = hidden_states + self.dropout(self.feed_forward(hidden_states))
-        return apply_norm(self.feed_forward_norm, hidden_states, attention_mask)
+        return apply_norm(self.feed_forward_norm, hidden_states, attention_mask, shards)
 
 
 class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
@@ -191,8 +191,6 @@ class ChelaModel(ChelaPreTrainedModel):
         if not self.config.is_decoder:
             past_key_values = None
         shards = take_shards(kwargs, inputs_embeds, attention_mask, past_key_values)
-        if shards is not None and self.training and self.config.norm_type == "batch_norm":
-            raise ValueError("norm_type must not be batch_norm to train on a divided sequence: it needs all tokens")
         cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
         if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
@@ -217,7 +215,7 @@ class ChelaModel(ChelaPreTrainedModel):
                 **kwargs,
             )
         if self.final_norm is not None:
-            hidden_states = apply_norm(self.final_norm, hidden_states, kept)
+            hidden_states = apply_norm(self.final_norm, hidden_states, kept, shards)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
 

@@ -90,6 +90,7 @@ class ScriptTrainingArguments(TrainingArguments):
             self.disable_tqdm = True  # a bar in a file is thousands of characters on one line
         super().__post_init__()
         if self.context_parallel_size > 1:
+            self._check_sharding()
             # one process would cut the batches that it reads into parts for all
             accelerator_config: Any = self.accelerator_config
             accelerator_config.dispatch_batches = False
@@ -158,6 +159,17 @@ class ScriptTrainingArguments(TrainingArguments):
             raise ValueError(f"--torch_compile must be false with {given}, whose exchanges are not compiled")
         if self.data_seed is None:
             self.data_seed = self.seed  # the order of rows must not depend on the random numbers of a process
+
+    def _check_sharding(self) -> None:
+        launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        version = int(os.environ.get("FSDP_VERSION", "1")) if launched else 2
+        if self.fsdp_plugin_args is not None:
+            version = self.fsdp_plugin_args["fsdp_version"]
+        if version != 2:
+            raise ValueError(
+                f"fsdp_version must be 2 with --context_parallel_size {self.context_parallel_size}, as in "
+                f"configs/accelerate_fsdp.yaml; got {version}"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the token out of training_args.bin, which is pushed with the model."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_hybrid.context_parallel import meet, own_part, own_span
+from hf_hybrid.context_parallel import Shards, meet, own_part, own_span, total
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
 
@@ -29,7 +29,7 @@ class Division:
         size: N, the processes that share rows.
         replicas: D, the groups.
         group: The processes that share this one's rows.
-        seed: Of this process's random numbers, another one for each part of a sequence.
+        seed: Of this process's random numbers, another one in each process.
     """
 
     def __init__(self, args: ScriptTrainingArguments) -> None:
@@ -40,6 +40,7 @@ class Division:
         self._host = self.group
         if distributed.get_backend(self.group) != "gloo":
             self._host, _ = distributed.new_subgroups(group_size=self.size, timeout=timeout, backend="gloo")
+        self._parts = Shards((1,) * self.size, distributed.get_rank(self.group), self.group)
         across = [list(range(first, args.world_size, self.size)) for first in range(self.size)]
         rows, _ = distributed.new_subgroups_by_enumeration(across)
         ranks = torch.arange(args.world_size).view(self.replicas, self.size)
@@ -47,7 +48,7 @@ class Division:
         names = ("dp_shard", "cp")
         device: Any = args.device.type
         self._mesh = DeviceMesh.from_group([rows, self.group], device, mesh=ranks, mesh_dim_names=names)
-        self.seed = args.seed + args.process_index % self.size
+        self.seed = args.seed + args.process_index
 
     def check_together(self, inputs: dict[str, Any] | None = None) -> None:
         """Wait for the processes of the group, which must come with the same batch.
@@ -58,7 +59,7 @@ class Division:
         """
         tensors = {name: x for name, x in (inputs or {}).items() if isinstance(x, torch.Tensor)}
         shapes = {name: list(x.shape) for name, x in tensors.items()}
-        sums = [float(x.sum()) for x in tensors.values()]
+        sums = [str(x.sum().item()) for x in tensors.values()]  # so that NaN equals itself
         entries = meet(self._host, (shapes, sums))
         first, expected = next(iter(entries.items()))
         for rank, entry in entries.items():
@@ -68,6 +69,11 @@ class Division:
                     f"--context_parallel_size {self.size}: ranks {rank} and {first} share a sequence but got "
                     f"different batches: {what}. The data must be the same for all processes."
                 )
+
+    def draws_alike(self) -> bool:
+        """Whether two processes of the group are about to draw the same random numbers for their parts."""
+        states = meet(self._host, bytes(torch.get_rng_state().tolist())).values()
+        return len(set(states)) < self.size
 
     def divide(self, inputs: dict[str, Any], *, shifts: bool, smooths: bool) -> dict[str, Any]:
         """Return this process's part of all tensors `(B, T, ...)`.
@@ -98,9 +104,7 @@ class Division:
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Add up over the group; the gradient is that of the own addend."""
-        summed = x.detach().clone()
-        distributed.all_reduce(summed, group=self.group)
-        return summed + (x - x.detach()) if x.requires_grad else summed
+        return total(x, self._parts)
 
     def scores(
         self, score: Callable[[Any, torch.Tensor], torch.Tensor], logits: Any, labels: torch.Tensor, *, shifts: bool

@@ -128,6 +128,12 @@ class ScriptTrainer(Trainer):
             torch.manual_seed(self.division.seed)  # dropout of other tokens draws other numbers
         return super().train(*args, **kwargs)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore random numbers; those of a run whose processes shared no sequences, or others, may be alike."""
+        super()._load_rng_state(checkpoint)
+        if self.division is not None and self.division.draws_alike():
+            torch.manual_seed(self.division.seed + self.state.global_step * self.args.world_size)
+
     @property
     def must_stop(self) -> bool:
         """Whether training ends after this step; the same in all processes."""
@@ -171,11 +177,15 @@ class ScriptTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Take the batches of a step, and remove the positions of their examples."""
-        if self.division is not None:
-            self.division.check_together()
         batches, count = super().get_batch_samples(*args, **kwargs)
         self._step = StepCheck(batches)
         return batches, count
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the labels of a step, which waits for all processes, when all of a group have read its rows."""
+        if self.division is not None:
+            self.division.check_together()
+        return super()._get_num_items_in_batch(*args, **kwargs)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute a batch's loss and gradients, and count the batch."""
@@ -310,6 +320,8 @@ class ScriptTrainer(Trainer):
             inputs = self._without_logits(inputs)
         context, own = nullcontext, inputs
         generates = getattr(self.args, "predict_with_generate", False)  # each process alone, from the complete rows
+        if self.division is not None and generates:
+            self.division.check_together(inputs)
         if self.division is not None and not generates and any(inputs.get(name) is None for name in self.label_names):
             context, own = self._prepare_context_parallel_inputs(model, inputs)  # as Trainer does with labels
         with context():

@@ -10,7 +10,7 @@ import torch
 import yaml
 from accelerate import ParallelismConfig
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, TrainingArguments
 
 import hf_hybrid
 from hf_hybrid.training import splits, summarization
@@ -503,6 +503,23 @@ def test_what_divided_sequences_cannot_have_is_refused(processes, fields, messag
         monkeypatch.setenv("WORLD_SIZE", processes)
     with pytest.raises(ValueError, match=message):
         ScriptTrainingArguments(str(tmp_path), do_train=True, use_cpu=True, **{"context_parallel_size": 2, **fields})
+
+
+def test_the_first_fsdp_is_refused_with_divided_sequences(tmp_path, monkeypatch):
+    """Asked for by flags, which transformers reads in its part of the initialization, or by ``accelerate launch``."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def read(plugin):
+        monkeypatch.setattr(
+            TrainingArguments, "__post_init__", lambda arguments: setattr(arguments, "fsdp_plugin_args", plugin)
+        )
+        with pytest.raises(ValueError, match=r"fsdp_version must be 2 with --context_parallel_size 2, .*; got 1"):
+            ScriptTrainingArguments(str(tmp_path), do_train=True, use_cpu=True, context_parallel_size=2)
+
+    read({"fsdp_version": 1})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    read(None)
 
 
 def test_one_process_in_place_of_several_is_refused(tmp_path, monkeypatch):

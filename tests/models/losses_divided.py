@@ -80,4 +80,5 @@ if __name__ == "__main__":
             found[name] = traceback.format_exc()
     if dist.get_rank() == 0:
         Path(sys.argv[1], "found.json").write_text(json.dumps(found))
+    dist.barrier()  # neither ends while the other still talks to it
     dist.destroy_process_group()

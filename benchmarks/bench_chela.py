@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
 from hf_hybrid.kernels import linear_attention, short_conv
 from hf_hybrid.kernels.linear_attention.torch_impl import _BLOCK
 from hf_hybrid.kernels.long_conv import online_conv, start_online_conv
@@ -201,10 +201,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown: milliseconds, and every way over ours."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "hf_hybrid"))
-    parts = [
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. Batch 1 where none is named, fp32."
-    ]
+    parts = [f"{conditions(first)}. Batch 1 where none is named, fp32."]
     for operation in dict.fromkeys(row["operation"] for row in rows):
         cells: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:

@@ -44,7 +44,7 @@ import torch
 
 from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, memory
 from benchmarks.builders import OURS, build
-from benchmarks.record import Row, command_line, markdown_table, say, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, markdown_table, say, stamp, write_csv
 from benchmarks.workloads import decoding, training_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -302,9 +302,8 @@ def describe(case: Case, found: Sequence[tuple[str, str, float]], wrong: str, al
 def report(rows: list[Row]) -> str:
     """Return the table of a CSV's rows as Markdown."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers"))
     caption = (
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. The working tree over "
+        f"{conditions(first)}. The working tree over "
         f"{first['base']}: the median of the ratios of pairs of calls, its interval of 95 %, and the ratio of peak "
         "memory. Of twenty intervals one misses by chance."
     )

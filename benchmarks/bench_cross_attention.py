@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
-from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
 
 WIDTH, HEADS, HEAD_DIM, SEGMENT = 512, 8, 64, 64
 DECODED, BATCH = 128, 8  # tokens of a decoded target, documents
@@ -257,11 +257,7 @@ def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
-    parts = [
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. Width {WIDTH}, {HEADS} heads, "
-        f"segments of {SEGMENT}, fp32."
-    ]
+    parts = [f"{conditions(first)}. Width {WIDTH}, {HEADS} heads, segments of {SEGMENT}, fp32."]
     cells = {(row["mode"], int(row["length"])): row for row in rows}
     lengths = sorted({length for _, length in cells})
 

@@ -20,16 +20,17 @@ slope of the logarithm over that of the length, over all lengths that were measu
 """
 
 import argparse
-import statistics
+import itertools
 import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
 from benchmarks.builders import OURS, build
-from benchmarks.record import GrowingRecord, Row, command_line, markdown_table, slope, stamp
+from benchmarks.record import Row, command_line, conditions, fill, markdown_table, slope
 from benchmarks.workloads import decoding, forward, held_mib, training_step
 
 DEFAULT_OUT = Path("runs/bench/growth_cpu.csv")
@@ -38,10 +39,6 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CALLS = {"step": 2, "forward": 3, "decode": 64}
 KEYS = ("model", "task", "length")
 MEASURES = {"seconds": "time", "held_mib": "memory"}
-COLUMNS = (
-    *("date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid"),
-    *(*KEYS, *MEASURES, "outcome"),
-)
 LINEAR = 1.1
 """Exponents above it are explained."""
 
@@ -79,31 +76,20 @@ def measure(pipe: Connection, model: str, task: str, length: int, threads: int, 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell that the file does not have, and return all rows."""
-    record = GrowingRecord(arguments.out, COLUMNS, KEYS, stamp() | {"threads": str(arguments.threads)})
-    for length in arguments.lengths:
-        for model in arguments.models:
-            for task in arguments.tasks:
-                cell = (model, task, str(length))
-                if cell in record:
-                    continue
-                limit = arguments.time_limit
-                sent = in_process(measure, (model, task, length, arguments.threads, limit * 0.9), limit)
-                row = dict(zip(KEYS, cell, strict=True))
-                for name in MEASURES:
-                    if values := [value for kind, value in sent if kind == name]:
-                        row[name] = f"{statistics.median(values):.5g}"
-                row["outcome"] = next(value for kind, value in reversed(sent) if kind == "outcome")
-                record.add(row)
-                print(*(row.get(name, "-") for name in (*KEYS, *MEASURES, "outcome")), flush=True)
-    return record.rows
+    limit = arguments.time_limit
+
+    def sent(model: str, task: str, length: int) -> list[tuple[str, Any]]:
+        return in_process(measure, (model, task, length, arguments.threads, limit * 0.9), limit)
+
+    cells = itertools.product(arguments.models, arguments.tasks, arguments.lengths)
+    return fill(arguments, KEYS, list(MEASURES), sorted(cells, key=lambda cell: cell[-1]), sent)
 
 
 def report(rows: list[Row]) -> str:
     """Return the table of exponents, with the reason for each that is above `LINEAR`."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     caption = (
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. Exponents over the lengths that "
+        f"{conditions(first)}. Exponents over the lengths that "
         f"were measured; a note where one is above {LINEAR}, and where the lengths end early."
     )
     header = ["model", "task", "lengths", "exponent of time", "exponent of memory", "note"]

@@ -39,7 +39,7 @@ from benchmarks.bench_models import (
     memory,
     what_went_wrong,
 )
-from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
 from benchmarks.workloads import decoding, held_mib
 
 DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
@@ -218,9 +218,8 @@ def _first_over_later(row: Row) -> Row:
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     parts = [
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers, width {WIDTH}, "
+        f"{conditions(first)}. {LAYERS} layers, width {WIDTH}, "
         f'{HEADS} heads, feed-forward {INNER} ("base": 12, 1024, 8, 4096), windows of {WINDOW}, '
         f"vocabulary {VOCABULARY}, batch 1, fp32, random weights."
     ]

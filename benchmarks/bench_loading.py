@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.builders import OURS
-from benchmarks.record import Row, command_line, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, markdown_table, stamp, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_OUT = Path("runs/bench/loading_cpu.csv")
@@ -100,7 +100,6 @@ def describe(key: Subject, spent: Sequence[float], outcome: str) -> Row:
 def report(rows: list[Row]) -> str:
     """Return the table of a CSV's rows as Markdown, with each one's ratio to the peer."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     peers: dict[str, Row] = {}
     lines = []
     for row in rows:
@@ -111,7 +110,7 @@ def report(rows: list[Row]) -> str:
         ratio = f"{float(row['seconds']) / float(peer['seconds']):.2f}" if peer.get("seconds") else "-"
         lines.append([row["measure"], row["subject"], row["seconds"], f"{row['lowest']} to {row['highest']}", ratio])
     header = ["measure", "of", "seconds, median", "lowest to highest", "over the first of its measure"]
-    caption = f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}."
+    caption = f"{conditions(first)}."
     return f"{caption}\n\n{markdown_table(header, lines)}"
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
-from benchmarks.record import Row, command_line, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, markdown_table, stamp, write_csv
 
 DEFAULT_OUT = Path("runs/bench/loss_cpu.csv")
 LAYERS, HEADS = 2, 4
@@ -132,8 +132,7 @@ def describe(cell: tuple[Any, ...], found: Sequence[tuple[str, Any]]) -> Row:
 def report(rows: list[Row]) -> str:
     """Return a table of each measure: vocabularies down, lengths and losses across."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
-    parts = [f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS} layers."]
+    parts = [f"{conditions(first)}. {LAYERS} layers."]
     cells = {tuple(row[name] for name in KEYS): row for row in rows}
     *others, vocabularies, lengths, losses = (list(dict.fromkeys(row[name] for row in rows)) for name in KEYS)
     measured = [name for name in MEASURES if any(row.get(name) for row in rows)]

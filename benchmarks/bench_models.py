@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import Row, command_line, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
 
 WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, TARGET = 256, 4, 64, 1024, 4, 1024, 64
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
@@ -376,9 +376,8 @@ def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str,
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     parts = [
-        f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}. {LAYERS}+{LAYERS} layers, width "
+        f"{conditions(first)}. {LAYERS}+{LAYERS} layers, width "
         f"{WIDTH}, {HEADS} heads, feed-forward {INNER}, vocabulary {VOCABULARY}, {TARGET} target tokens, batch 1, "
         "random weights; forward and backward in training mode."
     ]

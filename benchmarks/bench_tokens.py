@@ -19,6 +19,7 @@ length of the prompt, or of an encoder-decoder's source. The columns:
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.bench_models import in_process, limit_memory, what_went_wrong
 from benchmarks.builders import OURS, build
-from benchmarks.record import GrowingRecord, Row, command_line, markdown_table, stamp
+from benchmarks.record import Row, command_line, conditions, fill, markdown_table
 from benchmarks.workloads import decoding, held_mib
 
 DEFAULT_OUT = Path("runs/bench/tokens_cpu.csv")
@@ -45,10 +46,6 @@ PROFILED = 8
 MEASURED_MIB = 256
 KEYS = ("model", "batch", "length")
 MEASURES = ("weights_mib", "cache_mib", "token_ms", "floor_ms", "host_share")
-COLUMNS = (
-    *("date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid"),
-    *(*KEYS, *MEASURES, "outcome"),
-)
 
 
 class _Reads(TorchDispatchMode):
@@ -121,25 +118,17 @@ def measure(pipe: Connection, name: str, batch: int, length: int, threads: int) 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell that the file does not have, and return all rows."""
-    record = GrowingRecord(arguments.out, COLUMNS, KEYS, stamp() | {"threads": str(arguments.threads)})
-    for batch in arguments.batches:
-        for length in arguments.lengths:
-            for model in arguments.models:
-                cell = (model, str(batch), str(length))
-                if cell in record:
-                    continue
-                sent = in_process(measure, (model, batch, length, arguments.threads), arguments.time_limit)
-                row = dict(zip(KEYS, cell, strict=True))
-                row |= {kind: value if kind == "outcome" else f"{value:.4g}" for kind, value in sent}
-                record.add(row)
-                print(*(row.get(name, "-") for name in (*KEYS, *MEASURES, "outcome")), flush=True)
-    return record.rows
+
+    def sent(model: str, batch: int, length: int) -> list[tuple[str, Any]]:
+        return in_process(measure, (model, batch, length, arguments.threads), arguments.time_limit)
+
+    cells = itertools.product(arguments.models, arguments.batches, arguments.lengths)
+    return fill(arguments, KEYS, MEASURES, cells, sent)
 
 
 def report(rows: list[Row]) -> str:
     """Return the table of a CSV's rows as Markdown."""
     first = rows[0]
-    versions = ", ".join(f"{name} {first[name]}" for name in ("python", "torch", "transformers", "hf_hybrid"))
     header = ["model", "batch", "length", "weights, MiB", "cache, MiB", "token, ms", "over the floor", "host"]
     lines = []
     for row in rows:
@@ -149,7 +138,7 @@ def report(rows: list[Row]) -> str:
         over = f"{float(row['token_ms']) / float(row['floor_ms']):.1f}"
         numbers = [row[name] for name in (*KEYS, "weights_mib", "cache_mib", "token_ms")]
         lines.append([*numbers, over, f"{100 * float(row['host_share']):.0f} %"])
-    caption = f"{first['date']}, {first['cpu']}, {first['threads']} threads; {versions}."
+    caption = f"{conditions(first)}."
     return f"{caption}\n\n{markdown_table(header, lines)}"
 
 

@@ -35,6 +35,13 @@ def stamp() -> Row:
     }
 
 
+def conditions(row: Row) -> str:
+    """Return date, machine, threads and versions of a row, for a caption."""
+    names = [name for name in ("python", "torch", "transformers", "hf_hybrid") if name in row]
+    versions = ", ".join(f"{name} {row[name]}" for name in names)
+    return f"{row['date']}, {row['cpu']}, {row['threads']} threads; {versions}"
+
+
 def measured_on(rows: Sequence[Row]) -> str:
     """Return dates, machines and versions of rows, for a caption; each ran with one thread."""
     dates = sorted({row["date"] for row in rows})
@@ -123,6 +130,47 @@ class GrowingRecord:
         beside = self.path.with_name(self.path.name + ".new")
         write_csv(beside, self.columns, self.rows)
         beside.replace(self.path)  # a stop never leaves half a file
+
+
+def growing_columns(keys: Iterable[str], measures: Iterable[str]) -> tuple[str, ...]:
+    """Return the columns of a record that `fill` makes."""
+    versions = ("python", "torch", "transformers", "hf_hybrid")
+    return ("date", "cpu", "threads", *versions, *keys, *measures, "outcome")
+
+
+def fill(
+    arguments: argparse.Namespace,
+    keys: Sequence[str],
+    measures: Sequence[str],
+    cells: Iterable[tuple[Any, ...]],
+    measure: Callable[..., list[tuple[str, Any]]],
+) -> list[Row]:
+    """Measure the cells that a growing record does not have yet.
+
+    Args:
+        arguments: The record's file as ``out``, and the ``threads`` of each measurement.
+        keys: The columns that name a cell.
+        measures: The measured columns; a row has the median of what was sent for each.
+        cells: Values of `keys`.
+        measure: Takes a cell's values and returns pairs of a column and a value, at last of "outcome".
+
+    Returns:
+        All rows of the record.
+    """
+    columns = growing_columns(keys, measures)
+    record = GrowingRecord(arguments.out, columns, keys, stamp() | {"threads": str(arguments.threads)})
+    for cell in cells:
+        row = dict(zip(keys, map(str, cell), strict=True))
+        if tuple(row.values()) in record:
+            continue
+        sent = measure(*cell)
+        for name in measures:
+            if values := [value for kind, value in sent if kind == name]:
+                row[name] = f"{statistics.median(values):.5g}"
+        row["outcome"] = next(value for kind, value in reversed(sent) if kind == "outcome")
+        record.add(row)
+        print(*(row.get(name, "-") for name in (*keys, *measures, "outcome")), flush=True)
+    return record.rows
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> str:

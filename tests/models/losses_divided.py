@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_hybrid.models import losses
 
 from ..tolerances import assert_close
+from ..torchrun import leave
 from .tiny import tiny_model
 
 
@@ -80,5 +81,4 @@ if __name__ == "__main__":
             found[name] = traceback.format_exc()
     if dist.get_rank() == 0:
         Path(sys.argv[1], "found.json").write_text(json.dumps(found))
-    dist.barrier()  # neither ends while the other still talks to it
-    dist.destroy_process_group()
+    leave()

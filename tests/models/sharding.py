@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from hf_hybrid.layers.state_space import StateSpaceLayer
 
 from ..tolerances import assert_close
+from ..torchrun import leave
 from .tiny import GENERATIVE, MODEL_CLASSES, main_output, tiny_inputs, tiny_model
 
 FINE = "fine"
@@ -124,5 +125,4 @@ if __name__ == "__main__":
             found["-".join(case)] = traceback.format_exc()
     if dist.get_rank() == 0:
         Path(sys.argv[1], "found.json").write_text(json.dumps(found))
-    dist.barrier()  # neither ends while the other still talks to it
-    dist.destroy_process_group()
+    leave()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from hf_hybrid.context_parallel import known_fault
+from hf_hybrid.context_parallel import ProcessLost, known_fault
 from hf_hybrid.training.processes import is_first_process
 
 INTERRUPTED, TERMINATED, HUNG_UP = 130, 143, 129
@@ -82,6 +82,12 @@ def _report(error: Exception, message: str | None = None) -> None:
         print(f"error: {' '.join([message + end, *notes])}", file=sys.stderr, flush=True)
     else:
         ErrorHandler().record_exception(error)
+
+
+def end_without(message: str) -> NoReturn:
+    """Say in one line that another process is lost, and end this one, whose main thread may be waiting for it."""
+    _report(ProcessLost(message))
+    os._exit(1)
 
 
 def _raised_in_package(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from hf_hybrid import SpadeStack
 from hf_hybrid.context_parallel import faults
 from hf_hybrid.training import clm, glue, summarization
 from hf_hybrid.training.errors import run_command_line
+from hf_hybrid.training.processes import Agreement
 from hf_hybrid.training.trainer import script_trainer
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 
@@ -109,7 +110,10 @@ def _report(events, file_limit):
 
 
 def _fail(kind, rank, step):
-    """End or hang in a forward or in reading a batch, or get shorter ones; the others wait a second for answers."""
+    """End, hang or stop, or get shorter batches; the others wait a second for answers.
+
+    A process ends or hangs in a forward, or in reading a batch, and stops where others wait as long as it takes.
+    """
     faults.ROLL_CALL = 1.0
     if os.environ["RANK"] != rank:
         return
@@ -120,6 +124,8 @@ def _fail(kind, rank, step):
             calls[0] += 1
             if calls[0] == step and kind.startswith("hangs"):
                 time.sleep(120)
+            if calls[0] == step and kind == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if calls[0] == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
@@ -127,7 +133,9 @@ def _fail(kind, rank, step):
         return call
 
     collate = clm._collate
-    if kind == "reads less":
+    if kind == "stops":
+        Agreement.any = failing(Agreement.any)
+    elif kind == "reads less":
         clm._collate = lambda rows: {name: x[:, :-1] for name, x in collate(rows).items()}
     elif kind.endswith("reading"):
         clm._collate = failing(collate)

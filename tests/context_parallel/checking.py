@@ -21,8 +21,9 @@ from hf_hybrid.context_parallel import Shards, count_sent, make_shards
 
 from ..tolerances import assert_close
 from .behaviours import BEHAVIOURS
+from .layouts import LENGTH, drawn, operation_layouts
 from .models import check_model, model_cases
-from .operations import LENGTH, OPERATIONS, Operation
+from .operations import OPERATIONS, Operation
 from .training import TRAINING
 
 SIZES = (2, 3, 4, 8)
@@ -38,17 +39,24 @@ KINDS = ("window 4 causal", "chunks both", "laplace chunks causal", "linear gate
          "scan complex", "s4 both", "segments neurons")  # fmt: skip
 
 
-class Case(NamedTuple):
-    """One check: an operation, the tokens of each process, and the bounds of packed sequences or None."""
+DRAWS = 2
+"""How many layouts are drawn for each operation and number of processes."""
 
+
+class Case(NamedTuple):
+    """An operation, the tokens of each process, the bounds of packed sequences or None, and the seed of numbers."""
+
+    name: str
     operation: str
     lengths: tuple[int, ...]
     ends: tuple[int, ...] | None
+    seed: int
 
-    @property
-    def name(self) -> str:
-        packed = "" if self.ends is None else f", packed {'-'.join(map(str, self.ends))}"
-        return f"{self.operation}, {'+'.join(map(str, self.lengths))}{packed}"
+
+def _case(operation: str, lengths: tuple[int, ...], ends: tuple[int, ...] | None) -> Case:
+    packed = "" if ends is None else f", packed {'-'.join(map(str, ends))}"
+    name = f"{operation}, {'+'.join(map(str, lengths))}{packed}"
+    return Case(name, operation, lengths, ends, sum(map(ord, name)))
 
 
 def cases(full: bool) -> Iterator[Case]:
@@ -60,25 +68,26 @@ def cases(full: bool) -> Iterator[Case]:
                     few = lengths != LAYOUTS[size][-1] if size <= 3 else name in KINDS
                     ordinary = few and ends != PACKED[1]
                     if ordinary != full:
-                        yield Case(name, lengths, ends)
-        if full:
-            yield from drawn(name, operation)
+                        yield _case(name, lengths, ends)
+
+
+def drawn_names() -> list[str]:
+    """Names of the layouts that `drawn_case` draws, in the rest of the matrix: of each operation, for each size."""
+    return [f"{name}, drawn {number} of {size}" for name in OPERATIONS for size in SIZES for number in range(DRAWS)]
+
+
+def drawn_case(name: str) -> Case:
+    """Draw a case; not when tests are collected, which would take seconds."""
+    operation, _, number, _, size = name.rsplit(maxsplit=4)
+    operation = operation.removesuffix(",")
+    strategy = operation_layouts(int(size), OPERATIONS[operation].packed)
+    return Case(name, operation, *drawn(strategy, name, 1 + int(number)))
 
 
 def narrow_cases() -> Iterator[Case]:
     """Each operation once, for float32."""
     for name, operation in OPERATIONS.items():
-        yield Case(name, LAYOUTS[3][0], PACKED[0] if operation.packed else None)
-
-
-def drawn(name: str, operation: Operation) -> Iterator[Case]:
-    """Random lengths and bounds, the same in every run."""
-    numbers = random.Random(name)
-    for size in (*SIZES, *SIZES):
-        borders = sorted(numbers.randint(0, LENGTH) for _ in range(size - 1))
-        lengths = tuple(b - a for a, b in zip([0, *borders], [*borders, LENGTH], strict=True))
-        ends = (0, *sorted(numbers.randint(0, LENGTH) for _ in range(numbers.randint(0, 5))), LENGTH)
-        yield Case(name, lengths, ends if operation.packed and numbers.random() < 0.7 else None)
+        yield _case(name, LAYOUTS[3][0], PACKED[0] if operation.packed else None)
 
 
 def padding(batch: int, seed: int) -> torch.Tensor:
@@ -96,7 +105,7 @@ def padding(batch: int, seed: int) -> torch.Tensor:
 def check(case: Case, group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> str:
     """Compare own outputs and gradients with one process's; return what is wrong."""
     operation = OPERATIONS[case.operation]
-    seed = sum(map(ord, case.name))
+    seed = case.seed
     batch = 1 if case.ends is not None else 3 if operation.masked else 2
     inputs, parameters = operation.draw(LENGTH, batch, torch.Generator().manual_seed(seed))
     mask = padding(batch, seed) if operation.masked and batch > 1 else None
@@ -186,7 +195,7 @@ def work(rank: int, folder: Path, full: bool) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=long)
     groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in SIZES}
     found: dict[str, str] = {}
-    for case in cases(full):
+    for case in (*cases(full), *(map(drawn_case, drawn_names()) if full else ())):
         if rank < len(case.lengths):
             found[case.name] = check(case, groups[len(case.lengths)])
     if not full and rank < 3:

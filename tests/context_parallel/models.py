@@ -1,6 +1,5 @@
 """Models on divided sequences: which ones, and how each is compared with one process."""
 
-import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +11,7 @@ from hf_hybrid.models import losses
 
 from ..models.tiny import DECODERS, tiny_model
 from ..tolerances import assert_close
+from .layouts import KINDS, Layout, drawn, model_layouts
 
 TOKENS, TARGETS = 23, 9
 SEQUENCES, ANSWERS = "AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"
@@ -74,27 +74,7 @@ VARIANTS = [
     *(Variant(kind, ANSWERS, "default", {}) for kind in ENCODERS),
     *(Variant("spade", PAIRS, *item) for item in PAIRED.items()),
 ]
-# how a batch is made of 23 tokens; the last ones at random, of as many tokens as it happens
-BATCHES = ("plain", "padded", "packed", "checkpointed")
 DRAWN = tuple(f"drawn {number}" for number in range(3))
-
-
-class Layout(NamedTuple):
-    """How sequences are divided and filled.
-
-    Attributes:
-        kind: One of `BATCHES`.
-        lengths: Tokens of each process.
-        targets: Target tokens of each process, of pairs.
-        pieces: Lengths of packed sequences.
-        mask: `(2, tokens)`, 1 = keep.
-    """
-
-    kind: str
-    lengths: tuple[int, ...]
-    targets: tuple[int, ...]
-    pieces: tuple[int, ...]
-    mask: torch.Tensor
 
 
 def _even(tokens: int, size: int) -> tuple[int, ...]:
@@ -102,43 +82,28 @@ def _even(tokens: int, size: int) -> tuple[int, ...]:
     return tuple(max(0, min(part, tokens - rank * part)) for rank in range(size))
 
 
-def _cut(numbers: random.Random, tokens: int, size: int) -> tuple[int, ...]:
-    borders = sorted(numbers.randint(0, tokens) for _ in range(size - 1))
-    return tuple(stop - start for start, stop in zip([0, *borders], [*borders, tokens], strict=True))
-
-
 def _layout(variant: Variant, batch: str, size: int) -> Layout:
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
     mask[1, 15:] = 0
     if variant.name not in WINDOWS_BEFORE:
         mask[0, :4] = 0
-    if batch in ("plain", "padded"):  # the last process has none
+    if batch in ("plain", "padded"):  # 23 tokens, of which the last process has none
         return Layout(batch, (*_even(TOKENS, size - 1), 0), (*_even(TARGETS, size - 1), 0), (), mask)
     if not batch.startswith("drawn"):
         return Layout(batch, _even(TOKENS, size), _even(TARGETS, size), (3, 11, 1, 8), mask)
-    numbers = random.Random(f"{variant.model_type} {variant.auto_class} {variant.name} {batch} {size}")
-    kind, tokens = numbers.choice(BATCHES), numbers.randint(2, 40)
-    lengths, targets = _cut(numbers, tokens, size), _cut(numbers, numbers.randint(1, 12), size)
-    pieces = [length for length in _cut(numbers, tokens, numbers.randint(1, 5)) if length]
-    if numbers.random() < 0.5:  # sequences end where shards end
-        pieces = [length for length in lengths if length]
-    mask = torch.ones(2, tokens, dtype=torch.int64)
-    first, stop = sorted(numbers.randint(0, tokens) for _ in range(2))
-    mask[0, first + 1 :] = 0
-    mask[1, stop + 1 :] = 0
-    if variant.name not in WINDOWS_BEFORE:
-        mask[1, : min(first, tokens - 1)] = 0
-    return Layout(kind, lengths, targets, tuple(pieces), mask)
+    name = f"{variant.model_type} {variant.auto_class} {variant.name} {size}"
+    strategy = model_layouts(size, pads_left=variant.name not in WINDOWS_BEFORE)
+    return drawn(strategy, name, 1 + int(batch.split()[1]))
 
 
 def model_cases(full: bool) -> list[tuple[str, Variant, str, int]]:
     """Name, variant, batch and number of processes of each check."""
     found = []
     for index, variant in enumerate(VARIANTS):
-        for number, batch in enumerate(BATCHES):
+        for number, batch in enumerate(KINDS):
             for size in (2, 3, 4, 8):
-                ordinary = size == 3 and index % len(BATCHES) == number  # the kinds of batch in turn
-                few = size < 4 or index % len(BATCHES) == number
+                ordinary = size == 3 and index % len(KINDS) == number  # the kinds of batch in turn
+                few = size < 4 or index % len(KINDS) == number
                 if ordinary != full and few:
                     name = f"{variant.model_type} {variant.auto_class} {variant.name}, {batch}, {size} processes"
                     found.append((name, variant, batch, size))

@@ -20,7 +20,8 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4d_step_constants,
 )
 
-LENGTH = 24
+from .layouts import LENGTH
+
 HEADS, KEYS, VALUES, WIDTH = 2, 3, 4, 5
 
 

@@ -13,7 +13,7 @@ from hf_hybrid.context_parallel import check_divisible
 from ..matrix import some
 from ..torchrun import LIMIT, once
 from .behaviours import BEHAVIOURS
-from .checking import cases
+from .checking import cases, drawn_names
 from .losing import COLLECTIVES, LAST, WATCHED
 from .models import model_cases
 from .training import TRAINING
@@ -22,7 +22,7 @@ FULL_LIMIT = 1800
 """Seconds for the rest of the matrix, in which up to eight processes share the cores."""
 pytestmark = pytest.mark.timeout(FULL_LIMIT)  # the first test of a run waits for all
 ORDINARY = [case.name for case in cases(False)]
-REST = [case.name for case in cases(True)]
+REST = [*(case.name for case in cases(True)), *drawn_names()]
 MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (False, True))
 
 

@@ -328,6 +328,18 @@ def _shown_mean(rows: Sequence[Row], model: str, score: str) -> str:
     return mean_and_error([_number(row[score]) for row in runs_at_best_rate(rows, model)], score)
 
 
+def ahead_by(rows: Sequence[Row], first: str, second: str, score: str) -> str:
+    """Say in numbers by how much the first of two models is better; with a minus it is worse.
+
+    Raises:
+        ValueError: The model or score does not exist.
+    """
+    if (found := lead(rows, first, second, score)) is None:
+        return "diverged"
+    digits = _digits(score)
+    return f"{found.by:+.{digits}f}".replace("-", "−") + f" ± {found.error:.{digits}f}"
+
+
 def verdict(rows: Sequence[Row], first: str, second: str, score: str) -> str:
     """Judge the claim that the first of two models is better: shown, contradicted, or neither.
 

@@ -7,8 +7,9 @@ Run it from the repository root after a new measurement::
 - ``defaults``: from ``benchmarks/results/defaults*.csv``, whose models are called "ARCHITECTURE, KIND: CELL". A panel
   for each architecture and kind; a bar for each cell extends from the panel's first cell, the baseline, to the cell's
   first score.
-- ``learning``: a panel for each file except those in ``benchmarks/results/curves``, with the validation loss over the
-  steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the greatest.
+- ``learning``: a panel for each file in ``benchmarks/results/curves`` but those of ``defaults``, with the validation
+  loss over the steps of each model at its best learning rate: the mean of its seeds, and a band from the least to the
+  greatest. A model that others start from, which is trained longer, is left out.
 - ``costs``: from the measurements on a CPU, see `costs`; ``cost`` has its first two rows, for the README.
 - ``recall``: from ``benchmarks/results/recall.csv``, a panel for each architecture: the accuracy over the distance of
   the answer, with and without its global part; ``recall_states``: a panel for each task that was done with several
@@ -88,7 +89,8 @@ def learning(results: Path = RESULTS) -> list[Curves]:
         for point in read_rows(path, CURVE_COLUMNS):
             if point["eval_loss"]:
                 losses.setdefault(_run(point), {})[int(point["step"])] = float(point["eval_loss"])
-        for model in dict.fromkeys(row["model"] for row in rows if row["seed"]):
+        steps = statistics.mode(row["steps"] for row in rows if row["steps"])
+        for model in dict.fromkeys(row["model"] for row in rows if row["steps"] == steps):
             runs = [losses[_run(row)] for row in runs_at_best_rate(rows, model)]
             shared = sorted(set.intersection(*map(set, runs))) if runs else []
             points = [(step, [run[step] for run in runs]) for step in shared]

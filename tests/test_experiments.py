@@ -542,6 +542,9 @@ def test_statements_are_written_into_pages(tmp_path, monkeypatch):
         assert results_page.renewed(f"{begin}old<!-- end -->.\n") == f"{begin}{told}<!-- end -->.\n"
         begin = begin.replace("compare", "verdict")
         assert results_page.renewed(f"{begin}old<!-- end -->.\n") == f"{begin}shown<!-- end -->.\n"
+        for first, second, lead in (("A, S4", "B", "+1.0500 ± 0.1118"), ("B", "A, S4", "−1.0500 ± 0.1118")):
+            begin = f"<!-- ahead: t.csv {mark} {first} {mark} {second} {mark} eval_loss -->"
+            assert results_page.renewed(f"{begin}old<!-- end -->") == f"{begin}{lead}<!-- end -->"
     assert "| A, S4 | 1,000 |" in results_page.renewed("<!-- table: t.csv -->\n<!-- end -->")
     for wrong in ("C | B | eval_loss", "B | C | eval_loss", "B | B | eval_f1"):
         with pytest.raises(ValueError, match="must be one of"):

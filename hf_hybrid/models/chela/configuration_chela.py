@@ -173,7 +173,7 @@ class ChelaConfig(PreTrainedConfig):
     Embeddings and heads:
         tie_word_embeddings: Whether a language modelling head shares the embedding table.
         scale_embeddings: Whether embeddings start with a variance of 1 / D and are multiplied by
-            ``sqrt(hidden_size)``, which makes them as large as what the first layer adds.
+            ``sqrt(hidden_size)``, which makes them as large as what the first layer adds; when None, they are.
         skip_logits: Whether a model with a language modelling head computes the loss alone when it is in training mode
             and has labels: the output's `logits` are None, and those of a whole sequence are never held. An argument
             `skip_logits` of the call comes first; by itself, a model in evaluation mode returns logits.

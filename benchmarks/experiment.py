@@ -188,10 +188,11 @@ def _data_files(path: Path, name: str, data: Sequence[Path]) -> dict[str, Path]:
     folder = next((root / name for root in data if (root / name).is_dir()), None)
     if folder is None:
         raise ValueError(f"{path}: --data must name a folder with {name} in it; got {', '.join(map(str, data))}")
-    return {split: _data_file(folder, split) for split in ("train", "validation")}
+    return {split: data_file(folder, split) for split in ("train", "validation")}
 
 
-def _data_file(folder: Path, split: str) -> Path:
+def data_file(folder: Path, split: str) -> Path:
+    """Return the file of a split in a dataset's folder."""
     pattern = "valid*.*" if split == "validation" else f"{split}.*"
     found = sorted(path for path in folder.glob(pattern) if "heldout" not in path.name)
     if len(found) != 1:

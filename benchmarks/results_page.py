@@ -6,10 +6,10 @@ Run it from the repository root after a new measurement::
 
 It replaces the text between ``<!-- table: FILE -->`` and ``<!-- end -->`` by a table, and within a line the text
 between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->`` by a comparison of two models;
-``ahead`` instead of ``compare`` gives the lead of the first in numbers, and ``verdict`` says whether it is shown. Inside
-a table of the page, write ``;`` for ``|``. Planned models without results, and files of `PLANNED` that are not there,
-are "not measured yet". A ``.csv`` file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a demo's
-``demo_results.json``.
+``ahead`` instead of ``compare`` gives the lead of the first in numbers, and ``verdict`` says whether it is shown.
+Inside a table of the page, write ``;`` for ``|``. Planned models without results, and files of `PLANNED` that are not
+there, are "not measured yet". A ``.csv`` file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a
+demo's ``demo_results.json``.
 """
 
 import json

@@ -40,7 +40,7 @@ def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
     """Write the starter; return its number of parameters and the bytes of its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     model = AutoModelForSeq2SeqLM.from_pretrained(run, dtype=torch.float32)
-    model.config.use_cache, model.config.dropout = True, _DROPOUT
+    model.config.use_cache, model.config.dropout, model.config.attention_dropout = True, _DROPOUT, _DROPOUT
     kept = {name: weight.clone() for name, weight in model.named_parameters() if _EXACT.search(name)}
     model.to(torch.bfloat16)  # tied weights stay one
     model.save_pretrained(folder, state_dict=model.state_dict() | kept)
@@ -50,19 +50,22 @@ def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
     AutoTokenizer.from_pretrained(run).save_pretrained(folder)
     shutil.copyfile(corpus / "sources.json", folder / "sources.json")
     sources = json.loads((corpus / "sources.json").read_text(encoding="utf-8"))
-    _card(run, folder.name, sources).save(folder / "README.md")
+    _card(run, corpus, folder.name, sources).save(folder / "README.md")
     return {
         "parameters": model.num_parameters(),
         "bytes": sum(path.stat().st_size for path in folder.iterdir()),
     }
 
 
-def _card(run: Path, name: str, sources: Mapping[str, Any]) -> ModelCard:
+def _card(run: Path, corpus: Path, name: str, sources: Mapping[str, Any]) -> ModelCard:
     card = ModelCard.load(run / "README.md")
     results = json.loads((run / "all_results.json").read_text(encoding="utf-8"))
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     card.data.model_name, card.data.license, card.data.language = name, LICENCE, "en"
     sections = _sections(card.text)
+    for place, called in ((corpus, "corpus"), (run, "starter")):  # where it was made is nobody's business
+        for written in {str(place), str(place.resolve())}:
+            sections["Command"] = re.sub(rf"{re.escape(written)}(?=[\s/\"']|$)", called, sections["Command"])
     length = re.search(r"--max_seq_length (\d+)", sections["Command"])
     if length is None:
         raise ValueError(f"{run / 'README.md'}: its command must have --max_seq_length")
@@ -78,7 +81,7 @@ def _card(run: Path, name: str, sources: Mapping[str, Any]) -> ModelCard:
         "Architecture": sections["Architecture"],
         "Data and licences": _data(sources),
         "Results": sections["Results"],
-        "Training": f"{_training(results, state)}\n\n{sections['Training']}",
+        "Training": f"{_training(results, state, _resumed_at(run))}\n\n{sections['Training']}",
         "Command": sections["Command"],
         "Limits": LIMITS.format(length=length[1]),
         "Versions": sections["Versions"],
@@ -115,14 +118,22 @@ def _data(sources: Mapping[str, Any]) -> str:
     )
 
 
-def _training(results: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def _resumed_at(run: Path) -> int:
+    """Return the step at which the run's last part began."""
+    found = re.search(r"resumed at step\D*([\d,]+)", (run / "report.html").read_text(encoding="utf-8"))
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def _training(results: Mapping[str, Any], state: Mapping[str, Any], resumed_at: int) -> str:
     losses = [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
     step = max(1, len(losses) // _POINTS)
     curve = make_markdown_table([{"step": number, "training loss": loss} for number, loss in losses[::-step][::-1]])
-    hours = results["train_runtime"] / 3600
+    steps = state["global_step"]
+    # a resumed run knows the time of its last part only
+    hours = results["train_runtime"] / 3600 * steps / (steps - resumed_at)
     return (
-        f"{hours:.2f} hours on two CPU cores, {state['global_step']:,} steps, {results['epoch']:.2f} epochs.\n\n"
-        f"{curve.strip()}"
+        f"{'About ' if resumed_at else ''}{hours:.2f} hours on two CPU cores, {steps:,} steps, "
+        f"{results['epoch']:.2f} epochs.\n\n{curve.strip()}"
     )
 
 

@@ -1,24 +1,25 @@
-r"""Make the texts that the starter is pre-trained on, without what the demo validates and tests with.
+r"""Make the texts that the starter is pre-trained on, without what the demo and its evaluation validate with.
 
 ``python -m benchmarks.starter path/to/data path/to/corpus`` writes ``train.jsonl`` and ``validation.jsonl`` with a
 document in each row, and ``sources.json`` with their number, size, hash, licence and origin. `path/to/data` holds
-novels and Wikipedia's articles; the documentation is that of the installed packages.
+novels and Wikipedia's articles, and the tasks of `EVALUATED`; the documentation is that of the installed packages.
 
 The starter is a SPADE encoder-decoder of 7.6 million parameters, under 16 MB in bfloat16. It learns by text infilling,
 which makes it copy: after 800 steps of it, 400 steps on the demo's task reach a validation loss of 4.01, after 1,000
 steps of span corruption 4.47, without pre-training 4.79. A step takes 0.9 s on two cores, an epoch about an hour::
 
     python -m hf_hybrid.training pretrain --objective text_infilling --model_type spade --config_overrides \
-        "preset=tiny,num_hidden_layers=4,num_decoder_layers=4,intermediate_size=704,norm_position=pre,dropout=0" \
+        "preset=tiny,num_hidden_layers=4,num_decoder_layers=4,intermediate_size=704,norm_position=pre,dropout=0,\
+    attention_dropout=0" \
         --tokenizer_type marked --tokenizer_vocab_size 5600 --learning_rate 2e-3 --lr_scheduler_type cosine \
         --warmup_steps 0.05 --adam_beta2 0.98 --weight_decay 0.01 --train_file corpus/train.jsonl \
         --validation_file corpus/validation.jsonl --max_seq_length 256 --per_device_train_batch_size 16 \
-        --num_train_epochs 2 --do_train --do_eval --use_cpu --preprocessing_num_workers 2 \
-        --resume_from_checkpoint auto --output_dir starter
+        --max_steps 6400 --do_train --do_eval --use_cpu --preprocessing_num_workers 2 \
+        --save_total_limit 1 --resume_from_checkpoint auto --output_dir starter
     python -m benchmarks.ship_starter starter corpus path/to/spade-en-tiny
 
-A part of the documentation is left out if it contains half of what a document or a summary of the demo's validation
-or test split says: see `Contained`.
+Left out is what repeats half of a document or a summary of the demo's validation or test split, or of a longer
+validation text of the tasks in `EVALUATED`: see `Contained`.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiment import data_file
 from hf_hybrid.data.corpora import corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
 from hf_hybrid.data.files import iterate_rows
@@ -45,6 +47,9 @@ SOURCES = {
 }
 HELD_OUT = ("docstrings", "modules")
 """The embedded corpora whose validation and test splits are held out."""
+EVALUATED = ("dialogsum", "scitldr", "glue/sst2")
+"""The data sets with which the starter is evaluated, whose validation splits are held out too."""
+_LONG = 8  # different runs of a text that is looked for in all sources; shorter ones are phrases
 _SHARE = 0.5  # of a text's runs, which makes another contain it
 _TITLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
 # WikiText's marks around punctuation, and spaces that written text does not have
@@ -62,7 +67,8 @@ _MARKS = (
 class Contained:
     """Recognises texts that contain one of others, as a whole or for the most part.
 
-    A text contains another if it has at least half of the other's different runs of four words.
+    A text contains another if it has at least half of the other's different runs of four words. A page's parts contain
+    it together: then all of them that have any of these runs do.
 
     Args:
         texts: The other texts.
@@ -79,8 +85,29 @@ class Contained:
 
     def __call__(self, text: str) -> bool:
         """Return whether a text contains one of the others."""
-        shared = Counter(number for run in hashed_runs(words_of(text)) for number in self._of_run.get(run, ()))
-        return any(count >= _SHARE * self._sizes[number] for number, count in shared.items())
+        return bool(self.parts([text]))
+
+    def parts(self, parts: Sequence[str]) -> set[int]:
+        """Return which parts of a page contain one of the others, by themselves or together."""
+        held = [{run for run in hashed_runs(words_of(part)) if run in self._of_run} for part in parts]
+        shared = Counter(number for run in set().union(*held) for number in self._of_run[run])
+        found = {number for number, count in shared.items() if count >= _SHARE * self._sizes[number]}
+        return {at for at, runs in enumerate(held) if any(found.intersection(self._of_run[run]) for run in runs)}
+
+    def without(self, parts: Sequence[str]) -> list[str]:
+        """Return the parts of a page that contain none of the others."""
+        left_out = self.parts(parts)
+        return [part for at, part in enumerate(parts) if at not in left_out]
+
+
+def evaluated(folder: Path) -> list[str]:
+    """Return the longer texts of the validation splits of `EVALUATED`."""
+    texts = []
+    for name in EVALUATED:
+        for row in iterate_rows("data", str(data_file(folder / name, "validation"))):
+            for value in row.values():
+                texts += [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    return [text for text in texts if len(hashed_runs(words_of(text))) >= _LONG]
 
 
 def held_out(**corpora: Any) -> list[str]:
@@ -95,10 +122,10 @@ def documentation(**corpora: Any) -> tuple[list[str], int]:
     Args:
         **corpora: Arguments of `embedded_corpus`.
     """
-    contains, pages, left_out = Contained(held_out(**corpora)), [], 0
+    contained, pages, left_out = Contained(held_out(**corpora)), [], 0
     for page in embedded_corpus("text", **corpora)["train"]["text"]:
         parts = page.split("\n\n")
-        kept = [part for part in parts if not contains(part)]
+        kept = contained.without(parts)
         left_out += len(parts) - len(kept)
         if kept:
             pages.append("\n\n".join(kept))
@@ -138,6 +165,17 @@ def articles(folder: Path, split: str) -> Iterator[str]:
         yield re.sub(r"\n{2,}", "\n", article).strip()
 
 
+def paragraphs_without(contained: Contained, texts: Iterable[str]) -> tuple[list[str], int]:
+    """Return texts without the lines that contain one of others, and how many lines these are."""
+    kept, left_out = [], 0
+    for text in texts:
+        lines = text.split("\n")
+        own = [line for line in lines if not contained(line)]
+        left_out += len(lines) - len(own)
+        kept.append("\n".join(own))
+    return kept, left_out
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the corpus."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pages, left_out = documentation()
     of_split = divided(pages)
     report: dict[str, Any] = {name: {"what": what, "licence": licence} for name, (what, licence) in SOURCES.items()}
+    contained = Contained(evaluated(arguments.data))
     for split in ("train", "validation"):
         with (arguments.folder / f"{split}.jsonl").open("w", encoding="utf-8") as stream:
             for name, texts in (
@@ -155,12 +194,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ("wikipedia", articles(arguments.data, split)),
                 ("documentation", of_split[split]),
             ):
-                written = list(texts)
+                written, copies = paragraphs_without(contained, texts)
                 stream.writelines(json.dumps({"text": text, "source": name}) + "\n" for text in written)
                 report[name][split] = {
                     "documents": len(written),
                     "characters": sum(map(len, written)),
                     "sha256": digest(written),
+                    "lines_of_evaluated_tasks": copies,
                 }
     report["documentation"] |= {
         "left_out": left_out,

@@ -1,5 +1,6 @@
 """Comparisons on data: what is trained in which order, what is kept, and what is said of it."""
 
+import gzip
 import json
 import math
 import random
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare_on_data, costs, facts, figures, results_page, train_one
+from benchmarks import compare_on_data, costs, facts, figures, first_summaries, results_page, train_one
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
 from benchmarks.experiment import Experiment, read_experiment
@@ -691,7 +692,7 @@ def test_experiments_can_be_read(tmp_path, name):
     path = EXPERIMENTS / f"{name}.json"
     data = json.loads(path.read_text(encoding="utf-8"))["data"]
     if not data.startswith("drawn:"):
-        (tmp_path / data).mkdir()
+        (tmp_path / data).mkdir(parents=True)
         for split in ("train", "validation"):
             (tmp_path / data / f"{split}.jsonl").write_text("{}\n")
     experiment = read_experiment(path, [tmp_path], tmp_path)
@@ -718,6 +719,18 @@ def test_facts_are_where_their_keys_are_and_summaries_tell_them(tmp_path, capsys
     before = (tmp_path / "train.jsonl").read_text()
     facts.main(argv)
     assert (tmp_path / "train.jsonl").read_text() == before
+
+
+def test_first_summaries_are_first(tmp_path):
+    (tmp_path / "several").mkdir()
+    for split, count in (("train", 3), ("validation", 2)):
+        rows = [{"id": n, "document": f"{split} {n}", "summaries": [f"first {n}", "second"]} for n in range(count)]
+        with gzip.open(tmp_path / "several" / f"{split}.jsonl.gz", "wt", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+    assert first_summaries.main([str(tmp_path / "several"), str(tmp_path / "first")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "first" / "validation.jsonl").read_text().splitlines()]
+    assert rows == [{"document": f"validation {n}", "summary": f"first {n}"} for n in range(2)]
+    assert len((tmp_path / "first" / "train.jsonl").read_text().splitlines()) == 3
 
 
 # ---- a run ----

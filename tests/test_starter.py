@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import re
 
 import pytest
 import torch
@@ -31,6 +32,18 @@ UNLIKE = "Draw a picture of the tree with its leaves at the bottom of the page"
 )
 def test_what_contains_a_text_is_recognised(text, wanted):
     assert Contained([OTHER, "another text of some words"])(text) is wanted
+
+
+def test_parts_contain_a_text_together():
+    """A copy with blank lines where the text has none, on a page of other things."""
+    words = [one + other for one in "abcdef" for other in "ghijkl"]
+    text = " ".join(words)
+    parts = [UNLIKE, *(" ".join(words[at : at + 9]) for at in range(0, 36, 9)), OTHER]
+    contained = Contained([text])
+    assert not any(map(contained, parts))
+    assert contained.parts(parts) == {1, 2, 3, 4}
+    assert contained.without(parts) == [UNLIKE, OTHER]
+    assert contained.without(parts[:3]) == parts[:3]  # less than half of it
 
 
 def test_a_short_text_is_one_run():
@@ -66,9 +79,9 @@ def test_documentation_has_nothing_that_is_held_out(places, monkeypatch):
     pages, left_out = documentation(**places)
     texts = held_out(**places)
     assert texts
-    contains = Contained(texts)
+    contained = Contained(texts)
     parts = [part for page in pages for part in page.split("\n\n")]
-    assert not any(map(contains, parts))
+    assert not any(contained.parts(page.split("\n\n")) for page in pages)
     whole = embedded_corpus("text", **places)["train"]["text"]
     assert len(parts) + left_out == sum(len(page.split("\n\n")) for page in whole)
     secret = max(parts, key=len)
@@ -86,7 +99,12 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
         with lzma.open(data / "wikitext2" / f"{name}.txt.xz", "wt", encoding="utf-8") as stream:
             stream.write(f" \n = One = \n \n Text of {split} . \n")
         with lzma.open(data / "english_novels" / f"{split}.jsonl.xz", "wt", encoding="utf-8") as stream:
-            stream.write(json.dumps({"text": f"A line\nand one\n\nof {split}"}) + "\n")
+            stream.write(json.dumps({"text": f"A line\nand one\n\nof {split}\n\n{OTHER} here."}) + "\n")
+    for name in starter.EVALUATED:
+        (data / name).mkdir(parents=True)
+        row = {"document": OTHER, "summaries": [UNLIKE, "of train"], "label": 1}
+        (data / name / "validation.jsonl").write_text(json.dumps(row) + "\n")
+    assert starter.evaluated(data) == [OTHER, UNLIKE] * 3
     embedded = starter.embedded_corpus
     monkeypatch.setattr(starter, "embedded_corpus", lambda name: embedded(name, **places))
     assert main([str(data), str(tmp_path / "corpus")]) == 0
@@ -99,10 +117,11 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
             assert report[name][split]["documents"] == len(texts) > 0
             assert report[name][split]["characters"] == sum(map(len, texts))
             assert report[name][split]["sha256"] == digest(texts)
+        assert [report[name][split]["lines_of_evaluated_tasks"] for name in ("novels", "wikipedia")] == [1, 0]
     assert list(report["documentation"]["packages"]) == ["orchard"]
 
 
-def test_a_run_becomes_a_starter(tmp_path):
+def test_a_run_becomes_a_starter(tmp_path, monkeypatch):
     train, corpus, run = tmp_path / "train.jsonl", tmp_path / "corpus", tmp_path / "run"
     train.write_text("".join(json.dumps({"text": f"{OTHER} {number} {UNLIKE}"}) + "\n" for number in range(8)))
     pretrain.main(
@@ -123,7 +142,7 @@ def test_a_run_becomes_a_starter(tmp_path):
     assert ship_starter.main([str(run), str(corpus), str(folder)]) == 0
 
     trained, shipped = (AutoModelForSeq2SeqLM.from_pretrained(place) for place in (run, folder))
-    assert shipped.config.dropout == 0.1
+    assert (shipped.config.dropout, shipped.config.attention_dropout) == (0.1, 0.1)
     assert {weight.dtype for weight in shipped.parameters()} == {torch.float32}
     for (name, one), other in zip(trained.named_parameters(), shipped.parameters(), strict=True):
         assert torch.equal(one if ".ssm." in name else one.bfloat16().float(), other), name
@@ -144,3 +163,19 @@ def test_a_run_becomes_a_starter(tmp_path):
     ):
         assert said in card.text, said
     assert json.loads((folder / "sources.json").read_text()) == sources
+    assert "--output_dir starter" in card.text
+    for place in (run, corpus):
+        assert str(place) not in card.text
+    hours = float(re.search(r"\n([\d.]+) hours on two CPU cores, 3 steps", card.text)[1])
+    assert hours == pytest.approx(json.loads((run / "all_results.json").read_text())["train_runtime"] / 3600, abs=0.01)
+    monkeypatch.setattr(ship_starter, "_resumed_at", lambda run: 2)
+    assert ship_starter.main([str(run), str(corpus), str(folder)]) == 0
+    assert re.search(r"\nAbout [\d.]+ hours on two CPU cores, 3 steps", ModelCard.load(folder / "README.md").text)
+
+
+def test_the_last_part_of_a_run_is_found(tmp_path):
+    report = tmp_path / "report.html"
+    report.write_text("<tr><th>steps</th><td>6,400</td></tr>")
+    assert ship_starter._resumed_at(tmp_path) == 0
+    report.write_text("<tr><th>resumed at step</th><td>3,200</td></tr>")
+    assert ship_starter._resumed_at(tmp_path) == 3200

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..kernels.checks import check_positive
 from ..kernels.precision import compute_dtype
+from .dropout import Dropout
 
 IGNORED = -100
 """Label of positions that the loss skips."""
@@ -172,7 +173,7 @@ class AdaptiveSoftmax(_Tables):
     def __init__(self, embedding: AdaptiveEmbedding, *, tied: bool = True, dropout: float = 0.0):
         super().__init__(embedding.clusters)
         self.tied = tied
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.class_weight = nn.Parameter(torch.empty(len(self.clusters) - 1, self.clusters[0].width))
         if not tied:
             self._declare(projected_from=1)

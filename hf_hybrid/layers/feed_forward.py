@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from .dropout import Dropout
+
 
 class FeedForward(nn.Module):
     """Two-layer network for every position: ``down(act(up(x)))``, or gated ``down(act(gate(x)) * up(x))``.
@@ -31,12 +33,14 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = activation
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`."""
-        if self.gate_proj is None:
-            hidden_states = self.activation(self.up_proj(hidden_states))
+        if self.gate_proj is not None:
+            hidden_states = self.dropout(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        elif isinstance(self.activation, nn.ReLU):
+            hidden_states = self.dropout.after_relu(self.up_proj(hidden_states))
         else:
-            hidden_states = self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
-        return self.down_proj(self.dropout(hidden_states))
+            hidden_states = self.dropout(self.activation(self.up_proj(hidden_states)))
+        return self.down_proj(hidden_states)

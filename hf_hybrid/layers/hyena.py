@@ -14,6 +14,7 @@ from ..kernels.checks import check_positive
 from ..kernels.long_conv import long_conv
 from ..kernels.packed import to_rows
 from ..kernels.precision import compute_dtype
+from .dropout import Dropout
 from .implicit_filter import ImplicitFilter
 
 
@@ -85,7 +86,7 @@ class Hyena(ImplicitFilter):
         self.in_proj = nn.Linear(hidden_size, width)
         self.short_conv = nn.Conv1d(width, width, short_kernel_size, groups=width)
         self.out_proj = nn.Linear(hidden_size, hidden_size)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.reset_parameters()
 
     def state_shape(self, batch: int) -> tuple[int, ...]:

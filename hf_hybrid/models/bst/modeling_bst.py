@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...context_parallel import Shards
 from ...kernels.packed import longest
+from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
 from ..description import ModelCardMixin
@@ -67,7 +68,7 @@ class BstLayer(GradientCheckpointingLayer):
         self.gate_bias = nn.Parameter(torch.zeros(config.hidden_size)) if gated else None
         self.feed_forward = make_feed_forward(config)
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -146,7 +147,7 @@ class BstModel(BstPreTrainedModel):
         self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList(BstLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.output_scale = 1.0
         self.gradient_checkpointing = False
         self.post_init()

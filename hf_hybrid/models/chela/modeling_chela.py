@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ...context_parallel import Shards
 from ...layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+from ...layers.dropout import Dropout
 from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
@@ -61,7 +62,7 @@ class ChelaLayer(GradientCheckpointingLayer):
             config.hidden_size, config.intermediate_size, ACT2FN[config.hidden_act], dropout=config.activation_dropout
         )
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -169,7 +170,7 @@ class ChelaModel(ChelaPreTrainedModel):
             self.final_norm = make_norm(
                 config.norm_type, config.hidden_size, config.layer_norm_eps, affine=config.final_norm_affine
             )
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.gradient_checkpointing = False
         self.post_init()
 

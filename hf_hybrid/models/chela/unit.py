@@ -17,6 +17,7 @@ from ...context_parallel import linear_attention as divided_linear
 from ...kernels import laplace_attention, linear_attention
 from ...kernels.laplace_attention import laplace
 from ...kernels.packed import to_rows
+from ...layers.dropout import Dropout
 from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
 from ...layers.norms import make_norm
 from ...layers.s4d import S4D
@@ -106,8 +107,8 @@ class ChelaUnit(nn.Module):
         if config.attention_norm in ("rms_norm", "layer_norm") and config.attention_fn != "laplace":
             head_dim = width // config.num_attention_heads
             self.attention_norm = make_norm(config.attention_norm, head_dim, config.attention_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-        self.value_dropout = nn.Dropout(config.activation_dropout)
+        self.dropout = Dropout(config.dropout)
+        self.value_dropout = Dropout(config.activation_dropout)
 
     def reset_parameters(self):
         """Initialise the offsets and scales of queries and keys, and the gate's bias."""

@@ -12,6 +12,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from ...context_parallel import Shards, cross_attention
+from ...layers.dropout import Dropout
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
 from ...layers.norms import make_norm
@@ -285,7 +286,7 @@ class SpadeLayer(GradientCheckpointingLayer):
             self.cross_attention_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
         self.feed_forward = make_feed_forward(config)
         self.feed_forward_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,

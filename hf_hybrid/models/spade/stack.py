@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...context_parallel import Shards, own_positions
 from ...kernels.packed import longest
+from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
 from ..checks import check_fixed_length
 from ..description import ModelCardMixin
@@ -128,7 +129,7 @@ class SpadeStack(SpadePreTrainedModel):
         self.final_norm = None
         if config.final_norm:
             self.final_norm = make_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.output_scale = 1.0
         self.gradient_checkpointing = False
         self.post_init()

@@ -27,6 +27,7 @@ from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
+from ..layers.dropout import dropout as drop
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
@@ -68,7 +69,7 @@ def eager_attention_forward(
     if attention_mask is not None:
         scores = scores + attention_mask
     probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
+    probabilities = drop(probabilities, dropout, module.training)
     return torch.matmul(probabilities, value).transpose(1, 2), probabilities
 
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ...kernels import segment_recurrence, segment_step
 from ...kernels.precision import compute_dtype, full_precision
+from ...layers.dropout import dropout
 from .segments import Reading, SegmentCache, SegmentMemory, previous_slot
 
 NORM_FLOOR = 1e-6
@@ -270,7 +271,7 @@ class SegmentedCrossAttention:
         probabilities = scores.softmax(-1, dtype=compute_dtype(scores)).to(values.dtype)
         if reading.visible is not None:
             probabilities = probabilities.masked_fill(~reading.visible, 0)  # a segment may have no key at all
-        probabilities = nn.functional.dropout(probabilities, p=self.dropout, training=self.training)
+        probabilities = dropout(probabilities, self.dropout, self.training)
         returned = None
         if self.config._attn_implementation == "eager":
             returned = reading.collect(probabilities).transpose(1, 2)

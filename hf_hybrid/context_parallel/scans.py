@@ -222,27 +222,22 @@ def s4_window_states(
 
 
 class _System:
-    """The recurrence of S4 or S4D, with what advances its states `(B, H, M)`."""
+    """The recurrence of S4 or S4D, with what advances its states `(B, H, M)`.
+
+    What advances them by blocks of tokens does not become less with the tokens of a shard, so it is not kept for the
+    backward, but computed again.
+    """
 
     def __init__(self, C: Tensor, step: S4Step | S4DStep, dtype: torch.dtype):
-        self.exact, complex_dtype = step, dtype.to_complex()
-        self.C = C.to(complex_dtype)
-        self.step = type(step)(*(x.to(complex_dtype) for x in step))
-        self.blocks = self.powers = None
-        if isinstance(step, S4Step):
-            self.blocks = s4_block_constants(C, step, dtype)
-        else:
-            self.powers = s4d_block_powers(step, dtype)
+        self.exact, self.C = step, C.to(dtype.to_complex())
 
     def final_state(self, u: Tensor) -> Tensor:
         """Return the state after all tokens of `(B, T, H)`, from zeros."""
         if u.shape[1] == 0:
-            return nothing((u.shape[0], *self.C.shape[1:]), self.C, u, *self.step)
-        if isinstance(self.step, S4Step):
-            assert self.blocks is not None
-            return s4_final_state(u, self.step, self.blocks)
-        assert self.powers is not None
-        return s4d_final_state(u, self.step, self.powers)
+            return nothing((u.shape[0], *self.C.shape[1:]), self.C, u, *self.exact)
+        last = _last_of_s4 if isinstance(self.exact, S4Step) else _last_of_s4d
+        state: Tensor = recomputed(last, u, self.C, *self.exact)
+        return state
 
     def fold(self, states: Tensor, lengths: list[int]) -> Tensor:
         """Return the state after shards of these lengths, whose own states are `(R, B, H, M)`."""
@@ -272,12 +267,9 @@ class _System:
 
     def response(self, state: Tensor, length: int, direction: int = 0) -> Tensor:
         """Return ``2 Re C Abar^(i+1) x`` for i < length, `(B, length, H)`."""
-        if isinstance(self.step, S4Step):
-            assert self.blocks is not None
-            blocks = self.blocks._replace(outputs=self.blocks.outputs[direction, None])
-            return s4_state_response(state, length, blocks)[:, 0]
-        assert self.powers is not None
-        return s4d_state_response(state, length, self.C[direction, None], self.powers)[:, 0]
+        answer = _response_of_s4 if isinstance(self.exact, S4Step) else _response_of_s4d
+        output: Tensor = recomputed(answer, state, length, self.C[direction, None], *self.exact)
+        return output
 
     def reverse_response(self, state: Tensor, length: int) -> Tensor:
         """Return ``2 Re C_1 Abar^i x`` for i < length, from the last token to the first."""
@@ -285,6 +277,25 @@ class _System:
         if length > 1:
             y = torch.cat([y, self.response(state, length - 1, 1)], dim=1)
         return y.flip(1)
+
+
+def _last_of_s4(u: Tensor, C: Tensor, *exact: Tensor) -> Tensor:
+    step = S4Step(*exact)
+    blocks = s4_block_constants(C, step, C.real.dtype)
+    return s4_final_state(u, S4Step(*(x.to(C.dtype) for x in step)), blocks)
+
+
+def _last_of_s4d(u: Tensor, C: Tensor, *exact: Tensor) -> Tensor:
+    step = S4DStep(*exact)
+    return s4d_final_state(u, S4DStep(*(x.to(C.dtype) for x in step)), s4d_block_powers(step, C.real.dtype))
+
+
+def _response_of_s4(state: Tensor, length: int, C: Tensor, *exact: Tensor) -> Tensor:
+    return s4_state_response(state, length, s4_block_constants(C, S4Step(*exact), C.real.dtype))[:, 0]
+
+
+def _response_of_s4d(state: Tensor, length: int, C: Tensor, *exact: Tensor) -> Tensor:
+    return s4d_state_response(state, length, C, s4d_block_powers(S4DStep(*exact), C.real.dtype))[:, 0]
 
 
 def _fold_dense(states: Tensor, lengths: tuple[int, ...], *step: Tensor) -> Tensor:

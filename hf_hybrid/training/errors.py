@@ -84,9 +84,15 @@ def _report(error: Exception, message: str | None = None) -> None:
         ErrorHandler().record_exception(error)
 
 
-def end_without(message: str) -> NoReturn:
-    """Say in one line that another process is lost, and end this one, whose main thread may be waiting for it."""
-    _report(ProcessLost(message))
+def end_without(message: str, speaks: bool) -> NoReturn:
+    """Say in one line that another process is lost, and end this one, whose main thread may be waiting for it.
+
+    The first process may be the lost one, and torchrun shows what others say only when all have ended.
+    """
+    if speaks:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        _report(ProcessLost(message))
     os._exit(1)
 
 

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.bench_context_parallel import MODELS, Stored
 from hf_hybrid import ChelaForSequencePairClassification, SpadeForSequencePairClassification, kernels
 from hf_hybrid import context_parallel as divided
 from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards, meet
@@ -183,6 +186,21 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
     _refused("gate must be", lambda: divided.linear_attention(heads, heads, heads, shards, gate=heads))
 
 
+def stored_memory(group: dist.ProcessGroup) -> None:
+    """What a process keeps for the backward is its part of what one process keeps."""
+    for model_type, fields in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+        ids = torch.randint(3, 60, (1, 6144))
+        kept = []
+        for own, context in ((ids, nullcontext()), (divided.own_part(ids, group), divided.context_parallel(group))):
+            with context, Stored(*model.parameters(), *model.buffers()) as stored:
+                loss = model(input_ids=own, labels=own).loss
+            loss.backward()
+            kept.append(stored.bytes)
+        assert kept[1] < 1.15 * kept[0] / 3, f"{model_type} keeps {kept[1]} of {kept[0]} bytes"
+
+
 def _refused(words: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
@@ -190,6 +208,8 @@ def _refused(words: str, call: Callable[[], object]) -> None:
 
 BEHAVIOURS = {
     function.__name__: function
-    for function in (narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, pairs_of_texts, bad_arguments)
+    for function in (
+        *(narrow_dtypes, repeatable, of_a_mesh, any_span, other_models, pairs_of_texts, bad_arguments, stored_memory),
+    )
 }
 """Name → a check in a group of three processes that raises AssertionError."""

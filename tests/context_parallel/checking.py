@@ -128,6 +128,8 @@ def check(case: Case, group: dist.ProcessGroup, dtype: torch.dtype = torch.float
     out_at = at if operation.out_dim is None else (slice(None),) * operation.out_dim + (slice(*shards.own),)
     with count_sent() as returned:
         _loss(output, weight[out_at]).backward()
+    totals = torch.tensor([sent.bytes, returned.bytes])
+    dist.all_reduce(totals, group=shards.group)
     rows = ("float32", "float32 gradient") if dtype == torch.float32 else ("float64 gradient",) * 2
     try:
         _compare(operation, shards, output, expected.detach()[out_at], own, copies, gradients, rows)
@@ -136,8 +138,10 @@ def check(case: Case, group: dist.ProcessGroup, dtype: torch.dtype = torch.float
         count = operation.sends(shards, operation.options, batch, mask)
         assert sent.bytes == count, f"sends {sent.bytes} bytes instead of {count}"
         assert returned.collectives == sent.collectives - (mask is not None and "chunk_size" in operation.options)
+        if mask is None:  # which has no gradient
+            assert totals[0] == totals[1], f"a backward sends {totals[1]} bytes in place of {totals[0]}"
     except AssertionError as error:
-        return f"rank {shards.rank}: {error}"
+        return f"rank {shards.rank} of {case.lengths}, {case.ends}, seed {case.seed}: {error}"
     return ""
 
 

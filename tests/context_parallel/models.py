@@ -71,6 +71,7 @@ VARIANTS = [
     *(Variant(kind, MASKED, *item) for kind in ENCODERS for item in ENCODERS[kind].items()),
     *(Variant(kind, TAGGING, "default", {}) for kind in ENCODERS),
     *(Variant(kind, SEQUENCES, name, {"pooling": name}) for kind in ENCODERS for name in ("mean", "first", "last")),
+    Variant("bst", SEQUENCES, "default", {}),
     *(Variant(kind, ANSWERS, "default", {}) for kind in ENCODERS),
     *(Variant("spade", PAIRS, *item) for item in PAIRED.items()),
 ]
@@ -190,7 +191,8 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     try:
         for name, x in model.named_buffers():  # statistics of batch norms
             assert_close(x, changed[name], "float64 gradient")
-        assert_close(output.loss, expected.loss, "float32")  # transformers computes losses in float32
+        # transformers computes losses in float32, but not those in chunks
+        assert_close(output.loss, expected.loss, "float64 gradient" if "skip_logits" in whole else "float32")
         for name in ("logits", "start_logits", "end_logits"):
             if expected.get(name) is not None and output.get(name) is not None:
                 of_rank = layout.targets if pair else layout.lengths

@@ -60,7 +60,7 @@ class ScriptTrainer(Trainer):
     args: ScriptTrainingArguments
     agreement = Agreement(1)
     stop_wished = is_saving = False
-    _stop_agreed = False
+    _stop_agreed = _has_begun = False
     _autocasts = False
     _loss_shifts_labels = False
     _loss_counts_items: bool | None = None
@@ -123,7 +123,7 @@ class ScriptTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, with all processes stopping together."""
         self.agreement = Agreement(self.args.world_size)
-        self.is_saving = self.stop_wished = self._stop_agreed = False
+        self.is_saving = self.stop_wished = self._stop_agreed = self._has_begun = False
         if self.division is not None:
             torch.manual_seed(self.division.seed)  # dropout of other tokens draws other numbers
         return super().train(*args, **kwargs)
@@ -177,6 +177,9 @@ class ScriptTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Take the batches of a step, and remove the positions of their examples."""
+        if self.division is not None and not self._has_begun:
+            self.accelerator.wait_for_everyone()  # callbacks of the first process may take long at the beginning
+            self._has_begun = True
         batches, count = super().get_batch_samples(*args, **kwargs)
         self._step = StepCheck(batches)
         return batches, count
@@ -376,8 +379,6 @@ class ScriptTrainer(Trainer):
             with explain_full_disk(folder, folder.name, self._advise):
                 super()._save_checkpoint(model, trial)
                 self._mark_checkpoint(folder)
-            if self.division is not None:
-                self.accelerator.wait_for_everyone()  # which may take longer than processes wait in a step
         except CannotSave:
             if self.args.should_save and was_cut_off(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -387,6 +388,8 @@ class ScriptTrainer(Trainer):
         self.is_saving = False
         if self.args.should_save:  # order by step: file times may mislead
             rotate_checkpoints(run_folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self.division is not None:
+            self.accelerator.wait_for_everyone()  # which may take longer than processes wait in a step
 
     def _mark_checkpoint(self, folder: Path) -> None:
         if not self._is_marked:

@@ -207,7 +207,10 @@ def measured() -> str:
     rows.append([label, f"SRformer {cell(segmented)}", f"full {cell(full)}"])
     first = language[0]
     machine = f"{first['cpu']}, {first['threads']} threads, fp32, {first['date']}; BST in a run of its own"
-    return f"{_table(rows)}\n\n{machine}; torch {first['torch']}, transformers {first['transformers']}."
+    versions = f"torch {first['torch']}, transformers {first['transformers']}, hf_hybrid {first['hf_hybrid']}"
+    if first["hf_hybrid"] == "0.1.0":
+        versions += ", whose SPADE concatenated its branches and froze its state space model"
+    return f"{_table(rows)}\n\n{machine}; {versions}."
 
 
 def _fastest_peer(pairs: Sequence[Row]) -> Row:

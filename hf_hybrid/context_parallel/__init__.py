@@ -17,14 +17,13 @@ from .collectives import Sent, count_sent, divide, fetch, gather, nothing, undiv
 from .context import active_group, add_up, context_parallel, next_tokens, own_part, own_span, previous_tokens, total
 from .convolutions import by_channels, filter_bank_conv, long_conv, short_conv
 from .cross_attention import cross_attention
-from .faults import ROLL_CALL, ProcessLost, Watch, known_fault, meet
+from .faults import ProcessLost, Watch, known_fault, meet
 from .refusals import check_divisible
 from .scans import diagonal_scan, s4_window_states, ssm_conv
 from .segments import segment_recurrence
 from .shards import Shards, Span, group_of, make_shards
 
 __all__ = [
-    "ROLL_CALL",
     "ProcessLost",
     "Sent",
     "Shards",

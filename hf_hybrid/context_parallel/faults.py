@@ -193,18 +193,18 @@ class Watch:
     takes; one that ends in order, with an error or without, says so first.
 
     Args:
-        limit: Seconds without a count after which a process is lost, more than the others wait in a collective for a
-            roll call to name it.
+        timeout: Seconds that processes wait in a collective. One is lost after so long without a count and another
+            one and a half roll calls, which know more where there is a collective.
         on_loss: Gets a message that names the lost ranks, the same in all processes, and whether this process is the
             first of those that are left; called in a thread, at most once, and not while this process calls a roll.
     """
 
-    def __init__(self, limit: float, on_loss: Callable[[str, bool], Any]) -> None:
+    def __init__(self, timeout: float, on_loss: Callable[[str, bool], Any]) -> None:
         global _watch
         if _watch is not None:  # of an earlier run in this process
             _watch.stop()
-        self._limit, self._on_loss = limit, on_loss
-        self._rank, self._pause = dist.get_rank(), min(1.0, limit / 10)
+        self._limit, self._on_loss = timeout + 1.5 * ROLL_CALL, on_loss
+        self._rank, self._pause = dist.get_rank(), min(1.0, timeout / 10)
         self._store = self._client()
         self._counts = dict.fromkeys(range(dist.get_world_size()), 0)
         self._heard = dict.fromkeys(self._counts, time.monotonic())

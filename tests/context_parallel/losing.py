@@ -58,7 +58,7 @@ def _work(rank: int, case: str, folder: Path, port: int) -> None:
         told.set()
 
     if case in WATCHED:
-        Watch(SHORT + 1.5 * faults.ROLL_CALL, tell)
+        Watch(SHORT, tell)
     MEETINGS[name](group, rank)
     if rank == victim(case):
         _go(how)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_hybrid.context_parallel import ROLL_CALL, Shards, Watch, meet, own_part, own_span, total
+from hf_hybrid.context_parallel import Shards, Watch, meet, own_part, own_span, total
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.training.errors import end_without
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
@@ -50,8 +50,7 @@ class Division:
         device: Any = args.device.type
         self._mesh = DeviceMesh.from_group([rows, self.group], device, mesh=ranks, mesh_dim_names=names)
         self.seed = args.seed + args.process_index
-        # longer than a collective and its roll call take, which know more
-        Watch(args.context_parallel_timeout + 1.5 * ROLL_CALL, end_without)
+        Watch(args.context_parallel_timeout, end_without)
 
     def check_together(self, inputs: dict[str, Any] | None = None) -> None:
         """Wait for the processes of the group, which must come with the same batch.

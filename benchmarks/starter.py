@@ -1,4 +1,4 @@
-r"""Make the texts that the starter is pre-trained on, without what the demo and its evaluation validate with.
+r"""Make the texts that the starter is pre-trained on, without what the demo and the starter's evaluation hold out.
 
 ``python -m benchmarks.starter path/to/data path/to/corpus`` writes ``train.jsonl`` and ``validation.jsonl`` with a
 document in each row, and ``sources.json`` with their number, size, hash, licence and origin. `path/to/data` holds
@@ -8,9 +8,9 @@ The starter is a SPADE encoder-decoder of 7.6 million parameters, under 16 MB in
 which makes it copy: after 800 steps of it, 400 steps on the demo's task reach a validation loss of 4.01, after 1,000
 steps of span corruption 4.47, without pre-training 4.79. A step takes 0.9 s on two cores, an epoch about an hour::
 
-    python -m hf_hybrid.training pretrain --objective text_infilling --model_type spade --config_overrides \
-        "preset=tiny,num_hidden_layers=4,num_decoder_layers=4,intermediate_size=704,norm_position=pre,dropout=0,\
-    attention_dropout=0" \
+    SIZE=preset=tiny,num_hidden_layers=4,num_decoder_layers=4,intermediate_size=704
+    python -m hf_hybrid.training pretrain --objective text_infilling --model_type spade \
+        --config_overrides $SIZE,norm_position=pre,dropout=0,attention_dropout=0 \
         --tokenizer_type marked --tokenizer_vocab_size 5600 --learning_rate 2e-3 --lr_scheduler_type cosine \
         --warmup_steps 0.05 --adam_beta2 0.98 --weight_decay 0.01 --train_file corpus/train.jsonl \
         --validation_file corpus/validation.jsonl --max_seq_length 256 --per_device_train_batch_size 16 \

@@ -75,11 +75,6 @@ def _dropout(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     return result
 
 
-@_dropout.register_fake
-def _(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, seed, ctx.dropped = inputs
     ctx.save_for_backward(seed)
@@ -98,6 +93,7 @@ def _relu_dropout(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     return _dropout(x, seed, dropped).clamp_min_(0)
 
 
+@_dropout.register_fake
 @_relu_dropout.register_fake
 def _(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -49,7 +49,7 @@ from benchmarks.record import GrowingRecord, Row, markdown_table, read_csv, stam
 SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 90, "sanitizer": 150, "lra": 300}
 """Each part's share of the time of all calls, including its start."""
 
-FAILURES = ("wrong", "not the same", "raised")
+FAILURES = ("wrong", "not the same", "raised", "refused")
 LATER = "out of time"
 BROKEN, NOT_DONE = 5, 3
 """Exit statuses: the device is broken for this process; what is missing is measured by the next call."""

@@ -95,6 +95,61 @@ def test_what_is_wrong_shows():
     assert all(outcome.startswith(gpu.FAILURES) for run, outcome in outcomes.items() if run is not case.run)
 
 
+def test_a_refusal_is_a_failure_where_kernels_are_due(monkeypatch):
+    """On a GPU; so that a machine without Triton, or with a GPU that is too old, does not pass."""
+    assert gpu_kernels.kernels_are_due(torch.device("cuda"))
+    refused = ValueError("short_conv cannot run on triton: triton is not installed")
+    outcome = gpu_kernels.own_outcome(refused, torch.device("cuda"))
+    assert outcome == "refused: triton is not installed"
+    assert outcome.startswith(gpu.FAILURES)
+    if not gpu_kernels.kernels_are_due(CPU):
+        assert gpu_kernels.own_outcome(refused, CPU) == "triton is not installed"
+    monkeypatch.setattr(gpu_kernels, "kernels_are_due", lambda device: True)
+    case = next(case for case in SMALL.values() if case.op == "short_conv")
+    _, row = check(case, "fp32", CPU, ("torch", "triton"))
+    assert row["outcome"] == "refused: not every tensor is on a CUDA device"
+
+
+def absent():
+    raise ModuleNotFoundError("No module named 'causal_conv1d'")
+
+
+def broken(inputs):
+    raise RuntimeError("device-side assert triggered")
+
+
+def test_contenders_of_ours_that_do_not_run_are_failures_and_peers_are_not(tmp_path, monkeypatch):
+    case = next(case for case in SMALL.values() if case.op == "short_conv")
+    case = case._replace(peers={"absent": absent, "broken": lambda: broken})
+    monkeypatch.setattr(gpu, "cases", lambda small: [case])
+    assert gpu.run_part("kernels", part_arguments(tmp_path)) == 0  # on a CPU, Triton's kernels cannot run
+    monkeypatch.setattr(gpu_kernels, "kernels_are_due", lambda device: True)
+    assert gpu.run_part("kernels", part_arguments(tmp_path / "due")) == 4
+
+    def raising(x, backend):
+        return broken(x) if backend == "torch" else case.run(x, "torch")
+
+    monkeypatch.setattr(gpu, "cases", lambda small: [case._replace(run=raising)])
+    assert gpu.run_part("kernels", part_arguments(tmp_path / "raises")) == 4
+    outcomes = {}
+    for folder in ("due", "raises"):
+        rows = [row for row in read_csv(tmp_path / folder / "kernels.csv") if row["direction"] == "forward"]
+        outcomes[folder] = {row["contender"]: row["outcome"] for row in rows}
+    peers = {
+        "absent": "not installed: No module named 'causal_conv1d'",
+        "broken": "RuntimeError: device-side assert triggered",
+    }
+    assert outcomes["due"] == peers | {
+        "hf_hybrid, triton": "refused: not every tensor is on a CUDA device",
+        "hf_hybrid, torch": "ok",
+    }
+    assert outcomes["raises"] == peers | {
+        "hf_hybrid, triton": "ok",
+        "hf_hybrid, torch": "raised: RuntimeError: device-side assert triggered",
+    }
+    assert not any(outcome.startswith(gpu.FAILURES) for outcome in peers.values())
+
+
 def test_steps_are_raced_in_graphs_too():
     ceilings = {"copy_gbs": "1", "fp32_tflops": "1"}
     rows = list(
@@ -106,7 +161,7 @@ def test_steps_are_raced_in_graphs_too():
             1,
         )
     )
-    refused = "ValueError: CUDA graphs need a GPU"
+    refused = "NeedsGpu: CUDA graphs need a GPU"
     assert {row["contender"]: row["outcome"] for row in rows if row["contender"] != "hf_hybrid, triton"} == {
         "hf_hybrid, torch": "ok",
         "SDPA, cut to the window": "ok",

@@ -23,7 +23,8 @@ their worth:
 - ``tune``: other tiles, warps and stages of each kernel; writes ``tuned.py``, which replaces
   ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`). Then what runs kernels is measured again, in place of the
   rows before: these name the kernels' code and configurations by a fingerprint;
-- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against transformers' models;
+- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against peers (`benchmarks.gpu_models`); the
+  column ``code`` says which kernels ran;
 - ``losses``: the loss of a large vocabulary with all logits, in chunks, and with Liger's kernel if it is installed;
 - ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed (`benchmarks.gpu_sanitizer`);
 - ``lra``: training on the Long Range Arena's ListOps, which is drawn (`benchmarks.lra`).
@@ -68,10 +69,7 @@ COLUMNS = {
         "outcome", "copy_gbs", *(f"{name}_tflops" for name in DTYPES),
     ),
     "tune": (*STAMP, *gpu_tuning.COLUMNS),
-    "models": (
-        *STAMP, "model", "length", "parameters", "batch", "step_ms", "tokens_s", "peak_mib", "prompt_ms", "token_ms",
-        "outcome",
-    ),
+    "models": (*STAMP, *gpu_models.COLUMNS),
     "losses": (*STAMP, *gpu_further.LOSS_COLUMNS),
     "sanitizer": (*STAMP, *gpu_sanitizer.COLUMNS),
     "lra": (*STAMP, *gpu_further.LRA_COLUMNS),
@@ -81,7 +79,7 @@ KEYS = {
     "checks": ("op", "shape", "dtype", "fingerprint"),
     "kernels": ("op", "shape", "dtype", "fingerprint"),
     "tune": gpu_tuning.KEYS,
-    "models": ("model", "length"),
+    "models": gpu_models.KEYS,
     "losses": gpu_further.LOSS_COLUMNS[:4],
     "sanitizer": ("op", "tool", "fingerprint"),
     "lra": ("task", "model"),
@@ -135,11 +133,7 @@ def _tune(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) 
 
 
 def _models(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
-    clock, small = Clock(device), arguments.small
-    for length in (64,) if small else gpu_models.LENGTHS:
-        for name in (*gpu_models.LANGUAGE_MODELS, *gpu_models.ENCODER_DECODERS):
-            key = {"model": name, "length": str(length)}
-            yield key, partial(gpu_models.race, length, (name,), clock, small, 1 if small else 8)
+    yield from gpu_models.cells(Clock(device), arguments.small)
 
 
 PARTS: dict[str, Callable[[torch.device, argparse.Namespace, list[Row]], Iterator[Cell]]] = {
@@ -332,10 +326,12 @@ def draw(folder: Path) -> None:
     rows = read_csv(folder / "models.csv") if (folder / "models.csv").exists() else []
     for column, label in (("tokens_s", "training, tokens per second"), ("peak_mib", "training, peak memory in MiB")):
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for model in dict.fromkeys(row["model"] for row in rows):
-            points = [(int(r["length"]), float(r[column])) for r in rows if r["model"] == model and r[column]]
+        for model, loss in dict.fromkeys((row["model"], row["loss"]) for row in rows):
+            own = [row for row in rows if (row["model"], row["loss"]) == (model, loss) and row[column]]
+            points = sorted((int(row["length"]), float(row[column])) for row in own)
+            name = model if loss == gpu_models.LOGITS else f"{model}, {loss}"
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=model)
+                axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
         if axes.lines:
             axes.legend(fontsize="small")

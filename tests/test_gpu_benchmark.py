@@ -1,16 +1,20 @@
 """The benchmark for a GPU, rehearsed on a CPU: what it compares is the same, and what is wrong shows."""
 
 import argparse
+import importlib.util
+import statistics
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from benchmarks import gpu, gpu_further, gpu_kernels, gpu_models, gpu_plan, gpu_sanitizer
 from benchmarks.aot_launches import MODULES, shipped
 from benchmarks.gpu_cases import attention, cases, checked_cases
 from benchmarks.gpu_kernels import check
+from benchmarks.gpu_paths import code_of, launched
 from benchmarks.record import read_csv, write_csv
 from hf_hybrid.kernels.launching import record_launches
 from hf_hybrid.kernels.local_attention import local_attention
@@ -222,7 +226,9 @@ def test_the_fingerprint_is_that_of_code_and_configurations(tmp_path):
         gpu_kernels.fingerprint.cache_clear()
         seen.add(gpu_kernels.fingerprint(tmp_path))
     assert len(seen) == 3
-    assert gpu._place(SMALL_CASE, "fp32")["fingerprint"] == gpu_kernels.fingerprint()
+    for cell in (gpu._place(SMALL_CASE, "fp32"), gpu_models._key("spade", "64", "logits")):
+        assert cell["fingerprint"] == gpu_kernels.fingerprint()
+    assert gpu_models._key("mamba2", "64", "logits")["fingerprint"] == "-"
 
 
 def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
@@ -230,7 +236,7 @@ def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
 
     def cells(device, arguments, rows):
         for model, outcome in outcomes.items():
-            key = {"model": model, "length": ""}
+            key = {"model": model, "length": "", "loss": "", "fingerprint": "-"}
             yield key, lambda outcome=outcome: [{"outcome": outcome}]
 
     monkeypatch.setitem(gpu.PARTS, "models", cells)
@@ -355,12 +361,114 @@ def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd, parts, ops, ro
     assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")
 
 
-def test_models_are_measured_and_failing_ones_said():
-    names = ("bst", "srformer_t5", "no such model")
-    rows = list(gpu_models.race(24, names, gpu_kernels.Clock(CPU), small=True, rounds=1))
-    assert [row["outcome"] for row in rows] == ["ok", "ok", "raised: KeyError: 'no such model'"]
-    for row in rows[:2]:
-        assert {"step_ms", "tokens_s", "prompt_ms", "token_ms"} <= row.keys()
+def raced(name, length=24, loss="logits", **given):
+    (row,) = gpu_models.race(name, length, loss, gpu_kernels.Clock(CPU), True, 1, **given)
+    return row
+
+
+def test_models_are_measured_and_failing_ones_said(monkeypatch):
+    for name in ("bst", "srformer_t5"):
+        row = raced(name)
+        assert row["outcome"] == "ok"
+        assert {"step_ms", "tokens_s", "prompt_ms", "token_ms", "code"} <= row.keys()
+    row = raced("bst", loss="without logits", decodes=False)
+    assert row["outcome"] == "ok"
+    assert "prompt_ms" not in row
+    assert raced("no such model")["outcome"] == "raised: KeyError: 'no such model'"
+    monkeypatch.setattr(gpu_models, "kernels_are_due", lambda device: True)
+    assert raced("bst")["outcome"] == "raised: RuntimeError: no Triton kernel ran"
+    monkeypatch.setattr(gpu_models, "_decoding", broken_peer)
+    row = raced("mamba2")
+    assert row["outcome"] == "RuntimeError: this GPU is too old"  # a peer's, which is no failure
+    assert float(row["step_ms"]) > 0
+    assert row["code"] == "torch"  # it says that none of Mamba's kernels ran
+
+
+def broken_peer(*_):
+    raise RuntimeError("this GPU is too old")
+
+
+def test_the_code_that_ran_is_seen():
+    class Peer(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(context, grad):
+            return 2 * grad
+
+    Peer.__module__ = "mamba_ssm.ops.triton.ssd_combined"
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    assert code_of(Peer.apply(q).relu().sum()) == ["mamba_ssm Peer"]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        (flash,) = code_of(F.scaled_dot_product_attention(q, q, q).sum())
+    assert flash.startswith("SDPA FlashAttention")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert code_of(F.scaled_dot_product_attention(q, q, q).sum()) == []
+    inputs = gpu_kernels._inputs(SMALL_CASE, CPU, torch.float32, seed=0)
+    assert code_of(SMALL_CASE.run(inputs, "torch").sum()) == []  # an op of ours
+    with record_launches(90), launched() as keys:
+        SMALL_CASE.run(inputs, "triton")
+    assert {op for op, _, _ in keys} == {"short_conv"}
+
+
+def test_llama_is_held_to_flash_attention():
+    assert gpu_models.runs_flash(CPU)
+    row = raced("llama-flash")
+    assert row["outcome"] == "ok"
+    assert row["code"].startswith("SDPA FlashAttention")
+
+
+def test_models_are_planned_by_length_and_loss(monkeypatch):
+    monkeypatch.setattr(gpu_models, "PACKAGES", {"gated-deltanet": "no_such_package"})
+    keys = [key for key, _ in gpu_models.cells(gpu_kernels.Clock(CPU), small=False)]
+    absent, keys = keys[0], keys[1:]
+    assert (absent["model"], absent["length"]) == ("gated-deltanet", "")
+    found = [(key["model"], int(key["length"]), key["loss"]) for key in keys]
+    assert {length for _, length, _ in found} == {1024, 4096, 16384, 65536}
+    assert ("llama-flash", 65536, "logits") in found
+    assert not [name for name, _, _ in found if name == "llama-sdpa"]
+    for name in gpu_models.OURS:
+        for length in (1024, 4096, 16384, 65536):
+            losses = [loss for model, tokens, loss in found if (model, tokens) == (name, length)]
+            assert losses == (["without logits", "logits"] if length >= 16384 else ["logits"])
+    assert ("pegasus-x", 65536, "logits") in found
+    assert ("pegasus-x", 65536, "without logits") not in found
+
+
+def test_models_are_of_one_size_and_have_no_dropout():
+    """Language models within 3 % of their mean, and so encoder-decoders."""
+    for names in (gpu_models.LANGUAGE_MODELS, gpu_models.ENCODER_DECODERS):
+        sizes = {}
+        for name in names:
+            if importlib.util.find_spec(gpu_models.PACKAGES.get(name, "transformers")) is None:
+                continue
+            with torch.device("meta"):
+                model = gpu_models.build(name, small=False)
+            sizes[name] = model.num_parameters()
+            fields = model.config.to_dict().items()
+            chances = {field: value for field, value in fields if "dropout" in field and "classifier" not in field}
+            assert not any(chances.values()), name
+            assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)), name
+        mean = statistics.mean(sizes.values())
+        assert all(abs(size / mean - 1) <= 0.03 for size in sizes.values()), sizes
+
+
+def test_pictures_tell_losses_apart(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [
+        {"model": "spade", "length": "16384", "loss": "without logits", "tokens_s": "9", "peak_mib": ""},
+        {"model": "spade", "length": "1024", "loss": "logits", "tokens_s": "8", "peak_mib": ""},
+        {"model": "gated-deltanet", "length": "", "loss": "", "tokens_s": "", "peak_mib": ""},
+    ]
+    write_csv(tmp_path / "models.csv", tuple(rows[0]), rows)
+    drawn, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: drawn.append(figure) or close(figure))
+    gpu.draw(tmp_path)
+    speed, _ = (figure.axes[0] for figure in drawn)
+    assert speed.get_ylabel() == "training, tokens per second"
+    assert [line.get_label() for line in speed.lines] == ["spade, without logits", "spade"]
 
 
 def test_losses_agree_and_what_is_missing_is_said(monkeypatch):

@@ -117,10 +117,18 @@ class GrowingRecord:
                     raise ValueError(
                         f"{path} must have {name} {value!r} to go on; got {row[name]!r}: name another file"
                     )
-        self._known = {tuple(row[name] for name in keys) for row in self.rows}
+        self._known = self._keys_of_rows()
+
+    def _keys_of_rows(self) -> set[tuple[str, ...]]:
+        return {tuple(row[name] for name in self.keys) for row in self.rows}
 
     def __contains__(self, key: tuple[str, ...]) -> bool:
         return key in self._known
+
+    def forget(self, gone: Callable[[Row], bool]) -> None:
+        """Drop rows, so that they may be measured again; they leave the file when the next rows are added."""
+        self.rows[:] = [row for row in self.rows if not gone(row)]
+        self._known = self._keys_of_rows()
 
     def add(self, *rows: Row) -> None:
         """Add rows and write the file."""

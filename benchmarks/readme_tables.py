@@ -129,7 +129,10 @@ def jobs() -> str:
             "local attention with a memory of all the text before",
             *_job("bst", "AutoModelForCausalLM", decoder("bst-sh-s4")),
         ],
-        ["labels of long texts", *_job("chela", "AutoModelForSequenceClassification", "cost not measured beside a peer")],
+        [
+            "labels of long texts",
+            *_job("chela", "AutoModelForSequenceClassification", "cost not measured beside a peer"),
+        ],
     ]
     return _table(rows)
 

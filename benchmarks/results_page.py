@@ -24,6 +24,7 @@ from benchmarks import (
     bench_growth,
     bench_language_models,
     bench_loading,
+    bench_loss,
     bench_models,
     bench_recall,
     bench_state_memory,
@@ -48,9 +49,10 @@ REPORTS = {
     "mode": bench_cross_attention,
     "way": bench_chela,
     "start": bench_state_memory,
+    "vocabulary": bench_loss,
     "precision": bench_models,
 }
-PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading)}
+PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading, bench_loss)}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

@@ -71,15 +71,20 @@ def t5_fields() -> dict[str, Any]:
     return shape | {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
 
 
+def bart_fields() -> dict[str, Any]:
+    """Return the fields of a BART of the common width and depth."""
+    shape: dict[str, Any] = {"d_model": WIDTH, "vocab_size": VOCABULARY}
+    for side in ("encoder", "decoder"):
+        shape |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": INNER, f"{side}_attention_heads": HEADS}
+    return shape
+
+
 def _t5_shape(model_type: str, **fields: object) -> Any:
     return _config(model_type, **t5_fields(), **fields)
 
 
 def _bart_shape(model_type: str, **fields: object) -> Any:
-    shape: dict[str, object] = {"d_model": WIDTH}
-    for side in ("encoder", "decoder"):
-        shape |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": INNER, f"{side}_attention_heads": HEADS}
-    return _config(model_type, **shape, **fields)
+    return _config(model_type, **bart_fields(), **fields)
 
 
 def _spade(**fields: object) -> Any:
@@ -106,9 +111,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5-eager": lambda: _t5_shape("t5"),
     "spade": _spade,
     "spade-window": lambda: _spade(global_layers=[]),
+    "spade-chunk": lambda: _spade(attention_type="chunk"),
 }
-DEFAULT_MODELS = tuple(name for name in MODELS if name != "t5-eager")
-OWN = ("spade", "spade-window")
+DEFAULT_MODELS = tuple(name for name in MODELS if name not in ("t5-eager", "spade-chunk"))
+OWN = ("spade", "spade-window", "spade-chunk")
 
 
 def build_model(name: str) -> torch.nn.Module:

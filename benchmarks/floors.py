@@ -83,7 +83,7 @@ def of_encoder_decoder(config: Any, source: int, target: int) -> Operations:
 
 
 def of_language_model(config: Any, length: int) -> Operations:
-    """Count a step of a causal language model, or of a bidirectional CHELA.
+    """Count a step of a causal language model.
 
     Args:
         config: Its config.
@@ -92,8 +92,7 @@ def of_language_model(config: Any, length: int) -> Operations:
     Raises:
         ValueError: Its mixing of tokens is not known here.
     """
-    auto_class = "AutoModelForMaskedLM" if config.model_type == "chela" and not config.is_decoder else None
-    linear = linear_maps(auto_class or "AutoModelForCausalLM", config, lambda name: _read(config, name, length))
+    linear = linear_maps("AutoModelForCausalLM", config, lambda name: _read(config, name, length))
     convolutions = 0.0
     if config.model_type == "spade":
         convolutions = _spade_convolutions(config, length)

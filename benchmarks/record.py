@@ -207,6 +207,7 @@ def command_line(
     run: Callable[[argparse.Namespace], list[Row]],
     report: Callable[[list[Row]], str],
     argv: Sequence[str] | None,
+    wrong: Callable[[list[Row]], Sequence[str]] = lambda rows: (),
 ) -> int:
     """Measure and write a record, or read an earlier one; print its tables.
 
@@ -217,9 +218,10 @@ def command_line(
         run: Measures, writes ``out`` and returns its rows.
         report: Makes the tables.
         argv: The command line; the process's own when None.
+        wrong: Says what the rows should not show; each line goes to stderr.
 
     Returns:
-        The exit status: 1 if a row's ``outcome`` is a failure.
+        The exit status: 1 if a row's ``outcome`` is a failure, or something is wrong.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
@@ -229,6 +231,7 @@ def command_line(
     rows = read_csv(arguments.report) if arguments.report else run(arguments)
     print(report(rows))
     failed = [row for row in rows if row.get("outcome", "").startswith("failed")]
-    for row in failed:
-        print(*row.values(), file=sys.stderr)
-    return 1 if failed else 0
+    lines = [*(" ".join(row.values()) for row in failed), *wrong(rows)]
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0

@@ -27,8 +27,8 @@ class Rate(NamedTuple):
         hidden_size: Its width.
         value: The rate.
         source: Where the rate comes from. "By width" means the rate of another size, times its width over this one's.
-            "Measured" means the lower of two best rates on novels (docs/results.md): that of 800 steps at width 128, by
-            width, and that of fewer steps at this width.
+            "Measured" means the lower of two best rates on novels (docs/results.md): that of 800 steps at width 128,
+            by width, and that of fewer steps at this width.
     """
 
     size: str

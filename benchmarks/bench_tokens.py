@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,7 +50,10 @@ MEASURES = ("weights_mib", "state_mib", "cache_mib", "token_ms", "floor_ms", "ho
 
 
 class _Accesses(TorchDispatchMode):
-    """Marks the numbers that operators read, or write in place, of tensors that were there before."""
+    """Marks the numbers that operators read, or write in place, of tensors that were there before.
+
+    It looks into operators that are written in Python, such as this package's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,27 +61,41 @@ class _Accesses(TorchDispatchMode):
         self.marks: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> which of its numbers, bytes of each
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if in_python := OPDEFS.get(func._schema.name):
+            with self:
+                return in_python._init_fn(*args, **kwargs)
         given = list(_tensors((args, kwargs)))
         if not func.is_view:
             for x in given:
-                looked_up = func is torch.ops.aten.embedding.default and x is args[0]
-                self._mark(x, args[1].flatten() if looked_up else slice(None))
-        result = func(*args, **kwargs or {})
+                self._mark(x, _looked_up(func, args) if x is args[0] else ())
+        result = func(*args, **kwargs)
         self.made |= {_place(x) for x in _tensors(result)} - {_place(x) for x in given}
         return result
 
-    def _mark(self, x: torch.Tensor, rows: Any) -> None:
+    def _mark(self, x: torch.Tensor, at: tuple[Any, ...]) -> None:
         place = _place(x)
         if place in self.made or not x.numel() or not (x.is_floating_point() or x.is_complex()):
             return
         # a complex number is two, and one that an expanded tensor repeats is one
         parts = 2 if x.is_complex() else 1
         size, strides = x.element_size() // parts, [parts * stride for stride in x.stride()]
-        shape = [count if stride else 1 for count, stride in zip(x.shape, strides, strict=True)]
+        shape = [count if stride or at else 1 for count, stride in zip(x.shape, strides, strict=True)]
         if place not in self.marks:
             self.marks[place] = torch.zeros(x.untyped_storage().nbytes() // size, dtype=torch.bool), size
         mark = self.marks[place][0].as_strided((*shape, parts), (*strides, 1), parts * x.storage_offset())
-        mark[rows] = True
+        mark[at or slice(None)] = True
+
+
+def _looked_up(func: Any, args: Any) -> tuple[Any, ...]:
+    """Return the index of the part of its first argument that an operator reads; empty for all of it."""
+    if func is torch.ops.aten.embedding.default:
+        return (args[1].flatten(),)
+    if func is torch.ops.aten.index_select.default:
+        return (*[slice(None)] * (args[1] % args[0].dim()), args[2])
+    if func is torch.ops.aten.index.Tensor:
+        return tuple(slice(None) if index is None else index for index in args[1])
+    return ()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

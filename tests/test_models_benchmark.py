@@ -67,6 +67,17 @@ def test_a_failed_cell_is_a_row(tmp_path, monkeypatch):
     assert row["outcome"] == "failed: RuntimeError: no such cell"
 
 
+def test_a_process_of_its_own_says_how_it_ended(monkeypatch):
+    monkeypatch.setattr(bench_models, "PRELOADED", ["benchmarks.bench_models"])  # less than what measuring needs
+    assert bench_models.matmul_rate("fp32", 1) > 1e8
+    assert bench_models.in_process(bench_models.measure_cell, ("none", "fp32", 8, 1, 9.0), 99.0) == [
+        ("outcome", "failed: KeyError: 'none'")
+    ]
+    assert bench_models.in_process(bench_models.measure_cell, ("spade", "fp32", 8, 1, 9.0), 0.0) == [
+        ("outcome", "over time")
+    ]
+
+
 def test_losses_are_measured(tmp_path, monkeypatch):
     measure_here(monkeypatch, bench_loss)
     flags = ["--models", "bst", "--widths", "16", "--vocabularies", "64", "--lengths", "24", "--precisions", "bf16"]

@@ -56,6 +56,15 @@ def test_taps_that_a_token_does_not_need_are_not_read(monkeypatch):
         assert 0 < state < 0.1 * bench_tokens.held_mib(cache) * 2**20
 
 
+def test_of_a_document_only_the_segment_of_the_token_is_read(monkeypatch):
+    shrink_models(monkeypatch)
+    state = {}
+    for length in (128, 1024):  # segments have 64 tokens
+        call, cache = decoding(builders.build("srformer").eval(), length)
+        state[length] = accessed(call, cache)[1]
+    assert state[1024] < 2 * state[128]
+
+
 def test_the_rate_and_the_host_are_measured():
     assert bench_tokens.reading_rate(2**20) > 1e8
     assert 0.5 < bench_tokens.host_share(lambda: [n * n for n in range(300_000)]) <= 1

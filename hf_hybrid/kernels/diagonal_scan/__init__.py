@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_devices
+from ..dispatch import may_run_triton
 from ..packed import check_cu_seqlens
 from . import op
 from .exported import complex_product, scan_pairs
@@ -63,5 +64,9 @@ def diagonal_scan(
     for name, tensor in (("b", None if narrow else b), ("initial_state", initial_state)):
         if tensor is not None and tensor.dtype != a.dtype:
             raise ValueError(f"{name} must have a's dtype {a.dtype}; got {tensor.dtype}")
+    if b.shape[1] == 1 and cu_seqlens is None and not may_run_triton(backend, b):
+        # on a CPU calling a custom op costs more than a token
+        x = b.to(a.dtype) if initial_state is None else torch.addcmul(b.to(a.dtype), a, initial_state[:, None])
+        return x.to(b.dtype), x[:, 0]
     states, final = op.diagonal_scan(a, b, initial_state, cu_seqlens, reverse, False, backend)
     return states, final

@@ -78,6 +78,7 @@ class StateSpaceLayer(nn.Module):
         self.output_linear = None if postact is None else nn.Linear(hidden_size, 2 * hidden_size)
         self._names: tuple[str, ...] = ()
         self._kept: Kept | None = None
+        self._kept_for_tokens: dict[str, Kept] = {}
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
         """Return the shape of the state of `batch` sequences."""
@@ -156,16 +157,32 @@ class StateSpaceLayer(nn.Module):
     def clear_cache(self) -> None:
         """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
         self._kept = None
+        self._kept_for_tokens.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_kept": None, "_kept_for_tokens": {}}
+
+    def _requires_grad(self) -> bool:
+        return any(tensor.requires_grad for _, tensor in self.own_tensors())
 
     def _is_trained(self) -> bool:
         """Return whether an optimizer may change the tensors, and if so drop the cache: fused ones leave no trace."""
-        trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
+        trained = self._requires_grad()
         if trained:
             self.clear_cache()
         return trained
+
+    def _for_tokens(self, name: str, make: Callable[[], Any], *others: torch.Tensor) -> Any:
+        """Return what a function makes of the layer's tensors, and of others, in a call that a sequence goes through.
+
+        It is made once from a prompt to the tokens after it, if no gradient is recorded. A call that starts a sequence
+        or records a gradient forgets it, since a fused optimizer may have changed the tensors without a trace.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # tracers see no addresses
+            return make()
+        tensors = [*(tensor for _, tensor in self.own_tensors()), *others]
+        self._kept_for_tokens[name] = keep(self._kept_for_tokens.get(name), tensors, make)
+        return self._kept_for_tokens[name][2]
 
     def forward(
         self,
@@ -198,6 +215,8 @@ class StateSpaceLayer(nn.Module):
             ValueError: A shape does not fit, or a bidirectional layer gets or returns a state.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state, shards)
+        if (state is None or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+            self._kept_for_tokens.clear()
         if shards is not None:
             if cu_seqlens is not None or state is not None or return_state:
                 raise ValueError("shards must be None with cu_seqlens, state or return_state")

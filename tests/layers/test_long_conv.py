@@ -279,8 +279,8 @@ def test_fused_is_unfused_and_back(name, bidirectional):
 def test_regularised_taps_are_made_once_and_follow_the_kernel(options, monkeypatch):
     layer, other = (LongConv(H, 9, **options).double().eval() for _ in range(2))
     u, made = draw(2, 20, H), []
-    regularise = LongConv._regularised
-    monkeypatch.setattr(LongConv, "_regularised", lambda self, length: made.append(1) or regularise(self, length))
+    make_taps = LongConv._taps
+    monkeypatch.setattr(LongConv, "_taps", lambda self, length: made.append(1) or make_taps(self, length))
     with torch.no_grad():
         y, state = layer(u[:, :12], return_state=True)
         tokens = [y]

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import (
     bench_chela,
     bench_cross_attention,
+    bench_generation,
     bench_growth,
     bench_language_models,
     bench_loading,
@@ -43,6 +44,7 @@ REPORTS = {
     "recipe": comparison,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
+    "operators": bench_generation,
     "measure": bench_loading,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
@@ -50,7 +52,7 @@ REPORTS = {
     "start": bench_state_memory,
     "precision": bench_models,
 }
-PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading)}
+PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_generation, bench_loading)}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

@@ -20,11 +20,11 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input, `(...)`, with elements dropped."""
-        return dropout(input, self.p, self.training)
+        return dropout(input, self.p, True) if self.training else input
 
     def after_relu(self, input: Tensor) -> Tensor:
         """Return relu of the input, `(...)`, with elements dropped; only the result is kept for the backward."""
-        return _drop(_relu_dropout, F.relu, input, self.p, self.training)
+        return _drop(_relu_dropout, F.relu, input, self.p, True) if self.training else F.relu(input)
 
 
 def dropout(input: Tensor, p: float, training: bool) -> Tensor:
@@ -50,10 +50,8 @@ def _drop(
     op: Callable[..., Any], activation: Callable[[Tensor], Tensor], input: Tensor, p: float, training: bool
 ) -> Tensor:
     """Run an op that drops behind an activation; torch's where that is faster, or where nothing is drawn."""
-    if not training:
-        return activation(input)
     dropped = round(p * _LEVELS)
-    if 0 < dropped < _LEVELS and input.device.type == "cpu" and not torch.compiler.is_compiling():
+    if training and 0 < dropped < _LEVELS and input.device.type == "cpu" and not torch.compiler.is_compiling():
         result: Tensor = op(input, torch.randint(2**63 - 1, ()), dropped)
         return result
     return F.dropout(activation(input), p, training)

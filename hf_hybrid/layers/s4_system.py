@@ -139,8 +139,8 @@ class S4System:
     def _state_after(self, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the state after a sequence `(B, T, H)`, `(B, H, M, 2)`, at the least cost."""
         step = self.step(dtype)[1]
-        elsewhere = self.P is None or self.reuse or u.device.type != "cpu"
-        if elsewhere or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if self.P is None or self.reuse or u.device.type != "cpu" or recorded:
             return self._final_state(u, step, self.blocks(dtype), None)
         # blocks for this call alone take longer than either of these
         if u.shape[0] * u.shape[1] <= _FEW_STEPS:

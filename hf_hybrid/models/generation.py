@@ -93,6 +93,10 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         layer_types = self.config.get_text_config(decoder=True).layer_types
         return not {"full_attention", "sliding_attention"}.issuperset(layer_types)
 
+    def _valid_auto_compile_criteria(self, *args, **kwargs) -> bool:
+        """Whether transformers compiles the decoding step: as in every model, but only if the steps are alike."""
+        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._can_compile_fullgraph
+
     @staticmethod
     def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
         """Return the attention mask as it is: the layers derive theirs from it."""

@@ -139,6 +139,7 @@ class LocalAttention(nn.Module):
         self.attention_type = config.attention_type if attention_type is None else attention_type
         self.include_self = include_self
         self.is_causal = config.is_decoder
+        self.heads = (config.num_attention_heads, config.head_dim)
         self.scaling = config.head_dim**-0.5 if config.scale_attention and not qk_norm else 1.0
         self.score_scale = None
         if qk_norm:
@@ -161,7 +162,7 @@ class LocalAttention(nn.Module):
 
     def as_value(self, states: torch.Tensor) -> torch.Tensor:
         """Split projected values `(B, T, H K)` into heads, `(B, T, H, K)`."""
-        return states.unflatten(-1, (self.config.num_attention_heads, self.config.head_dim))
+        return states.view(*states.shape[:-1], *self.heads)
 
     def attend(
         self,
@@ -206,6 +207,11 @@ class LocalAttention(nn.Module):
         if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             output = self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start)
             return self._only_kept(output, attention_mask), None
+        if self._sees_all(query, key, attention_mask, query_start, key_start):
+            bias = None if bias_table is None else self._scaled(bias_table(reach=key.shape[1] - 1), query.device)
+            mask = None if bias is None else bias.to(query.dtype)[None, :, None]
+            output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
+            return output.flatten(2), probabilities
         queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
         keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
         visible = self._visible(queries, keys, attention_mask, cu_seqlens, query.shape[:2])
@@ -221,6 +227,27 @@ class LocalAttention(nn.Module):
         if sees is not None:
             output = output.masked_fill(~sees.transpose(1, 2), 0)
         return self._only_kept(output.flatten(2), attention_mask), probabilities
+
+    def _sees_all(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        query_start: int | torch.Tensor,
+        key_start: int | torch.Tensor,
+    ) -> bool:
+        """Whether the host knows that the query is one token of full attention that sees every key, its own last."""
+        return (
+            self.attention_type == "full"
+            and self.is_causal
+            and self.include_self
+            and query.shape[1] == 1
+            and attention_mask is None
+            and isinstance(query_start, int)
+            and isinstance(key_start, int)
+            and query_start - key_start == key.shape[1] - 1
+            and not torch.compiler.is_compiling()
+        )
 
     def _only_kept(self, output: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Set outputs `(B, T, H K)` of local attention to zero at masked tokens, as the blocked kernel does."""

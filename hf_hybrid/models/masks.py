@@ -15,6 +15,16 @@ def first_kept(attention_mask: torch.Tensor) -> torch.Tensor:
     return torch.where(kept.any(-1), kept.to(torch.int8).argmax(-1), kept.shape[-1])
 
 
+def without_padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return None for a mask `(B, S)` that keeps all tokens, so that no layer of a decoding step applies it.
+
+    Only a mask on a CPU is read: other devices would have to wait.
+    """
+    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.device.type != "cpu":
+        return attention_mask
+    return attention_mask if torch.compiler.is_compiling() or not attention_mask.all() else None
+
+
 def kept_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
     """Return the boolean form of an attention mask `(B, S)`, or `(B, 1, 1 or T, S)` boolean or added to scores."""
     if attention_mask.dim() == 4:

@@ -295,6 +295,23 @@ def test_regularised_taps_are_made_once_and_follow_the_kernel(options, monkeypat
     assert_close(layer(u), other(u), "float64")  # recording a gradient
 
 
+@pytest.mark.parametrize("build", [LongConv, ShortLongConv])
+def test_a_fused_optimizer_is_seen_in_evaluation(build):
+    layer, u = build(H, 9, squash=0.01).eval(), draw(2, 20, H).float()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        layer(u).square().sum().backward()
+        with torch.no_grad():
+            fresh = copy.deepcopy(layer)  # copies keep nothing
+            assert_close(layer(u), fresh(u), "exact")
+            y, state = layer(u, return_state=True)
+            expected, expected_state = fresh(u, return_state=True)
+            assert_close(y, expected, "exact")
+            tokens = (x(u[:, :1], state=s) for x, s in ((layer, state), (fresh, expected_state)))
+            assert_close(*tokens, "exact")
+        optimizer.step()
+
+
 def test_fused_taps_follow_the_branches():
     layer, other, u = make("branch norms"), make("branch norms", seed=3), draw(2, 20, H)
     layer.fuse_short_convs()

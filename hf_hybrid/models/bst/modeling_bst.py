@@ -30,7 +30,7 @@ from ..heads import (
 )
 from ..inputs import embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, init_shared, make_feed_forward
-from ..masks import first_kept
+from ..masks import first_kept, without_padding
 from ..packing import take_bounds, take_shards
 from ..state_cache import SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
@@ -81,7 +81,8 @@ class BstLayer(GradientCheckpointingLayer):
         cached = None
         if self.context is not None and past_key_values is not None:
             cached = state_layer(past_key_values, self.layer_idx, SlidingStateCacheLayer)
-            cached.sliding_window = self.config.sliding_window
+            if not cached.is_initialized:
+                cached.sliding_window = self.config.sliding_window
         normed = self.attention_norm(hidden_states)
         mixed, _ = self.attention(
             normed,
@@ -193,6 +194,8 @@ class BstModel(BstPreTrainedModel):
                 f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so far; "
                 f"got {tuple(attention_mask.shape)}"
             )
+        if length == 1 and cache is not None:
+            attention_mask = without_padding(attention_mask)
         limit = self.config.filter_length
         tokens = longest(inputs, cu_seqlens) if shards is None else shards.longest
         unstructured = self.config.bst_layers and self.config.context_filter == "unstructured"
@@ -223,6 +226,11 @@ class BstForCausalLM(CausalLMForward, HybridGenerationMixin, BstPreTrainedModel)
 
     With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
     """
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:
+        """Whether one graph serves all decoding steps; with a shift, some of them renew the states of a window."""
+        return not self.config.bst_layers or self.config.context_shift == "none"
 
     def __init__(self, config: BstConfig):
         super().__init__(config)

@@ -39,6 +39,7 @@ from ..heads import (
     as_decoder,
 )
 from ..inputs import RealValuesMixin, check_reads_tokens
+from ..masks import without_padding
 from ..packing import take_bounds, take_shards
 from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
@@ -101,6 +102,7 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin
     _no_split_modules = ["ChelaLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["mixer"]
+    _can_compile_fullgraph = True  # also a decoding step, with a static cache
     _can_record_outputs = {"hidden_states": ChelaLayer}
 
     @torch.no_grad()
@@ -205,6 +207,8 @@ class ChelaModel(ChelaPreTrainedModel):
                     f"far, or {(batch, length)}; got {tuple(attention_mask.shape)}"
                 )
             kept = attention_mask[:, -length:].to(torch.bool)
+            if length == 1:
+                kept = without_padding(kept)
         hidden_states = self.dropout(inputs_embeds)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(

@@ -25,7 +25,7 @@ from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin
 from ..inputs import RealValuesMixin
 from ..local_attention import LocalSelfAttention, init_shared, make_bias_table
-from ..masks import additive_mask, kept_pairs
+from ..masks import additive_mask, kept_pairs, without_padding
 from ..packing import row_starts, take_bounds, take_shards
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
@@ -43,12 +43,16 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin
     _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a shared table stays on its device
     _keep_in_fp32_modules_strict = ["ssm"]
     _supports_sdpa = True
-    _can_compile_fullgraph = True  # also a decoding step, with a static cache
     _can_record_outputs = {
         "hidden_states": SpadeLayer,
         "attentions": OutputRecorder(LocalSelfAttention, index=1),
         "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
     }
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:
+        """Whether one graph serves a forward, and a decoding step with a static cache; dynamo knows no LSTM."""
+        return self.config.ssm_type != "lstm"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -161,6 +165,8 @@ class SpadeStack(SpadePreTrainedModel):
         cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
         if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None and inputs_embeds.shape[1] == 1:
+            attention_mask, encoder_attention_mask = map(without_padding, (attention_mask, encoder_attention_mask))
         has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
         if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())

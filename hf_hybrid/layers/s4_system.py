@@ -7,10 +7,11 @@ it.
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters
 """
 
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -136,12 +137,12 @@ class S4System:
         final_state = s4d_final_state if self.P is None else s4_final_state
         return torch.view_as_real(final_state(u, step, blocks, state))
 
-    def _state_after(self, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _state_after(self, u: torch.Tensor, dtype: torch.dtype, blocks: Callable[[], Any]) -> torch.Tensor:
         """Return the state after a sequence `(B, T, H)`, `(B, H, M, 2)`, at the least cost."""
         step = self.step(dtype)[1]
         recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if self.P is None or self.reuse or u.device.type != "cpu" or recorded:
-            return self._final_state(u, step, self.blocks(dtype), None)
+            return self._final_state(u, step, blocks(), None)
         # blocks for this call alone take longer than either of these
         if u.shape[0] * u.shape[1] <= _FEW_STEPS:
             return torch.view_as_real(s4_step_states(u, step))
@@ -240,7 +241,7 @@ class S4System:
             return ssm_step(state, u[:, 0], C[:1], step, None if skip is None else skip[None])
         y = self.convolve(u.to(dtype), skip, max_length)
         if state is None:
-            return y.to(u.dtype), self._state_after(u, dtype)
+            return y.to(u.dtype), self._state_after(u, dtype, lambda: self.blocks(dtype))
         before, blocks = _as_complex(state, dtype), self.blocks(dtype)
         y = y + self._response(before, u.shape[1], C, blocks)[:, 0]
         return y.to(u.dtype), self._final_state(u, step, blocks, before)
@@ -267,24 +268,23 @@ class S4System:
         skip = None if skip is None else skip.to(dtype)
         y = filter_bank_conv(u.to(dtype), self.kernel(u.shape[1], dtype), skip=skip)
         if state is None:
-            return y.to(u.dtype), self._state_after(u, dtype) if return_state else None
+            return y.to(u.dtype), self._state_after(u, dtype, lambda: self.blocks(dtype)) if return_state else None
         before, blocks = _as_complex(state, dtype), self.blocks(dtype)
         y = y + self._response(before, u.shape[1], C, blocks).transpose(0, 1)
         return y.to(u.dtype), self._final_state(u, step, blocks, before) if return_state else None
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, H, M, 2)` before tokens `stops` of `u`, in ascending order, without outputs."""
-        dtype, start, states, blocks = self.dtype(u), 0, [], None
+        dtype, start, states = self.dtype(u), 0, []
         C, step = self.step(dtype)
+        blocks = functools.cache(lambda: self._make_blocks(dtype, self.C[:1]))
         for stop in stops:
             if stop - start == 1:
                 state = ssm_step(state, u[:, start], C[:1], step)[1]
             elif state is None:
-                state = self._state_after(u[:, start:stop], dtype)
+                state = self._state_after(u[:, start:stop], dtype, blocks)
             else:
-                if blocks is None:
-                    blocks = self._make_blocks(dtype, self.C[:1])
-                state = self._final_state(u[:, start:stop], step, blocks, _as_complex(state, dtype))
+                state = self._final_state(u[:, start:stop], step, blocks(), _as_complex(state, dtype))
             states.append(state)
             start = stop
         return states

@@ -156,8 +156,7 @@ class StateSpaceLayer(nn.Module):
 
     def clear_cache(self) -> None:
         """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
-        self._kept = None
-        self._kept_for_tokens.clear()
+        self._kept, self._kept_for_tokens = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None, "_kept_for_tokens": {}}
@@ -181,8 +180,9 @@ class StateSpaceLayer(nn.Module):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # tracers see no addresses
             return make()
         tensors = [*(tensor for _, tensor in self.own_tensors()), *others]
-        self._kept_for_tokens[name] = keep(self._kept_for_tokens.get(name), tensors, make)
-        return self._kept_for_tokens[name][2]
+        kept = self._kept_for_tokens  # another thread may forget it meanwhile
+        found = kept[name] = keep(kept.get(name), tensors, make)
+        return found[2]
 
     def forward(
         self,
@@ -216,7 +216,7 @@ class StateSpaceLayer(nn.Module):
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state, shards)
         if (state is None or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
-            self._kept_for_tokens.clear()
+            self._kept_for_tokens = {}
         if shards is not None:
             if cu_seqlens is not None or state is not None or return_state:
                 raise ValueError("shards must be None with cu_seqlens, state or return_state")

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
 
-from .state_cache import decoder_cache
+from .state_cache import LAYER_TYPE, SLIDING_LAYER_TYPE, decoder_cache
 
 REREAD = 32
 """Accepted tokens after a checkpoint up to which a model reads them again together with the next candidates."""
@@ -93,9 +93,17 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         layer_types = self.config.get_text_config(decoder=True).layer_types
         return not {"full_attention", "sliding_attention"}.issuperset(layer_types)
 
-    def _valid_auto_compile_criteria(self, *args, **kwargs) -> bool:
-        """Whether transformers compiles the decoding step: as in every model, but only if the steps are alike."""
-        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._can_compile_fullgraph
+    def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
+        """Whether transformers compiles the decoding step: if the steps are alike and, with our states, on request.
+
+        Its default records CUDA graphs, which overwrite what an earlier step returned, as new states are.
+        """
+        if not super()._valid_auto_compile_criteria(model_kwargs, generation_config):
+            return False
+        layers = decoder_cache(model_kwargs["past_key_values"]).layers
+        asked = generation_config.compile_config is not None
+        ours = any(getattr(layer, "_layer_type", None) in (LAYER_TYPE, SLIDING_LAYER_TYPE) for layer in layers)
+        return self._can_compile_fullgraph and (asked or not ours)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:

@@ -102,8 +102,12 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin
     _no_split_modules = ["ChelaLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["mixer"]
-    _can_compile_fullgraph = True  # also a decoding step, with a static cache
     _can_record_outputs = {"hidden_states": ChelaLayer}
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:
+        """Whether one graph serves all decoding steps; Laplace attention keeps more keys after each."""
+        return self.config.attention_fn != "laplace"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -96,11 +96,6 @@ class ChelaUnit(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.heads = (config.num_attention_heads, width // config.num_attention_heads)
-        self.attention_fn = config.attention_fn
-        self.linear_options = {"causal": config.is_decoder}
-        if config.attention_norm == "simple_rms_norm":
-            self.linear_options["norm_eps"] = config.attention_norm_eps
         self.mixer = make_mixer(config)
         self.v_proj = nn.Linear(width, width)
         self.gate_proj = None if config.share_gate_value_proj else nn.Linear(width, width)
@@ -191,24 +186,24 @@ class ChelaUnit(nn.Module):
         shape = mixed.shape
         if cu_seqlens is not None:
             mixed, value, gate = (x.flatten(0, 1)[None] for x in (mixed, value, gate))
-        heads = (*mixed.shape[:2], *self.heads)
+        heads = (*mixed.shape[:2], self.config.num_attention_heads, mixed.shape[2] // self.config.num_attention_heads)
         query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
         key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
-        if self.attention_fn == "laplace_feature":
+        if self.config.attention_fn == "laplace_feature":
             query, key = laplace(query), laplace(key)
         if kept is not None:  # β gives padding a key
             key = key.masked_fill(~kept[..., None], 0)
         query, key, value, gate = query.view(heads), key.view(heads), value.view(heads), gate.view(heads)
-        if self.attention_fn == "laplace":
+        if self.config.attention_fn == "laplace":
             if shards is not None:
                 attended = self._divided_laplace(query, key, value, kept, shards)
             else:
                 attended, state = self._laplace_attention(query, key, value, kept, state, cu_seqlens)
             return (attended * F.silu(gate)).reshape(shape), state
-        options = self.linear_options
-        normed = "norm_eps" in options
+        options = {"causal": self.config.is_decoder}
+        normed = self.config.attention_norm == "simple_rms_norm"
         if normed:
-            options = {**options, "gate": gate}
+            options |= {"norm_eps": self.config.attention_norm_eps, "gate": gate}
         if shards is not None:
             attended = divided_linear(query, key, value, shards, **options)
         else:

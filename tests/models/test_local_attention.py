@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_hybrid.kernels import local_attention_step
 from hf_hybrid.models.local_attention import LocalSelfAttention
+from hf_hybrid.models.masks import without_padding
 from tests.kernels.interpreter import interpreted
 from tests.models.tiny import DECODER_CASES, DECODERS, tiny_config, tiny_inputs, tiny_model
 from tests.tolerances import assert_close
@@ -121,3 +122,12 @@ def test_masked_tokens_get_the_same_outputs_whatever_computes_them(model_type, c
             assert_close(torch.cat(steps, dim=1), wanted, "float32 decode")
         eager = tiny_model(model_type, "AutoModelForCausalLM", attn_implementation="eager", **options)
         assert_close(eager(ids, attention_mask=mask, use_cache=False).logits, wanted, "float32 decode")
+
+
+def test_a_step_does_without_a_mask_that_keeps_all():
+    kept = torch.ones(2, 3, dtype=torch.long)
+    padded = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    assert without_padding(kept) is None
+    assert without_padding(None) is None
+    for mask in (padded, kept[:, None, None], kept.to("meta")):
+        assert without_padding(mask) is mask

@@ -89,6 +89,9 @@ def test_a_token_is_measured_once(tmp_path, monkeypatch, capsys):
 
 
 def test_generation_is_measured_once_beside_a_peer(tmp_path, monkeypatch, capsys):
+    measure_here(monkeypatch, bench_generation)
+    monkeypatch.setitem(builders.SIZES, "tiny", (32, 2))
+    monkeypatch.setattr(bench_generation, "TOKENS", 8)
     out = tmp_path / "generation.csv"
     flags = ["--sizes", "tiny", "--models", "llama", "bst", "--batches", "2", "--threads", "1", "--out", str(out)]
     assert bench_generation.main(flags) == 0

@@ -27,10 +27,10 @@ from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
-from ..layers.dropout import dropout as drop
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
+from .eager_attention import eager_attention_forward
 from .masks import additive_mask, first_kept, kept_pairs
 from .packing import row_starts
 from .state_cache import cached_length
@@ -38,39 +38,6 @@ from .state_cache import cached_length
 logger = logging.get_logger(__name__)
 
 HIDDEN = -1e30  # a bias that hides a key and stays finite in sums
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dense softmax attention, in the signature of transformers' attention functions.
-
-    Args:
-        module: The attention layer; only its `training` is read.
-        query: `(B, H, T, K)`.
-        key: `(B, H, S, K)`.
-        value: `(B, H, S, K)`.
-        attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
-        scaling: Factor on the scores.
-        dropout: Dropout on the probabilities.
-        **kwargs: Ignored.
-
-    Returns:
-        Output `(B, T, H, K)` and probabilities `(B, H, T, S)`.
-    """
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    probabilities = drop(probabilities, dropout, module.training)
-    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
 
 
 def init_shared(module: nn.Module, config: PreTrainedConfig):
@@ -237,17 +204,11 @@ class LocalAttention(nn.Module):
         key_start: int | torch.Tensor,
     ) -> bool:
         """Whether the host knows that the query is one token of full attention that sees every key, its own last."""
-        return (
-            self.attention_type == "full"
-            and self.is_causal
-            and self.include_self
-            and query.shape[1] == 1
-            and attention_mask is None
-            and isinstance(query_start, int)
-            and isinstance(key_start, int)
-            and query_start - key_start == key.shape[1] - 1
-            and not torch.compiler.is_compiling()
-        )
+        full = self.attention_type == "full" and self.is_causal and self.include_self and attention_mask is None
+        if not full or query.shape[1] > 1 or torch.compiler.is_compiling():
+            return False
+        known = isinstance(query_start, int) and isinstance(key_start, int)
+        return known and query_start - key_start == key.shape[1] - 1
 
     def _only_kept(self, output: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Set outputs `(B, T, H K)` of local attention to zero at masked tokens, as the blocked kernel does."""
@@ -502,9 +463,8 @@ class LocalSelfAttention(LocalAttention):
         key_start, complete = 0, True
         if past_key_values is not None:
             total, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
-            complete = (
-                total == hidden_states.shape[1]
-            )  # the cache adds no earlier keys, and a static one no empty ones
+            # the cache adds no earlier keys, and a static one no empty ones
+            complete = total == hidden_states.shape[1]
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         output, probabilities = self.attend(

@@ -21,7 +21,8 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer
-from ..local_attention import LocalSelfAttention, eager_attention_forward, make_feed_forward
+from ..eager_attention import eager_attention_forward
+from ..local_attention import LocalSelfAttention, make_feed_forward
 from ..state_cache import decoder_cache
 from .configuration_spade import SpadeConfig
 

@@ -175,10 +175,7 @@ class LocalAttention(nn.Module):
             output = self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start)
             return self._only_kept(output, attention_mask), None
         if self._sees_all(query, key, attention_mask, query_start, key_start):
-            bias = None if bias_table is None else self._scaled(bias_table(reach=key.shape[1] - 1), query.device)
-            mask = None if bias is None else bias.to(query.dtype)[None, :, None]
-            output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
-            return output.flatten(2), probabilities
+            return self._attend_last(query, key, value, bias_table, **kwargs)
         queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
         keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
         visible = self._visible(queries, keys, attention_mask, cu_seqlens, query.shape[:2])
@@ -209,6 +206,20 @@ class LocalAttention(nn.Module):
             return False
         known = isinstance(query_start, int) and isinstance(key_start, int)
         return known and query_start - key_start == key.shape[1] - 1
+
+    def _attend_last(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias_table: RelativePositionBias | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`attend` of one token that sees every key, its own last."""
+        bias = None if bias_table is None else self._scaled(bias_table(reach=key.shape[1] - 1), query.device)
+        mask = None if bias is None else bias.to(query.dtype)[None, :, None]
+        output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
+        return output.flatten(2), probabilities
 
     def _only_kept(self, output: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Set outputs `(B, T, H K)` of local attention to zero at masked tokens, as the blocked kernel does."""

@@ -107,8 +107,7 @@ def short_conv(
         after = inputs[:, 1:].clone(memory_format=torch.contiguous_format)
         return torch_impl.one_token(inputs, kernel, bias, activation == "silu"), after
     ahead = 0 if causal else past // 2
-    before = state if past else None
-    y = op.short_conv(u, kernel, bias, before, cu_seqlens, ahead, activation == "silu", backend)
+    y = op.short_conv(u, kernel, bias, state if past else None, cu_seqlens, ahead, activation == "silu", backend)
     return y, _last_inputs(u, past, state, cu_seqlens) if causal else None
 
 

@@ -167,14 +167,12 @@ class SpadeStack(SpadePreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and inputs_embeds.shape[1] == 1:
             attention_mask, encoder_attention_mask = map(without_padding, (attention_mask, encoder_attention_mask))
-        has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
-        if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
+        if self.config.is_encoder_decoder and not isinstance(past_key_values, EncoderDecoderCache | None):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            hidden_states = hidden_states + self._positions(inputs_embeds, past, attention_mask, cu_seqlens, shards)
+            hidden_states = self._add_positions(hidden_states, past_key_values, attention_mask, cu_seqlens, shards)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
@@ -214,15 +212,16 @@ class SpadeStack(SpadePreTrainedModel):
             )
         return additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
 
-    def _positions(
+    def _add_positions(
         self,
         hidden_states: torch.Tensor,
-        past: int,
+        past_key_values: Cache | None,
         attention_mask: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         shards: Shards | None,
     ) -> torch.Tensor:
-        """Return absolute position embeddings `(B or 1, T, D)`, counted from each sequence's first kept token."""
+        """Add absolute position embeddings to `(B, T, D)`, counted from each sequence's first kept token."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = longest(hidden_states, cu_seqlens) if shards is None else shards.longest
         traced = torch.compiler.is_exporting() and isinstance(past, torch.Tensor)  # then nobody knows its value
         if not traced and past + length > self.config.max_decoder_position_embeddings:
@@ -239,4 +238,4 @@ class SpadeStack(SpadePreTrainedModel):
             positions = torch.arange(hidden_states.shape[1], device=self.embed_positions.weight.device)[None] + past
             if cu_seqlens is not None:
                 positions = positions - row_starts(cu_seqlens, hidden_states.shape[:2])
-        return self.embed_positions(positions)
+        return hidden_states + self.embed_positions(positions)

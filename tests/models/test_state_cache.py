@@ -209,8 +209,8 @@ def test_decoding_compiles_into_one_graph_if_the_class_says_so(model_type, auto_
         ("spade", {}, True, True),
         ("chela", {}, False, True),
         ("chela", {"attention_fn": "laplace", "num_attention_heads": 2}, False, False),
-        ("bst", {"context_shift": "none"}, False, True),
-        ("bst", {"context_shift": "window"}, False, False),
+        ("bst", {"context_shift": "none", "bst_layers": [0, 1]}, False, True),
+        ("bst", {"context_shift": "window", "bst_layers": [0, 1]}, False, False),
     ],
 )
 def test_on_a_gpu_our_states_are_compiled_only_on_request(model_type, fields, by_itself, on_request, monkeypatch):

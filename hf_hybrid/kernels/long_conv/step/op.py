@@ -18,7 +18,7 @@ def online_conv_token(u: Tensor, kernel: Tensor, pending: Tensor, inputs: Tensor
     y, after, *_ = torch_impl.advance(u, kernel, pending, inputs, position)
     if after is not pending:
         pending.copy_(after)
-    return y
+    return y.contiguous()  # whatever the layout of the state is
 
 
 @online_conv_token.register_fake

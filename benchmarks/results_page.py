@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    bench_checkpointing,
     bench_chela,
     bench_cross_attention,
     bench_growth,
@@ -41,6 +42,7 @@ NOT_YET = "not measured yet"
 REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
+    "kept": bench_checkpointing,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
     "measure": bench_loading,

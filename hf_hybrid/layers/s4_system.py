@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ from ..kernels.ssm_kernel import (
     s4d_step_constants,
     ssm_step,
 )
-from .state_space import fingerprint
+from .state_space import fingerprint, unseen
 
 _MAX_SPECTRA = 4
 
@@ -138,8 +138,13 @@ class S4System:
         return torch.view_as_real(final_state(u, step, blocks, state))
 
     def _making(self) -> AbstractContextManager[object]:
+        if not self.reuse:
+            return nullcontext()
         # a training step may later use what a call in inference mode makes
-        return torch.inference_mode(False) if self.reuse else nullcontext()
+        making = ExitStack()
+        making.enter_context(torch.inference_mode(False))
+        making.enter_context(unseen())
+        return making
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
         """Return the real dtype of computations with `u`: the wider of u's and the stored one, at least float32."""
@@ -149,7 +154,8 @@ class S4System:
         """Return the first taps, `(C, H, taps)`, of the longest kernel so far."""
         kernel = self._kernels.get(dtype)
         if kernel is None or kernel.shape[-1] < taps:
-            kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
+            with self._making():
+                kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
         return kernel[..., :taps]
 
     def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

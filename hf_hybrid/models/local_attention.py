@@ -9,6 +9,7 @@ Shapes: B batch · T length · S keys · P tokens already cached · D width · H
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.dropout import dropout as drop
 from ..layers.feed_forward import FeedForward
+from ..layers.full_attention import full_attention
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
 from .masks import additive_mask, first_kept, kept_pairs
@@ -71,6 +73,39 @@ def eager_attention_forward(
     probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     probabilities = drop(probabilities, dropout, module.training)
     return torch.matmul(probabilities, value).transpose(1, 2), probabilities
+
+
+def _dropping_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, None]:
+    """Compute `full_attention`; arguments and output are those of `eager_attention_forward`."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, a norm may have widened them
+    return full_attention(query, key, value, attention_mask=attention_mask, scale=scaling, dropout=dropout), None
+
+
+def choose_attention(
+    config: PreTrainedConfig, query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the function of dense attention that a config asks for, which on a CPU is faster with dropout.
+
+    Args:
+        config: The stack's config.
+        query: What attends.
+        attention_mask: Added to the scores, or None.
+        dropout: Dropout on the probabilities, 0 outside of training.
+    """
+    fits = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    fits = fits and (attention_mask is None or not attention_mask.requires_grad)
+    if config._attn_implementation == "sdpa" and dropout > 0 and fits:
+        return _dropping_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
 
 def init_shared(module: nn.Module, config: PreTrainedConfig):
@@ -291,7 +326,7 @@ class LocalAttention(nn.Module):
         Arguments and results are those of `attend`, but for the output, `(B, T, H, K)`, and the mask, which is added
         to the scores and broadcastable to `(B, H, T, S)`.
         """
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = choose_attention(self.config, query, mask, self.dropout)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         # never causal: the mask says which keys a query sees
         return attend(

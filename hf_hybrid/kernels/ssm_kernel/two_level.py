@@ -59,6 +59,11 @@ def _advance(x: Tensor, decay: Tensor, column: Tensor, row: Tensor) -> Tensor:
     return torch.addcmul(column * two_re(row * x), decay, x)
 
 
+def _total(x: Tensor) -> Tensor:
+    """Sum `(R, H, n, M)` over R and n, one after the other: torch is fifty times slower at both at once."""
+    return x.sum(0).sum(1)
+
+
 def _orbits(decay: Tensor, column: Tensor, row: Tensor, input: Tensor, block: int) -> Tensor:
     """Return ``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
     states = [torch.stack([input, column], dim=1)]
@@ -116,9 +121,9 @@ def _orbits_grad(
     for j in reversed(range(block - 1)):
         orbit_grad[j] += _advance(orbit_grad[j + 1], *adjoint)
     before, after = states[:-1].conj_physical(), orbit_grad[1:]
-    decay_grad += (before * after).sum((0, 2))
-    row_grad += (before * two_re(adjoint[2] * after)).sum((0, 2))
-    column_grad = orbit_grad[0, :, 1] + (two_re(before * adjoint[1]) * after).sum((0, 2))
+    decay_grad += _total(before * after)
+    row_grad += _total(before * two_re(adjoint[2] * after))
+    column_grad = orbit_grad[0, :, 1] + _total(two_re(before * adjoint[1]) * after)
     grads = [x.to(torch.complex128) for x in (decay_grad, column_grad, row_grad)]
     return grads[0], grads[1], grads[2], orbit_grad[0, :, 0].to(torch.complex128, copy=True)
 

@@ -26,6 +26,7 @@ from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.state_space import StateSpaceLayer
 from ..checks import check_fixed_length
+from ..checkpointing import CheckpointingMixin
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
 from ..heads import (
@@ -91,7 +92,9 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask, shards)
 
 
-class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
+class ChelaPreTrainedModel(
+    ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel
+):
     """Base class of all CHELA models."""
 
     config: ChelaConfig

@@ -21,6 +21,7 @@ from ...kernels.packed import longest
 from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
 from ..checks import check_fixed_length
+from ..checkpointing import CheckpointingMixin
 from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin
 from ..inputs import RealValuesMixin
@@ -32,7 +33,9 @@ from .conversion_spade import start_from_t5
 from .layer import SpadeCrossAttention, SpadeLayer
 
 
-class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
+class SpadePreTrainedModel(
+    ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel
+):
     """Base class of all SPADE models."""
 
     config: SpadeConfig

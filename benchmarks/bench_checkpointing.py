@@ -14,8 +14,8 @@ Each row is written when it is measured, and the same command goes on after the 
 - inputs: the layers' inputs, transformers' default.
 
 A cell has its own process. Memory is that over the process that holds the model, in MiB: what lies between forward and
-backward, and the peak of a step with its gradients. Time is the CPU's, of all threads, the least of the steps after one
-that warms up; so other programs disturb it less.
+backward, and the peak of a step with its gradients. Time is the CPU's, of all threads, and the least of several steps;
+so other programs disturb it less.
 """
 
 import argparse

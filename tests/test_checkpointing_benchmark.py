@@ -6,7 +6,10 @@ from benchmarks.record import read_csv, stamp
 
 def test_every_model_is_measured_with_everything_kept_and_less(tmp_path, capsys):
     out = tmp_path / "checkpointing.csv"
-    assert bench_checkpointing.main(["--models", "bst-sh-s4", "--lengths", "64", "--threads", "1", "--out", str(out)]) == 0
+    assert (
+        bench_checkpointing.main(["--models", "bst-sh-s4", "--lengths", "64", "--threads", "1", "--out", str(out)])
+        == 0
+    )
     rows = read_csv(out)
     assert [(row["kept"], row["outcome"]) for row in rows] == [(kept, "ok") for kept in bench_checkpointing.KEPT]
     assert all(float(row["cpu_seconds"]) > 0 for row in rows)

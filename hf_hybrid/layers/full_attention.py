@@ -1,4 +1,4 @@
-"""Attention to all keys with dropout, on a CPU: by blocks of queries, with fast products and without weights in memory.
+"""Attention to all keys with dropout on a CPU: by blocks of queries, without keeping their weights.
 
 B batch · H heads · T queries · S keys · K key dim · V value dim
 """
@@ -45,7 +45,7 @@ def full_attention(
         attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`, without a gradient. A query whose keys
             all have the lowest number averages all values.
         scale: Factor on the scores.
-        dropout: Probability of dropping a weight, at least 0 and below 1, in steps of 2**-16; the others are scaled up.
+        dropout: Probability of dropping a weight, at least 0 and below 1, in steps of 2**-16; the others are scaled.
 
     Returns:
         `(B, T, H, V)`. Differentiable once.
@@ -116,8 +116,8 @@ def _attention(
                 largest = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(largest).exp2_()
                 total = weights.sum(-1, keepdim=True)
-                found = weights.to(work.low).mul_(kept) @ values
-                output[at[0], rows, at[1]] = found / (total * work.keep_rate)
+                weights.mul_((total * work.keep_rate).reciprocal_())  # before they are rounded, so that sums are not
+                output[at[0], rows, at[1]] = weights.to(work.low).mul_(kept) @ values
                 log_sum[at][rows] = total.log2_().add_(largest)[:, 0]
     return output, log_sum
 
@@ -149,6 +149,7 @@ def _differentiate(
                 d_query[at][rows] = factor @ keys
                 d_keys = _plus(d_keys, factor.mT @ queries)
                 d_values = _plus(d_values, weights.div_(work.keep_rate).to(work.low).mul_(kept).mT @ grads)
+            assert d_keys is not None
             d_key[at], d_value[at] = d_keys, d_values
     return d_query, d_key, d_value
 

@@ -85,7 +85,9 @@ def check_saved(name: str, options: Mapping[str, Any]):
         hint = did_you_mean(saved, SAVED) if isinstance(saved, str) else ""
         raise ValueError(f"save in {name} must be one of {', '.join(SAVED)}; got {saved!r}.{hint}")
     if options.get("use_reentrant"):
-        raise ValueError(f"use_reentrant in {name} must be false or left out with save; got {options['use_reentrant']}")
+        raise ValueError(
+            f"use_reentrant in {name} must be false or left out with save; got {options['use_reentrant']}"
+        )
     if options.get("context_fn") is not None:
         raise ValueError(f"context_fn in {name} must be left out with save, which chooses it")
 

@@ -27,12 +27,12 @@ def two_level_kernel(C: Tensor, step: S4Step, length: int) -> Tensor:
     """Return the taps of a few channels, as ``C Abar^(iR)`` times ``Abar^j Bbar`` for l = i R + j.
 
     Args:
-        C: `(C, H, M)`, complex, in the precision of the backward.
+        C: `(C, H, M)`, complex, in the precision of the taps and of the backward.
         step: In complex128.
         length: L.
 
     Returns:
-        `(C, H, L)`, float64. Differentiable once.
+        `(C, H, L)`, computed in float64. Differentiable once.
     """
     block = 1 << ceil(log2(max(1, isqrt(length - 1) + 1)))
     kernel = _two_level(*step, C, block, -(-length // block))[0]
@@ -245,14 +245,15 @@ def _two_level(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``C Abar^(iR)`` times ``Abar^j Bbar``, `(H, n, C, R)`, both orbits of a block, and rows `(n, H, C, N)`.
 
-    The first result is float64; the others are for the backward, in C's precision.
+    All are computed in float64 and rounded to C's precision; the last two are for the backward.
     """
     states = _orbits(decay, column, row, input, block)
     rows = to_real_row(C.to(states.dtype)).transpose(0, 1)
     power = _power(states, decay, row)[0]
     rows = _run(torch.cat([rows[None], rows.new_zeros(count - 1, *rows.shape)]), power, power, 1, 0)
     kernel = _by_channel(rows) @ _by_channel(to_real(states[:, :, :1])).mT
-    return kernel.unflatten(1, (count, -1)), states.to(C.dtype), rows.to(C.real.dtype)
+    kernel = kernel.to(C.real.dtype).unflatten(1, (count, -1))
+    return kernel, states.to(C.dtype), rows.to(C.real.dtype)
 
 
 @_two_level.register_fake
@@ -260,7 +261,7 @@ def _(decay: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, C, block, count = given
     filters, channels, modes = C.shape
     return (
-        decay.real.new_empty(channels, count, filters, block),
+        C.real.new_empty(channels, count, filters, block),
         C.new_empty(block, channels, 2, modes),
         C.real.new_empty(count, channels, filters, 2 * modes),
     )
@@ -271,7 +272,7 @@ def _two_level_grad(
     grad: Tensor, decay: Tensor, column: Tensor, row: Tensor, states: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of `_two_level`'s tensors."""
-    grad = grad.to(rows.dtype).flatten(1, 2)
+    grad = grad.flatten(1, 2)
     with full_precision(grad.device):
         power, *factors = _power(states, decay, row)
         row_grad = grad @ _by_channel(to_real(states[:, :, :1]))

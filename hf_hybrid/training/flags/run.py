@@ -124,7 +124,7 @@ class ScriptTrainingArguments(TrainingArguments):
         options = self.activation_checkpointing_kwargs or {}
         if not isinstance(options, dict):
             raise ValueError(
-                "--activation_checkpointing_kwargs must be a JSON object, such as '{\"save\": \"products\"}'; "
+                '--activation_checkpointing_kwargs must be a JSON object, such as \'{"save": "products"}\'; '
                 f"got {options!r}"
             )
         check_saved("--activation_checkpointing_kwargs", options)

@@ -269,7 +269,8 @@ def report(rows: list[Row]) -> str:
             line = [f"{values[s] / unit:.{digits}f}" if s in values else cells[mode, s]["outcome"] for s in shown]
             lines.append([mode, *line, exponent(list(values.items()))])
         pairs = [(cells["full", length].get(name), cells["sr", length].get(name)) for length in shown]
-        lines.append(["full / sr", *(f"{float(a) / float(b):.2f}" if a and b else "-" for a, b in pairs), ""])
+        ratios = (f"{float(a) / float(b):.2f}" if a and b and float(b) else "-" for a, b in pairs)
+        lines.append(["full / sr", *ratios, ""])
         parts.extend([f"**{title}**", markdown_table(["mode", *map(str, shown), "exponent 2k-16k (points)"], lines)])
 
     table(f"counted, {DECODED} tokens at once: million multiply-adds", "training_multiply_adds", 2, 1e6)

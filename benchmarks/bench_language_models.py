@@ -1,4 +1,4 @@
-"""Compare causal language models with peers of the same width and depth on the CPU: training step, decoding, cache.
+"""Compare causal language models with peers of the same size on the CPU: training step, decoding, cache.
 
 Run it from the repository root::
 
@@ -6,14 +6,20 @@ Run it from the repository root::
     python -m benchmarks.bench_language_models --out benchmarks/results/language_models_cpu.csv     # the kept record
     python -m benchmarks.bench_language_models --report benchmarks/results/language_models_cpu.csv  # its tables
 
-Models have four layers of width 256, or twelve of width 1024 if their name contains "base" (BST's preset). The peers
-are transformers' Llama with full attention (SDPA) and Mamba-2. CHELA's long kernels have 4,096 taps. Each measurement
-of a cell (a model at one length) runs in its own process, and the models alternate at each length;
-`benchmarks.bench_models` describes how peak memory is measured and limited. A cell yields:
+Models have the width 256 and four layers (Mamba-2, which has no feed-forward networks, seven), and feed-forward
+networks of such a width that all have as many parameters as Llama, within 3 %; those whose name contains "base" have
+twelve layers of width 1024 (BST's preset). CHELA's kernels have 4,096 taps in 16 groups. Nothing is dropped out. The
+peers are models of transformers in torch alone: Llama with full attention (SDPA), ModernBERT's decoder with windows in
+all layers, Mamba-2, and Qwen3-Next (three layers of the gated delta rule and one of full attention, without experts).
+Each measurement of a cell (a model in one precision at one length) runs in its own process, and the models alternate
+at each length; `benchmarks.bench_models` describes how peak memory is measured and limited, `benchmarks.floors` what
+is counted for the floor. A cell yields:
 
-- training: forward and backward of one sequence, fp32. The first step at a length is reported apart from the later
-  ones, since a frozen state space model makes and caches its kernel there.
-- decoding: the time per token over 256 tokens after a prompt of that length, and the bytes of the cache.
+- training: forward and backward of one sequence, "bf16" under autocast. Ours compute the loss alone (`skip_logits`),
+  as the scripts do; the peers have no such thing and hold the logits. The first step at a length is reported apart
+  from the later ones, since a frozen state space model makes and caches its kernel there.
+- decoding: the time per token over 256 tokens after a prompt of that length, and the bytes of the cache; for "bf16"
+  the model is cast.
 """
 
 import argparse
@@ -21,21 +27,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import floors
 from benchmarks.bench_models import (
+    FLOOR,
     HEADS,
     INNER,
     LAYERS,
+    PRECISIONS,
     VOCABULARY,
     WIDTH,
+    against_floor,
     forget_peak,
     in_process,
     limit_memory,
+    matmul_rate,
     memory,
     what_went_wrong,
 )
@@ -49,32 +62,40 @@ DECODED = 256  # tokens
 MEASURES = ("first_step_s", "step_s", "peak_mib", "token_s", "cache_mib")
 # fmt: off
 COLUMNS = (
-    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "model", "length", "parameters",
-    *MEASURES, "outcome",
+    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "model", "precision", "length",
+    "parameters", "loss", *MEASURES, *FLOOR, "outcome",
 )
 # fmt: on
+Cell = tuple[str, str, int]  # model, precision, length
 
 
-def _spade(**fields: object) -> Any:
+def _spade(inner: int, **fields: object) -> Any:
     from hf_hybrid import SpadeConfig
 
     shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    sizes = {"intermediate_size": INNER, "local_radius": WINDOW - 1, "chunk_size": WINDOW, "vocab_size": VOCABULARY}
+    sizes = {"intermediate_size": inner, "local_radius": WINDOW - 1, "chunk_size": WINDOW, "vocab_size": VOCABULARY}
     return SpadeConfig(is_decoder=True, is_encoder_decoder=False, **shape, **sizes, **fields)
 
 
-def _bst(**fields: object) -> Any:
+def _bst(inner: int, **fields: object) -> Any:
     from hf_hybrid import BstConfig
 
     shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     layers = {"bst_layers": [1], **fields}
-    return BstConfig(**shape, intermediate_size=INNER, window=WINDOW, vocab_size=VOCABULARY, **layers)
+    return BstConfig(**shape, intermediate_size=inner, window=WINDOW, vocab_size=VOCABULARY, **layers)
 
 
 def _bst_base(**fields: object) -> Any:
     from hf_hybrid import BstConfig
 
     return BstConfig.from_preset("base", vocab_size=VOCABULARY, **fields)
+
+
+def _chela(inner: int, **fields: object) -> Any:
+    from hf_hybrid import ChelaConfig
+
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": inner, "vocab_size": VOCABULARY}
+    return ChelaConfig(is_decoder=True, long_kernel_groups=16, **shape, **fields)
 
 
 def _llama() -> Any:
@@ -86,57 +107,92 @@ def _llama() -> Any:
     )  # fmt: skip
 
 
+def _modernbert(inner: int) -> Any:
+    from transformers import ModernBertDecoderConfig
+
+    return ModernBertDecoderConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        intermediate_size=inner, max_position_embeddings=max(LENGTHS) + DECODED, local_attention=2 * WINDOW,
+        layer_types=["sliding_attention"] * LAYERS, pad_token_id=0, bos_token_id=1, cls_token_id=1, eos_token_id=2,
+        sep_token_id=2,
+    )  # fmt: skip
+
+
 def _mamba2() -> Any:
     from transformers import Mamba2Config
 
     return Mamba2Config(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=8, head_dim=64, state_size=64,
-        n_groups=1,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS + 3, num_heads=2 * HEADS,
+        head_dim=WIDTH // HEADS, state_size=96, n_groups=1, tie_word_embeddings=True,
     )  # fmt: skip
 
 
-def _chela(**fields: object) -> Any:
-    from hf_hybrid import ChelaConfig
+def _qwen3_next(inner: int) -> Any:
+    from transformers import Qwen3NextConfig
 
-    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": INNER, "vocab_size": VOCABULARY}
-    return ChelaConfig(is_decoder=True, **shape, **fields)
+    return Qwen3NextConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, head_dim=WIDTH // HEADS, intermediate_size=inner, tie_word_embeddings=True,
+        mlp_only_layers=list(range(LAYERS)), num_experts=0,
+        linear_num_key_heads=HEADS, linear_key_head_dim=WIDTH // HEADS, linear_num_value_heads=2 * HEADS,
+        linear_value_head_dim=WIDTH // HEADS, max_position_embeddings=max(LENGTHS) + DECODED,
+    )  # fmt: skip
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "bst-slide": lambda: _bst(bst_layers=[]),
-    "bst-sh-s4": _bst,
-    "bst-mh-s4": lambda: _bst(context_type="multi_head"),
-    "bst-mf-s4": lambda: _bst(context_type="multi_filter"),
-    "bst-sh-s4-state-64": lambda: _bst(state_size=64),
-    "bst-mf-s4-state-64": lambda: _bst(context_type="multi_filter", state_size=64),
-    "bst-sh-unstructured": lambda: _bst(context_filter="unstructured"),
-    "bst-mf-unstructured": lambda: _bst(context_type="multi_filter", context_filter="unstructured"),
-    "bst-base-slide": lambda: _bst_base(bst_layers=[]),
-    "bst-base-sh-s4": _bst_base,
-    "bst-base-sh-s4-state-64": lambda: _bst_base(state_size=64),
-    "bst-base-mf-s4": lambda: _bst_base(context_type="multi_filter"),
+PEERS: dict[str, Callable[[], Any]] = {
     "llama-sdpa": _llama,
+    "modernbert-local": partial(_modernbert, 656),
     "mamba2": _mamba2,
-    "chela": lambda: _chela(num_attention_heads=HEADS),
-    "chela-one-head": _chela,
-    "spade": _spade,
-    "spade-frozen-s4": lambda: _spade(ssm_freeze="all"),
-    "spade-s5": lambda: _spade(ssm_type="s5"),
-    "spade-hyena": lambda: _spade(ssm_type="hyena"),
-    "spade-chunk": lambda: _spade(attention_type="chunk"),
+    "qwen3-next": partial(_qwen3_next, 392),
+}
+# the first argument is the width of the feed-forward network that makes a model as large as Llama
+MODELS: dict[str, Callable[[], Any]] = {
+    "bst-slide": partial(_bst, 1024, bst_layers=[]),
+    "bst-sh-s4": partial(_bst, 888),
+    "bst-mh-s4": partial(_bst, 880, context_type="multi_head"),
+    "bst-mf-s4": partial(_bst, 816, context_type="multi_filter"),
+    "bst-sh-s4-state-64": partial(_bst, 864, state_size=64),
+    "bst-mf-s4-state-64": partial(_bst, 600, context_type="multi_filter", state_size=64),
+    "bst-sh-unstructured": partial(_bst, 880, context_filter="unstructured"),
+    "bst-mf-unstructured": partial(_bst, 624, context_type="multi_filter", context_filter="unstructured"),
+    "bst-base-slide": partial(_bst_base, bst_layers=[]),
+    "bst-base-sh-s4": _bst_base,
+    "bst-base-sh-s4-state-64": partial(_bst_base, state_size=64),
+    "bst-base-mf-s4": partial(_bst_base, context_type="multi_filter"),
+    **PEERS,
+    "chela": partial(_chela, 1008, num_attention_heads=HEADS),
+    "chela-one-head": partial(_chela, 1008, num_attention_heads=1),
+    "spade": partial(_spade, 976),
+    "spade-frozen-s4": partial(_spade, 976, ssm_freeze="all"),
+    "spade-s5": partial(_spade, 920, ssm_type="s5"),
+    "spade-hyena": partial(_spade, 848, ssm_type="hyena"),
+    "spade-chunk": partial(_spade, 976, attention_type="chunk"),
 }
 
 
-def build_model(name: str) -> Any:
-    """Build one of `MODELS` with random weights."""
+def build_model(name: str, *, dropout: bool = False) -> Any:
+    """Build one of `MODELS` with random weights, without dropout or with that of its defaults."""
     import transformers
 
     torch.manual_seed(0)
+    config = MODELS[name]()
+    if not dropout:
+        for field in [field for field, value in vars(config).items() if field.endswith("dropout") and value]:
+            setattr(config, field, 0.0)
     options = {"attn_implementation": "sdpa"} if name == "llama-sdpa" else {}
-    return transformers.AutoModelForCausalLM.from_config(MODELS[name](), **options)
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
 
 
-def measure_training(pipe: Connection, name: str, length: int, threads: int, deadline_s: float) -> None:
+def count_flops(name: str, length: int) -> float | None:
+    """Count the floating-point operations of a model's training step, batch size 1; None where they are unknown."""
+    with suppress(ValueError):
+        return floors.of_language_model(MODELS[name](), length).total
+    return None
+
+
+def measure_training(
+    pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float
+) -> None:
     """Send the seconds of the first and of later steps at a length, and the peak memory in MiB."""
     started = time.perf_counter()
     with what_went_wrong(pipe):
@@ -144,11 +200,14 @@ def measure_training(pipe: Connection, name: str, length: int, threads: int, dea
         model = build_model(name).train()
         tokens = torch.randint(3, VOCABULARY, (1, length))
         pipe.send(("parameters", model.num_parameters()))
+        options = {"use_cache": False} if name in PEERS else {"use_cache": False, "skip_logits": True}
 
         def step(count: int) -> float:
             model.zero_grad(set_to_none=True)
             start = time.perf_counter()
-            model(input_ids=tokens[:, :count], labels=tokens[:, :count], use_cache=False).loss.backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = model(input_ids=tokens[:, :count], labels=tokens[:, :count], **options).loss
+            loss.backward()
             return time.perf_counter() - start
 
         step(16)
@@ -163,11 +222,13 @@ def measure_training(pipe: Connection, name: str, length: int, threads: int, dea
             pipe.send(("step_s", step(length)))
 
 
-def measure_decoding(pipe: Connection, name: str, length: int, threads: int, deadline_s: float) -> None:
+def measure_decoding(
+    pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float
+) -> None:
     """Send the seconds of single tokens after a prompt of a length, and the cache's size in MiB."""
     with what_went_wrong(pipe):
         limit_memory(threads)
-        model = build_model(name).eval()
+        model = build_model(name).eval().to(PRECISIONS[precision])
         token, cache = decoding(model, length)
         token()  # the first one allocates
         start = time.perf_counter()
@@ -180,10 +241,14 @@ def measure_decoding(pipe: Connection, name: str, length: int, threads: int, dea
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell, rewriting the CSV after each round, and return its rows."""
     common = stamp() | {"threads": str(arguments.threads)}
-    cells = [(model, length) for length in arguments.lengths for model in arguments.models]
-    found: dict[tuple[str, int], list[tuple[str, Any]]] = {cell: [] for cell in cells}
+    cells: list[Cell] = [(m, p, s) for p in arguments.precisions for s in arguments.lengths for m in arguments.models]
+    found: dict[Cell, list[tuple[str, Any]]] = {cell: [] for cell in cells}
+    flops = {(model, length): count_flops(model, length) for model, _, length in cells}
+    rates = dict.fromkeys(arguments.precisions, 0.0)
     rows: list[Row] = []
     for number in range(arguments.rounds):
+        for precision in arguments.precisions:
+            rates[precision] = max(rates[precision], matmul_rate(precision, arguments.threads))
         for cell in cells:
             if any(kind == "outcome" and value != "ok" for kind, value in found[cell]):
                 continue
@@ -191,21 +256,27 @@ def run(arguments: argparse.Namespace) -> list[Row]:
                 limit = arguments.time_limit
                 found[cell] += in_process(target, (*cell, arguments.threads, limit), limit)
             row = describe(cell, found[cell])
-            print(number + 1, *(row.get(name, "-") for name in ("model", "length", *MEASURES, "outcome")), flush=True)
-        rows = [common | describe(cell, found[cell]) for cell in cells]
+            shown = ("model", "precision", "length", *MEASURES, "outcome")
+            print(number + 1, *(row.get(name, "-") for name in shown), flush=True)
+        rows = [common | describe(cell, found[cell], flops[cell[0], cell[2]], rates[cell[1]]) for cell in cells]
         write_csv(arguments.out, COLUMNS, rows)
     return rows
 
 
-def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
+def describe(
+    cell: Cell, found: Sequence[tuple[str, Any]], flops: float | None = None, rate: float | None = None
+) -> Row:
     """Turn the messages of a cell's processes into its columns: medians, and the largest peak."""
-    row = {"model": cell[0], "length": str(cell[1])}
+    row = {"model": cell[0], "precision": cell[1], "length": str(cell[2])}
+    row["loss"] = "with logits" if cell[0] in PEERS else "alone"
     bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
     for name in ("parameters", *MEASURES):
         values = [float(value) for kind, value in found if kind == name]
         if values:
             value = max(values) if name == "peak_mib" else statistics.median(values)
             row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib") else f"{value:.5g}"
+    if rate:
+        row |= against_floor(flops, [float(value) for kind, value in found if kind == "step_s"], cell[2], rate)
     return row | {"outcome": bad[0] if bad else "ok"}
 
 
@@ -218,22 +289,41 @@ def _first_over_later(row: Row) -> Row:
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
     first = rows[0]
-    parts = [
+    caption = (
         f"{conditions(first)}. {LAYERS} layers, width {WIDTH}, "
         f'{HEADS} heads, feed-forward {INNER} ("base": 12, 1024, 8, 4096), windows of {WINDOW}, '
-        f"vocabulary {VOCABULARY}, batch 1, fp32, random weights."
-    ]
+        f"vocabulary {VOCABULARY}, batch 1, random weights."
+    )
+    if "loss" in first:
+        caption = (
+            f'{conditions(first)}. Width {WIDTH}, {LAYERS} layers (Mamba-2 {LAYERS + 3}; "base": 1024, 12), '
+            f"{HEADS} heads, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, random weights, no dropout; peers "
+            "with the logits of all tokens, ours with the loss alone."
+        )
+    parts = [caption]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    counts = {row["model"]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
+    parts.append(f"Parameters: {', '.join(f'{model} {counts[model]:,}' for model in models if model in counts)}.")
+    for precision in dict.fromkeys(_precision(row) for row in rows):
+        parts += _tables_of_precision(precision, [row for row in rows if _precision(row) == precision])
+    return "\n\n".join(parts)
+
+
+def _precision(row: Row) -> str:
+    return row.get("precision", "fp32")  # of records that have no such column
+
+
+def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
     lengths = sorted({int(row["length"]) for row in rows})
     cells = {(row["model"], int(row["length"])): row | _first_over_later(row) for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = ["model", *map(str, lengths)]
-    sizes = ", ".join(f"{model} {int(cells[model, lengths[0]]['parameters']):,}" for model in models)
-    parts.append(f"Parameters: {sizes}.")
 
     def lines(name: str, shape: Callable[[int, float], str]) -> list[list[str]]:
         def cell(model: str, length: int) -> str:
             row = cells.get((model, length), {})
-            return shape(length, float(row[name])) if row.get(name) else row.get("outcome", "-").split(":")[0]
+            failed = row.get("outcome", "-").split(":")[0]
+            return shape(length, float(row[name])) if row.get(name) else "-" if failed == "ok" else failed
 
         return [[model, *(cell(model, length) for length in lengths)] for model in models]
 
@@ -242,18 +332,22 @@ def report(rows: list[Row]) -> str:
         for line in table:
             points = [(s, float(cells[line[0], s][name])) for s in lengths if cells.get((line[0], s), {}).get(name)]
             line.append(exponent(points))
-        return [f"**{title}**", markdown_table([*columns, "exponent 2k-16k (points)"], table)]
+        return [f"**{precision}, {title}**", markdown_table([*columns, "exponent 2k-16k (points)"], table)]
 
-    parts += growing("training: thousand tokens per second", "step_s", lambda s, value: f"{s / value / 1000:.2f}")
+    parts = growing("training: thousand tokens per second", "step_s", lambda s, value: f"{s / value / 1000:.2f}")
     parts += growing("training: peak memory over the idle process, MiB", "peak_mib", lambda _, value: f"{value:.0f}")
+    if rates := [float(row["matmul_gflop_per_s"]) for row in rows if row.get("matmul_gflop_per_s")]:
+        parts += [
+            f"**{precision}, training: fraction of the floor (counted operations at {max(rates):.0f} GFLOP/s)**",
+            markdown_table(columns, lines("fraction_of_floor", lambda _, value: f"{value:.3f}")),
+        ]
     parts += [
-        "**training: first step at a length over later ones**",
+        f"**{precision}, training: first step at a length over later ones**",
         markdown_table(columns, lines("first_over_later", lambda _, value: f"{value:.2f}")),
     ]
     title = "decoding: milliseconds per token after a prompt of that length"
     parts += growing(title, "token_s", lambda _, value: f"{1e3 * value:.1f}")
-    parts += growing("decoding: MiB held by the cache", "cache_mib", lambda _, value: f"{value:.2f}")
-    return "\n\n".join(parts)
+    return parts + growing("decoding: MiB held by the cache", "cache_mib", lambda _, value: f"{value:.2f}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,6 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     small = tuple(name for name in MODELS if "base" not in name)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=small, metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, two processes each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process")

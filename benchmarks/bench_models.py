@@ -2,7 +2,7 @@
 
 Run it from the repository root::
 
-    python -m benchmarks.bench_models                                  # everything, under 45 minutes on two cores
+    python -m benchmarks.bench_models                                  # everything, about an hour on two cores
     python -m benchmarks.bench_models --models spade led --lengths 1024 --rounds 1
     python -m benchmarks.bench_models --out benchmarks/results/models_cpu.csv      # the kept record
     python -m benchmarks.bench_models --report benchmarks/results/models_cpu.csv   # its tables, as Markdown
@@ -15,8 +15,8 @@ its time or 8 GiB becomes a row that says so, and is not repeated.
 Peak memory is the process's peak resident set (VmHWM) minus the resident set after building the model and one step on
 a few tokens: activations, gradients and temporaries, without weights and libraries.
 
-The floor is the time of matrix multiplication alone: the step's floating-point operations (see `count_flops`) over the
-fastest rate of large matrix products in the same run and precision.
+The floor is the time of the step's floating-point operations, as `benchmarks.floors` counts them, at the fastest rate
+of large matrix products in the same run and precision.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import floors
 from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
 
 WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, TARGET = 256, 4, 64, 1024, 4, 1024, 64
@@ -43,17 +44,18 @@ MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
 SLOW_STEP = 5.0  # seconds; above it a process times one step instead of two
 MATMULS = ((4096, 256, 1024), (4096, 1024, 256))  # the feed-forward network's, at 4k tokens
 
-PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in ("longt5", "pegasus_x", "led", "t5")]
+_PEERS = ("longt5", "pegasus_x", "led", "bigbird_pegasus", "t5")
+PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in _PEERS]
 
 DEFAULT_OUT = Path("runs/bench/models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FLOOR = ("flops", "matmul_gflop_per_s", "floor_tokens_per_s", "fraction_of_floor")
 # fmt: off
 COLUMNS = (
     "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid",
     "model", "precision", "length", "repeats", "median_s", "min_s", "max_s",
-    "tokens_per_s", "peak_mib", "flops", "matmul_gflop_per_s",
-    "floor_tokens_per_s", "fraction_of_floor", "outcome",
+    "tokens_per_s", "peak_mib", *FLOOR, "outcome",
 )
 # fmt: on
 
@@ -69,15 +71,20 @@ def t5_fields() -> dict[str, Any]:
     return shape | {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
 
 
+def bart_fields() -> dict[str, Any]:
+    """Return the fields of a BART of the common width and depth."""
+    shape: dict[str, Any] = {"d_model": WIDTH, "vocab_size": VOCABULARY}
+    for side in ("encoder", "decoder"):
+        shape |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": INNER, f"{side}_attention_heads": HEADS}
+    return shape
+
+
 def _t5_shape(model_type: str, **fields: object) -> Any:
     return _config(model_type, **t5_fields(), **fields)
 
 
 def _bart_shape(model_type: str, **fields: object) -> Any:
-    shape: dict[str, object] = {"d_model": WIDTH}
-    for side in ("encoder", "decoder"):
-        shape |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": INNER, f"{side}_attention_heads": HEADS}
-    return _config(model_type, **shape, **fields)
+    return _config(model_type, **bart_fields(), **fields)
 
 
 def _spade(**fields: object) -> Any:
@@ -99,13 +106,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "longt5-tglobal": lambda: _t5_shape("longt5", encoder_attention_type="transient-global"),
     "pegasus-x": lambda: _bart_shape("pegasus_x"),
     "led": lambda: _bart_shape("led"),
+    "bigbird": lambda: _bart_shape("bigbird_pegasus", max_position_embeddings=max(LENGTHS)),
     "t5-sdpa": lambda: _t5_shape("t5"),
     "t5-eager": lambda: _t5_shape("t5"),
     "spade": _spade,
     "spade-window": lambda: _spade(global_layers=[]),
+    "spade-chunk": lambda: _spade(attention_type="chunk"),
 }
-DEFAULT_MODELS = tuple(name for name in MODELS if name != "t5-eager")
-OWN = ("spade", "spade-window")
+DEFAULT_MODELS = tuple(name for name in MODELS if name not in ("t5-eager", "spade-chunk"))
+OWN = ("spade", "spade-window", "spade-chunk")
 
 
 def build_model(name: str) -> torch.nn.Module:
@@ -124,62 +133,9 @@ def build_model(name: str) -> torch.nn.Module:
 # --- the floor
 
 
-def _window_pairs(length: int, radius: int) -> int:
-    """Count the (query, key) pairs at most `radius` apart."""
-    radius = min(radius, length - 1)
-    return length * (2 * radius + 1) - radius * (radius + 1)
-
-
 def count_flops(name: str, length: int) -> float:
-    """Count the floating-point operations of a model's training step.
-
-    A matrix product counts 2 m k n forward and twice that backward (one product per factor's gradient). Attention
-    counts the visible (query, key) pairs, not those that an implementation computes and discards. Norms, activations,
-    softmax and dropout are not counted, so the floor is slightly too low for every model. With S source and T target
-    tokens, width D, feed-forward width F, vocabulary V:
-
-    - encoder layer: projections 8 S D², feed-forward 4 S D F, attention 4 D per pair;
-    - decoder layer: the same on T tokens with T (T+1) / 2 pairs, and cross-attention 4 T D² + 4 S D² + 4 D S T;
-    - head: 2 T D V.
-
-    Pairs of an encoder layer, in each model's default configuration:
-
-    - T5: S². LongT5 local: at most 127 apart. LED: at most 256 apart.
-    - LongT5 transient-global: at most 127 apart, and S/16 block summaries per token, whose keys and values cost 4 D²
-      each.
-    - Pegasus-X: a block of 512 and 32 global tokens per token; the global tokens see everything and pass through all
-      projections and the feed-forward network. The last layer's blocks count like the others.
-    - SPADE: at most `local_radius` apart (128). Each global layer adds the merge of its two branches, 4 S D², and
-      the state space model as four real FFTs of 2 S points per channel (two forward, two backward; the frozen
-      kernel's spectrum is constant), at 2.5 n log2 n each, and two products of spectra.
-
-    Returns:
-        Operations of one step; batch size 1.
-    """
-    s, t, d, f = length, TARGET, WIDTH, INNER
-    per_token = 8 * d * d + 4 * d * f
-    extra_tokens, merges, once, globals_ = 0, 0, 0.0, 0
-    if name.startswith("t5"):
-        pairs = s * s
-    elif name == "longt5-local":
-        pairs = _window_pairs(s, 127)
-    elif name == "longt5-tglobal":
-        summaries = s // 16
-        pairs, globals_ = _window_pairs(s, 127) + s * summaries, summaries
-    elif name == "led":
-        pairs = _window_pairs(s, 256)
-    elif name == "pegasus-x":
-        blocks = [min(512, s - start) for start in range(0, s, 512)]
-        pairs, extra_tokens = sum(b * b for b in blocks) + 32 * s + 32 * (s + 32), 32
-    else:
-        config = MODELS[name]()
-        pairs = _window_pairs(s, config.local_radius)
-        merges = len(config.global_layers)
-        points = 2 * s
-        once = merges * d * (4 * 2.5 * points * math.log2(points) + 2 * 6 * points / 2)
-    encoder = LAYERS * ((s + extra_tokens) * per_token + 4 * d * pairs + 4 * d * d * globals_) + merges * 4 * s * d * d
-    decoder = LAYERS * (t * per_token + 4 * d * t * (t + 1) // 2 + 4 * (s + t) * d * d + 4 * d * s * t)
-    return 3.0 * (encoder + decoder + 2 * t * d * VOCABULARY) + once
+    """Count the floating-point operations of a model's training step on `length` source tokens, batch size 1."""
+    return floors.of_encoder_decoder(MODELS[name](), length, TARGET).total
 
 
 def measure_matmul(precision: str, threads: int) -> float:
@@ -236,6 +192,8 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
             return time.perf_counter() - start
 
         step(16)
+        if name == "bigbird":  # so few tokens have made its attention full, for good
+            model.get_encoder().set_attention_type("block_sparse")
         model.zero_grad(set_to_none=True)
         idle = forget_peak()
         warm_up = step(length)
@@ -307,6 +265,19 @@ def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s:
     return sent
 
 
+def matmul_rate(precision: str, threads: int) -> float:
+    """Return `measure_matmul` of a fresh process.
+
+    Raises:
+        RuntimeError: It could not be measured; the message says why.
+    """
+    sent = in_process(_measure_matmul_into, (precision, threads), 120.0)
+    rate: float = max((value for kind, value in sent if kind == "rate"), default=0.0)
+    if not rate:
+        raise RuntimeError(f"matrix multiplication in {precision} could not be measured: {sent[-1][1]}")
+    return rate
+
+
 # --- a run
 
 
@@ -326,13 +297,11 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     peaks: dict[Cell, list[float]] = {cell: [] for cell in cells}
     outcomes: dict[Cell, list[str]] = {cell: [] for cell in cells}
     rates = dict.fromkeys(arguments.precisions, 0.0)
+    flops = {(name, length): _count_if_built(name, length) for name, _, length in cells}
     rows: list[Row] = []
     for number in range(arguments.rounds):
         for precision in arguments.precisions:
-            sent = in_process(_measure_matmul_into, (precision, arguments.threads), limit_s=120.0)
-            rates[precision] = max([rates[precision], *(value for kind, value in sent if kind == "rate")])
-            if not rates[precision]:
-                raise RuntimeError(f"matrix multiplication in {precision} could not be measured: {sent[-1][1]}")
+            rates[precision] = max(rates[precision], matmul_rate(precision, arguments.threads))
         for cell in cells:
             if any(outcome != "ok" for outcome in outcomes[cell]):
                 continue
@@ -344,29 +313,49 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             took = f"{statistics.median(seconds[cell]):8.3f} s" if seconds[cell] else " " * 10
             print(f"{number + 1}  {name:15} {precision} {length:6} {took}  {outcomes[cell][-1]}", flush=True)
         rows = [
-            common | describe(cell, seconds[cell], peaks[cell], _summary(outcomes[cell]), rates[cell[1]])
+            common
+            | describe(cell, seconds[cell], peaks[cell], _summary(outcomes[cell]))
+            | against_floor(flops[cell[0], cell[2]], seconds[cell], cell[2], rates[cell[1]])
             for cell in cells
         ]
         write_csv(arguments.out, COLUMNS, rows)
     return rows
 
 
-def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str, rate: float) -> Row:
+def _count_if_built(name: str, length: int) -> float | None:
+    with suppress(Exception):  # an architecture that cannot be built has no floor; its outcome says why
+        return count_flops(name, length)
+    return None
+
+
+def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str) -> Row:
     """Turn the measurements of a cell into its columns; missing ones stay empty."""
     name, precision, length = cell
     row = {"model": name, "precision": precision, "length": str(length), "repeats": str(len(seconds))}
-    row |= {"outcome": outcome, "matmul_gflop_per_s": f"{rate / 1e9:.1f}"}
-    with suppress(Exception):  # an architecture that cannot be built has no floor; its outcome says why
-        flops = count_flops(name, length)
-        row |= {"flops": f"{flops:.4g}", "floor_tokens_per_s": f"{length * rate / flops:.0f}"}
-        if seconds:
-            row["fraction_of_floor"] = f"{flops / rate / statistics.median(seconds):.3f}"
+    row["outcome"] = outcome
     if seconds:
         median = statistics.median(seconds)
         row |= {"median_s": f"{median:.4f}", "min_s": f"{min(seconds):.4f}", "max_s": f"{max(seconds):.4f}"}
         row["tokens_per_s"] = f"{length / median:.1f}"
     if peaks:
         row["peak_mib"] = f"{max(peaks):.0f}"
+    return row
+
+
+def against_floor(flops: float | None, seconds: Sequence[float], length: int, rate: float) -> Row:
+    """Return the columns of `FLOOR`: what steps need, and the share of it in their median time.
+
+    Args:
+        flops: Operations of a step; None where they are not counted.
+        seconds: Times of steps.
+        length: Tokens.
+        rate: Operations per second of large matrix products.
+    """
+    row = {"matmul_gflop_per_s": f"{rate / 1e9:.1f}"}
+    if flops is not None:
+        row |= {"flops": f"{flops:.4g}", "floor_tokens_per_s": f"{length * rate / flops:.0f}"}
+        if seconds:
+            row["fraction_of_floor"] = f"{flops / rate / statistics.median(seconds):.3f}"
     return row
 
 
@@ -415,7 +404,7 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
         markdown_table(["model", *columns, "time exponent 2k-16k (points)"], speed),
         f"**{precision}: peak memory over the idle process, MiB**",
         markdown_table(["model", *columns, "memory exponent 2k-16k (points)"], peak_lines),
-        f"**{precision}: fraction of the floor (matrix products alone, at {rate:.0f} GFLOP/s)**",
+        f"**{precision}: fraction of the floor (counted operations at {rate:.0f} GFLOP/s)**",
         markdown_table(["model", *columns], lines("fraction_of_floor", lambda value: f"{value:.3f}")),
     ]
     ratios = []

@@ -2,22 +2,29 @@
 
 Run it from the repository root::
 
-    python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: a night on two cores
+    python -m benchmarks.bench_recall --out benchmarks/results/recall.csv     # the kept record: hours on two cores
     python -m benchmarks.bench_recall --quick                                 # own tasks, one seed: minutes
     python -m benchmarks.bench_recall --plan                                  # how many runs, and how long they take
     python -m benchmarks.bench_recall --report benchmarks/results/recall.csv  # its tables
 
-The tasks are those of `hf_hybrid.data.recall`, with their published sizes. Models have two layers (Mamba-2, whose
-layers are half as large, three; encoder-decoders one on each side), windows, chunks and local kernels of 8 tokens, and
-the same number of parameters. An ablation is the model without its global part. Its layers together reach 16 tokens at
-most, and the own tasks ask beyond 32: there an ablation can only guess. SRformer's ablation reads one segment of the
-document, and counts as far what lies in another. BST and SPADE have copies with states of other sizes, which do two
-tasks alone.
+The tasks are those of `hf_hybrid.data.recall`, with their published sizes; steps and batches are of this benchmark.
+Models have two layers (Mamba-2, whose layers are half as large, three), windows, chunks and local kernels of 8 tokens,
+and the same number of parameters. LongT5 has one layer on each side; SRformer and T5 have one in the decoder, which
+reads the documents' embeddings, since an encoder's full attention would carry facts from each segment to the others.
+An ablation is the model without its global part. The report says how many tokens back each one reaches; the own tasks
+ask beyond 32, where it can only guess. SRformer's ablation reads one segment of the document, and counts as far what
+lies in another. BST and SPADE have copies with states of other sizes, which do two tasks alone, with one seed.
 
-Each model is trained at the best of three learning rates: that with the least validation loss in runs of a quarter of
-the steps with the first seed. Copies with another size of the state take the rate of their model. Training ends when
-99 % of the validation is right. Then a test measures the accuracy of all answers, of far ones and by distance, and on
-sequences 2, 4 and 16 times as long as in training.
+Each model is trained at three learning rates with the first seed, and with the other seeds at the best of them: that
+which solves the task (99 % of the far answers in validation are right) in the fewest steps, or else has the most right
+answers there. Once a rate has solved it, the others end after as many steps. A run that has solved the task ends too,
+after a tenth of all steps in which the learning rate falls to zero. Ablations on own tasks take rate and steps of
+their model, copies with another size of the state its rate. Then a test measures the accuracy of all answers, of far
+ones and by distance, and, where more than half of the far ones are right, on sequences 2, 4 and 16 times as long as in
+training.
+
+The published tasks are first tried with Llama and CHELA. Until a model has more than half of the far answers right,
+each other one has one run at the middle rate; the report says which tasks no model learnt.
 
 Each run has one thread, and `--jobs` of them run in parallel. A finished run adds a row to the CSV file. Stop at any
 moment; the same command goes on. A row holds a hash of its recipe, and rows of another recipe, or of another version
@@ -28,7 +35,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing import get_context
@@ -36,18 +43,28 @@ from pathlib import Path
 
 from benchmarks.comparison import (
     COLUMNS,
-    SEARCH,
     append_rows,
-    best_rate,
     check_recipe,
     check_version,
     mean_and_error,
     read_rows,
 )
-from benchmarks.recall_models import MODELS
+from benchmarks.recall_models import MODELS, ablation_reach
+from benchmarks.recall_order import (
+    AT_CHANCE,
+    GATE,
+    SLOWER,
+    is_unlearnt,
+    kept,
+    mean_of,
+    share,
+    todo,
+)
 from benchmarks.recall_run import (
     BINS,
     FACTORS,
+    LEARNT,
+    LONGER_TOKENS,
     RECIPES,
     Recipe,
     Run,
@@ -59,45 +76,20 @@ from benchmarks.recall_run import (
 from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
-SELECT = "validation_loss"
-RATES = ("0.001", "0.003", "0.01")
-QUICK_TASKS, QUICK_RATE, QUICK_STEPS = ("aggregate", "latch", "key_value", "facts"), "0.003", 500
-DONE, AT_CHANCE = 0.95, 0.02
-"""A task is done with this share of right answers, and guessed with at most so much more than chance."""
+RATES = ("0.003", "0.01", "0.001")
+"""Searched, the likeliest first."""
+QUICK_TASKS = ("aggregate", "latch", "key_value", "few_facts", "facts")
+QUICK_RATE, QUICK_STEPS = "0.003", 1000
+DONE = 0.95
+"""Share of right answers with which a task is done."""
 _FAR = [f"at_{least}" for least in BINS]
 _LONGER = [f"x{factor}" for factor in FACTORS]
-SCORES = (SELECT, "validation_accuracy", "accuracy", "far", "chance", "trained_steps", *_LONGER, *_FAR)
+_COUNTS = ("solved_step", "trained_steps")
+_TESTED = ("accuracy", "far", "chance", *_LONGER, *_FAR)
+SCORES = ("validation_loss", "validation_accuracy", *_COUNTS, *_TESTED)
 
 
-# ---- the order of work ----
-
-
-def todo(
-    rows: Sequence[Row], tasks: Sequence[str], models: Sequence[str], rates: Sequence[str], seeds: Sequence[int]
-) -> Iterator[Run]:
-    """Yield the runs that are missing and can start: shortened ones at every rate, then all seeds at the best.
-
-    A single rate is not searched. A copy of a model with another size of the state takes the rate of that model.
-    """
-    for task in tasks:
-        own = [row for row in rows if row["dataset"] == task]
-        for model in models:
-            if not is_done_by(task, model):
-                continue
-            asked = MODELS[model].state_of or model
-            searches = [Run(task, asked, seeds[0], rate, is_search=True) for rate in rates if len(rates) > 1]
-            if missing := [run for run in searches if not _is_done(run, own)]:
-                yield from missing
-                continue
-            searched = [row for row in own if row["seed"] == SEARCH and row["learning_rate"] in rates]
-            best = best_rate(searched, asked, SELECT) if searches else rates[0]
-            if best is not None:  # every rate diverged
-                runs = [Run(task, model, seed, best) for seed in seeds]
-                yield from (run for run in runs if not _is_done(run, own))
-
-
-def _is_done(run: Run, rows: Sequence[Row]) -> bool:
-    return any((row["model"], row["seed"], row["learning_rate"]) == (run.model, *run.key) for row in rows)
+# ---- the work ----
 
 
 def check_rows(rows: Sequence[Row], recipes: Mapping[str, Recipe], path: Path) -> None:
@@ -115,22 +107,23 @@ def check_rows(rows: Sequence[Row], recipes: Mapping[str, Recipe], path: Path) -
 
 def row_of(run: Run, recipe: Recipe, values: Mapping[str, float]) -> Row:
     """Return the row of a finished run."""
-    shown = {name: f"{values[name]:.4g}" for name in SCORES if name in values}
-    outcome = "ok" if "validation" in values else "diverged"
-    if outcome == "ok":
+    shown = {name: f"{values[name]:.4g}" for name in ("validation_loss", *_TESTED) if name in values}
+    outcome = "diverged" if "validation" not in values else "ok" if "accuracy" in values else SLOWER
+    if outcome != "diverged":
         shown |= {"validation_accuracy": f"{values['validation']:.4g}", "trained_steps": f"{values['steps']:d}"}
+        shown |= {"solved_step": f"{values['solved_step']:d}"} if "solved_step" in values else {}
     return {
         **stamp(),
         "dataset": run.task,
         "model": run.model,
-        "seed": run.key[0],
+        "seed": str(run.seed),
         "learning_rate": run.rate,
         "recipe": recipe_hash(run.task, run.model, recipe),
         "outcome": outcome,
         "parameters": str(values["parameters"]),
-        "steps": str(run.steps(recipe)),
+        "steps": str(recipe.steps),
         "cpu_minutes": f"{values['cpu_minutes']:.2f}" if "cpu_minutes" in values else "",
-        **(shown if outcome == "ok" else {}),
+        **(shown if outcome != "diverged" else {}),
     }
 
 
@@ -167,7 +160,7 @@ def work(
                     continue
                 row = row_of(run, recipes[run.task], future.result())
                 append_rows(path, columns, [row])
-                say(f"{run}: {row['outcome']}, " + ", ".join(f"{n} {row[n]}" for n in SCORES[:4] if n in row))
+                say(f"{run}: {row['outcome']}, " + ", ".join(f"{n} {row[n]}" for n in SCORES[:6] if n in row))
 
 
 def _one_thread() -> None:
@@ -181,46 +174,34 @@ def _one_thread() -> None:
 # ---- tables ----
 
 
-def kept(rows: Sequence[Row], task: str, model: str) -> list[Row]:
-    """Return a model's finished rows of a task, those of the search left out.
-
-    Raises:
-        ValueError: They have several learning rates.
-    """
-    own = [row for row in rows if (row["dataset"], row["model"]) == (task, model) and row["seed"] != SEARCH]
-    if len(rates := sorted({row["learning_rate"] for row in own}, key=float)) > 1:
-        raise ValueError(f"{task}: the rows of {model!r} must have one learning rate; got {', '.join(rates)}")
-    return [row for row in own if row["outcome"] == "ok"]
-
-
-def mean_of(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a score over rows; None if none has it."""
-    values = [float(row[name]) for row in rows if row[name]]
-    return statistics.fmean(values) if values else None
-
-
 def report(rows: list[Row]) -> str:
     """Return a table for each task: accuracy of all answers and of far ones, of longer sequences, and by distance."""
     if not rows:
         return "no rows yet"
+    reaches = {name: ablation_reach(name) for name, kind in MODELS.items() if kind.ablation_of}
     parts = [
         f"{measured_on(rows)}. Shares of right answers, mean ± standard error over the seeds; "
-        "*far*: beyond the reach of every ablation.",
+        "*far*: beyond the reach of every ablation, which is "
+        + ", ".join(f"{reach} tokens ({name})" for name, reach in reaches.items() if reach is not None)
+        + ". *Steps to 99 %*: until so many far answers of the validation were right, where they were. Sequences F "
+        f"times as long hold {LONGER_TOKENS:,} tokens of each seed.",
         remembered(rows),
     ]
     for task in dict.fromkeys(row["dataset"] for row in rows):
-        own = [row for row in rows if row["dataset"] == task]
-        # a model whose search is not finished has no line yet; one that always diverged has
-        searching = {row["model"] for row in own if row["seed"] == SEARCH and row["outcome"] == "ok"}
-        ended = {row["model"]: row for row in own if row["seed"] != SEARCH or row["model"] not in searching}
-        of = {model: kept(own, task, model) for model in ended}
+        of = {model: kept(rows, task, model) for model in dict.fromkeys(row["model"] for row in rows)}
         found = [row for runs in of.values() for row in runs]
         bins = [name for name in _FAR if any(row[name] for row in found)]
-        header = ["model", "parameters", "seeds", "learning rate", "steps", "all", "far"]
-        header += [f"{factor}× as long" for factor in FACTORS] + [name.removeprefix("at_") + "+" for name in bins]
-        lines = [_line(model, runs, bins) for model, runs in of.items()]
+        longer = [name for name in _LONGER if any(row[name] for row in found)]
+        header = ["model", "parameters", "seeds", "learning rate", "steps to 99 %", "all", "far"]
+        header += [f"{name.removeprefix('x')}× as long" for name in longer]
+        header += [name.removeprefix("at_") + "+" for name in bins]
+        lines = [_line(model, runs, longer, bins) for model, runs in of.items() if runs]
         chance = mean_of(found, "chance")
         title = f"**{task}**" + ("" if chance is None else f": guessing gives {chance:.3f}")
+        if is_unlearnt(rows, task):
+            title += (
+                f". Not learnt by any model in this budget: none has more than {LEARNT:.0%} of the far answers right"
+            )
         parts += [title, markdown_table(header, lines)]
     return "\n\n".join(parts)
 
@@ -231,34 +212,45 @@ def remembered(rows: Sequence[Row]) -> str:
     for ablation, kind in MODELS.items():
         cells: list[list[str]] = [[], [], []]
         for task in dict.fromkeys(row["dataset"] for row in rows) if kind.ablation_of else ():
-            runs, others = kept(rows, task, str(kind.ablation_of)), kept(rows, task, ablation)
-            if not runs or not others:
-                continue
-            (share, without), chance = (_share(found) for found in (runs, others)), float(runs[0]["chance"])
-            is_done, is_guessed = share >= DONE, without <= chance + AT_CHANCE
-            place = 2 if not is_done else 0 if is_guessed else 1
-            cells[place].append(f"{task} ({share:.3f}; {without:.3f}; {chance:.3f})")
+            found = kept(rows, task, str(kind.ablation_of)), kept(rows, task, ablation)
+            if found[0] and (found[1] or _has_diverged(found[0])):
+                place, text = _remembered(*found)
+                cells[place].append(f"{task} ({text})")
         if any(cells):
             lines.append([str(kind.ablation_of), *(", ".join(cell) for cell in cells)])
     title = (
         f"Far answers (all answers where none is far): right with the global part; without it; by guessing. *Does*: "
-        f"{DONE:.0%} or more."
+        f"{DONE:.0%} or more. *Only guess*: at most {100 * AT_CHANCE:.0f} points above guessing."
     )
     header = ["architecture", "does, and its ablation can only guess", "does, and its ablation not only guesses"]
     return f"{title}\n\n{markdown_table([*header, 'does not'], lines)}"
 
 
-def _share(rows: Sequence[Row]) -> float:
-    far = mean_of(rows, "far")
-    return float(mean_of(rows, "accuracy") or 0.0) if far is None else far
+def _remembered(runs: Sequence[Row], others: Sequence[Row]) -> tuple[int, str]:
+    """Return the column of a task in the table of what is remembered, and the shares."""
+    right, without = share(runs), share(others)
+    chance = mean_of([*runs, *others], "chance")
+    is_done = right is not None and right >= DONE and not _has_diverged(runs)
+    is_guessed = without is None or chance is None or without <= chance + AT_CHANCE
+    shown = "; ".join("" if value is None else f"{value:.3f}" for value in (right, without, chance))
+    diverged = sum(map(_has_diverged, ([row] for row in runs)))
+    return 2 if not is_done else 0 if is_guessed else 1, shown + (
+        f"; {diverged} of {len(runs)} diverged" if diverged else ""
+    )
 
 
-def _line(model: str, runs: Sequence[Row], bins: Sequence[str]) -> list[str]:
-    names = ["accuracy", "far", *_LONGER]
-    if not runs:
+def _has_diverged(rows: Sequence[Row]) -> bool:
+    return any(row["outcome"] == "diverged" for row in rows)
+
+
+def _line(model: str, runs: Sequence[Row], longer: Sequence[str], bins: Sequence[str]) -> list[str]:
+    names = ["accuracy", "far", *longer]
+    if all(row["outcome"] == "diverged" for row in runs):
         return [model, *[""] * 4, *["diverged"] * (len(names) + len(bins))]
-    steps = statistics.fmean(int(row["trained_steps"]) for row in runs)
-    cells = [model, f"{int(runs[0]['parameters']):,}", str(len(runs)), runs[0]["learning_rate"], f"{steps:.0f}"]
+    solved = [int(row["solved_step"]) for row in runs if row["solved_step"]]
+    steps = f"{statistics.fmean(solved):.0f}" if solved else ""
+    steps += f" ({len(solved)} of {len(runs)})" if 0 < len(solved) < len(runs) else ""
+    cells = [model, f"{int(runs[0]['parameters']):,}", str(len(runs)), runs[0]["learning_rate"], steps]
     for name in names:
         values = [float(row[name]) for row in runs if row[name]]
         cells.append(mean_and_error(values, "accuracy") if values else "")
@@ -276,7 +268,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="MODEL", help="; ".join(MODELS)
     )
-    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help="searched (0.001 0.003 0.01)")
+    parser.add_argument(
+        "--rates", nargs="+", default=RATES, metavar="RATE", help="searched, the likeliest first (0.003 0.01 0.001)"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches (0 1 2)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs (one per core)")
     quick = f"the tasks {', '.join(QUICK_TASKS)}, one seed and rate, at most {QUICK_STEPS} steps"
@@ -285,21 +279,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="most updates (the task's own)")
 
 
-def plan(recipes: Mapping[str, Recipe], models: Sequence[str], rates: int, seeds: int, jobs: int) -> str:
-    """Return a table of the runs of each task, and how many CPU minutes they take at most: all steps of all runs."""
-    lines, count, minutes = [], 0, 0.0
+def plan(
+    recipes: Mapping[str, Recipe], models: Sequence[str], rates: Sequence[str], seeds: Sequence[int], jobs: int
+) -> str:
+    """Return a table of the runs of each task, and how many CPU minutes they take if all runs take all their steps.
+
+    Those of a published task are given twice: if no model learns it, and if one does.
+    """
+    lines, sums = [], [0, 0.0, 0, 0.0]
     for task, recipe in recipes.items():
-        doing = [model for model in models if is_done_by(task, model)]
-        runs, taken = 0, 0.0
-        for model in doing:
-            searches = 0 if rates < 2 or MODELS[model].state_of else rates
-            search, whole = estimated_minutes(task, model, recipe)
-            runs, taken = runs + searches + seeds, taken + searches * search + seeds * whole
-        lines.append([task, str(len(doing)), str(runs), f"{taken:.0f}"])
-        count, minutes = count + runs, minutes + taken
-    table = markdown_table(["task", "models", "runs", "CPU minutes at most"], lines)
-    time = f"{minutes:.0f} CPU minutes: {minutes / jobs:.0f} minutes on {jobs} free cores"
-    return f"{table}\n\n{count} runs, at most {time}"
+        counts = {model: _counts(task, model, len(rates), len(seeds)) for model in models if is_done_by(task, model)}
+        minutes = {model: estimated_minutes(task, model, recipe) for model in counts}
+        cells = []
+        for which in (0, 1):
+            cells += [sum(few[which] for few in counts.values())]
+            cells += [sum(few[which] * minutes[model] for model, few in counts.items())]
+        lines.append([task, str(len(counts)), *(f"{cell:.0f}" for cell in cells)])
+        sums = [total + cell for total, cell in zip(sums, cells, strict=True)]
+    header = ["task", "models", "runs, not learnt", "CPU minutes at most", "runs, learnt", "CPU minutes at most"]
+    spans = [f"{runs:.0f} runs, at most {taken:.0f} CPU minutes" for runs, taken in (sums[:2], sums[2:])]
+    return (
+        f"{markdown_table(header, lines)}\n\nIf no published task is learnt: {spans[0]}. If all are: {spans[1]}, "
+        f"{sums[3] / jobs:.0f} minutes on {jobs} free cores. Runs that solve their task end early; so do other rates."
+    )
+
+
+def _counts(task: str, model: str, rates: int, seeds: int) -> tuple[int, int]:
+    """Return the runs of a model if no model learns a task, and if one does; an own task counts as learnt."""
+    kind, recipe = MODELS[model], RECIPES[task]
+    seeds = seeds if recipe.has_seeds and kind.has_seeds else 1
+    is_searched = kind.state_of is None and not (kind.ablation_of and recipe.is_own)
+    whole = seeds + (rates - 1 if is_searched else 0)
+    return whole if recipe.is_own else rates if model in GATE else 1, whole
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
@@ -314,7 +325,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     recipes = {task: replace(RECIPES[task], steps=steps[task]) for task in arguments.tasks}
     if arguments.plan:
         _one_thread()
-        print(plan(recipes, arguments.models, len(arguments.rates), len(arguments.seeds), arguments.jobs))
+        print(plan(recipes, arguments.models, arguments.rates, arguments.seeds, arguments.jobs))
         raise SystemExit(0)
     settings = (recipes, arguments.models, [f"{float(rate):g}" for rate in arguments.rates], arguments.seeds)
     failures = work(arguments.out, *settings, arguments.jobs)

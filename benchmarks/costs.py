@@ -18,8 +18,11 @@ PEERS = {
     "longt5-local": "LongT5 local",
     "led": "LED",
     "pegasus-x": "PEGASUS-X",
+    "bigbird": "BigBird",
     "llama-sdpa": "Llama",
+    "modernbert-local": "ModernBERT",
     "mamba2": "Mamba-2",
+    "qwen3-next": "Qwen3-Next",
 }
 NAMES = PEERS | {model: name for model, (name, _) in OURS.items()}
 COLORS = dict(OURS.values())
@@ -39,7 +42,7 @@ class Costs:
 
 def costs(results: Path = RESULTS) -> list[Costs]:
     """Return time and memory of training and decoding, from the measurements on a CPU in `results`."""
-    pairs = [row for row in _rows(results / "models_cpu.csv") if row["precision"] == "fp32"]
+    pairs = _rows(results / "models_cpu.csv")
     language = _rows(results / "language_models_cpu.csv")
     known = {row["model"] for row in language}
     language += [row for row in _rows(results / "bst_cpu.csv") if row["model"] not in known]  # a run of its own
@@ -68,6 +71,7 @@ def overview(results: Path = RESULTS) -> list[Costs]:
 
 def _rows(path: Path) -> list[Row]:
     rows = read_csv(path) if path.exists() else []
+    rows = [row for row in rows if row.get("precision", "fp32") == "fp32"]
     return [row for row in rows if row["model"] in NAMES and row["outcome"] in ("ok", OUT_OF_MEMORY)]
 
 

@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.facts path/to/data/facts`` writes ``train.jsonl`` and ``validation.jsonl``. A document lists a
 fact for each key in random order, one word each, such as ``k07v3``. Its summary asks for random keys and answers:
-``k21 v5 k07 v3 ...``. Only the decoder sees the questions, so the encoder cannot move a fact to the part of the
-document where it will be needed: a model that reads only one part at a time (segmented attention) must guess facts of
-the others. ``run_summarization.py --tokenizer_type words`` makes every fact, key and value a token.
+``k21 v5 k07 v3 ...``. Only the decoder sees the questions, so the encoder cannot know which fact will be needed in
+which part of the document: a model that reads only one part at a time (segmented attention) must guess facts of the
+others, but for what an encoder with full attention can carry of all facts to every part. ``run_summarization.py
+--tokenizer_type words`` makes every fact, key and value a token.
 
 The next key is unpredictable, so the loss has a floor, that of a model that answers everything and guesses the keys,
 and a ceiling, that of one that guesses the answers too; see `bounds`. The end of a summary, always at the same place,

@@ -173,7 +173,7 @@ def _form(panels: Sequence[Any]) -> tuple[Callable[[Axes, Any], None], float, fl
     if isinstance(panels[0], Curves):
         return _draw_curves, 5.2, 3.2 + 0.19 * max(len(panel.models) for panel in panels), {}
     if isinstance(panels[0], Bars):
-        return _draw_bars, 5.2, 1.1 + 0.34 * max(len(panel.cells) for panel in panels), {}
+        return _draw_bars, 6.8, 1.1 + 0.34 * max(len(panel.cells) for panel in panels), {}
     if isinstance(panels[0], Recall):
         return draw_recall, 5.2, 3.2 + 0.38 * max(len(panel.tasks) for panel in panels), {}
     if isinstance(panels[0], States):

@@ -9,9 +9,11 @@ Run it from the repository root, again until all is done; each call goes on wher
     TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --small --parts checks     # also Triton's kernels
 
 The kernels need torch and Triton; models need transformers; peers and matplotlib are used if installed. Each part is a
-process with a share of the time, so that a failure or a broken device does not affect the others. Rows are written as
-they are measured, and a stop loses one; the page keeps what was measured and says what failed. The parts, in the order
-of their worth, take thirty minutes together:
+process, so that a failure or a broken device does not affect the others. Rows are written as they are measured, and a
+stop loses one; the page keeps what was measured and says what failed. On a GPU, a kernel of ours that does not run is
+a failure; a peer that does not is none. Each part has a share of the time of all calls, thirty minutes together; what
+is left goes to parts that are not finished. ``plan.json`` beside the results keeps account. The parts, in the order of
+their worth:
 
 - ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; one process per op,
   several in parallel, since compiling takes most of the time;
@@ -19,10 +21,12 @@ of their worth, take thirty minutes together:
   cleared cache, peak memory, and the distance to the floor, the larger of the time for the bytes that must move and
   for the multiplications, at the ceilings measured by a copy and by large products;
 - ``tune``: other tiles, warps and stages of each kernel; writes ``tuned.py``, which replaces
-  ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`);
-- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against transformers' models;
+  ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`). Then what runs kernels is measured again, in place of the
+  rows before: these name the kernels' code and configurations by a fingerprint;
+- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against peers (`benchmarks.gpu_models`); the
+  column ``code`` says which kernels ran;
 - ``losses``: the loss of a large vocabulary with all logits, in chunks, and with Liger's kernel if it is installed;
-- ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed;
+- ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed (`benchmarks.gpu_sanitizer`);
 - ``lra``: training on the Long Range Arena's ListOps, which is drawn (`benchmarks.lra`).
 """
 
@@ -37,55 +41,56 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_tuning
+from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_sanitizer, gpu_tuning
 from benchmarks.gpu_cases import Case, cases, checked_cases
-from benchmarks.gpu_kernels import DTYPES, Clock, check, measure_ceilings
+from benchmarks.gpu_kernels import DTYPES, Clock, check, dtypes_of, fingerprint, kernels_are_due, measure_ceilings
+from benchmarks.gpu_plan import Plan
 from benchmarks.gpu_tuning import Cell
-from benchmarks.record import GrowingRecord, Row, markdown_table, read_csv, stamp, version_of, write_csv
+from benchmarks.record import GrowingRecord, Row, markdown_table, read_csv, short_hash, stamp, version_of, write_csv
 
-SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 90, "sanitizer": 150, "lra": 300}
-"""Each part's share of the time of all calls, including its start."""
-
-FAILURES = ("wrong", "not the same", "raised")
+FAILURES = ("wrong", "not the same", "raised", "refused")
+ABSENT = ("not done", "not installed")
+"""How outcomes of what is missing begin; a later call looks for it again."""
 LATER = "out of time"
-BROKEN, NOT_DONE = 5, 3
-"""Exit statuses: the device is broken for this process; what is missing is measured by the next call."""
+BROKEN, NOT_DONE, FAILED = 5, 3, 4
+"""Exit statuses: the device is broken for this process; the next call measures what is missing; rows failed."""
 
+PEERS = ("mamba-ssm", "causal-conv1d", "flash-linear-attention", "flash-attn", "liger-kernel", "kernels")
 # fmt: off
-STAMP = ("date", "device", "capability", "python", "torch", "triton", "transformers", "hf_hybrid")
+STAMP = ("date", "device", "capability", "python", "torch", "triton", "transformers", "peers", "hf_hybrid")
 COLUMNS = {
-    "checks": (*STAMP, "op", "shape", "dtype", "backend", "worst", "error", "allowed", "outcome"),
+    "checks": (*STAMP, "op", "shape", "dtype", "fingerprint", "backend", "worst", "error", "allowed", "outcome"),
     "kernels": (
-        *STAMP, "op", "shape", "dtype", "direction", "contender", "ms", "over_floor", "peak_mib", "outcome",
-        "copy_gbs", *(f"{name}_tflops" for name in DTYPES),
-    ),
-    "models": (
-        *STAMP, "model", "length", "parameters", "batch", "step_ms", "tokens_s", "peak_mib", "prompt_ms", "token_ms",
-        "outcome",
+        *STAMP, "op", "shape", "dtype", "fingerprint", "direction", "contender", "ms", "over_floor", "peak_mib",
+        "outcome", "copy_gbs", *(f"{name}_tflops" for name in DTYPES),
     ),
     "tune": (*STAMP, *gpu_tuning.COLUMNS),
+    "models": (*STAMP, *gpu_models.COLUMNS),
     "losses": (*STAMP, *gpu_further.LOSS_COLUMNS),
-    "sanitizer": (*STAMP, *gpu_further.SANITIZER_COLUMNS),
+    "sanitizer": (*STAMP, *gpu_sanitizer.COLUMNS),
     "lra": (*STAMP, *gpu_further.LRA_COLUMNS),
 }
+# fmt: on
 KEYS = {
-    "checks": ("op", "shape", "dtype"),
-    "kernels": ("op", "shape", "dtype"),
+    "checks": ("op", "shape", "dtype", "fingerprint"),
+    "kernels": ("op", "shape", "dtype", "fingerprint"),
     "tune": gpu_tuning.KEYS,
-    "models": ("model", "length"),
+    "models": gpu_models.KEYS,
     "losses": gpu_further.LOSS_COLUMNS[:4],
-    "sanitizer": ("op", "tool"),
+    "sanitizer": ("op", "tool", "fingerprint"),
     "lra": ("task", "model"),
 }
 """Columns that name a cell: what is measured together, and not again by a later call."""
-# fmt: on
 
 
 def _stamp(device: torch.device) -> Row:
+    peers = {name: version for name in PEERS if (version := version_of(name)) != "-"}
     row = stamp() | {"triton": version_of("triton"), "device": "CPU", "capability": "-"}
+    row["peers"] = ", ".join(f"{name} {version}" for name, version in peers.items()) or "-"
     if device.type == "cuda":
         row["device"] = torch.cuda.get_device_name(device)
         row["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
@@ -97,16 +102,14 @@ def _wanted(found: list[Case], ops: Sequence[str] | None) -> list[Case]:
 
 
 def _checks(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    backends = ("torch", "triton") if device.type == "cuda" or interpreted else ("torch",)
+    backends = ("torch", "triton") if kernels_are_due(device) else ("torch",)
     for case in _wanted(checked_cases(arguments.small), arguments.ops):
-        everything_wide = set(case.make(torch.device("cpu"))) <= set(case.wide)
-        for dtype in ("fp32",) if everything_wide else DTYPES:
+        for dtype in dtypes_of(case):
             yield _place(case, dtype), partial(check, case, dtype, device, backends)
 
 
 def _place(case: Case, dtype: str) -> Row:
-    return {"op": case.op, "shape": case.shape, "dtype": dtype}
+    return {"op": case.op, "shape": case.shape, "dtype": dtype, "fingerprint": fingerprint()}
 
 
 def _kernels(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
@@ -118,8 +121,7 @@ def _kernels(device: torch.device, arguments: argparse.Namespace, rows: list[Row
             for row in gpu_kernels.race(case, dtype, clock, ceilings, 2 if small else 20):
                 yield row | ceilings
         except Exception as error:
-            said = f"raised: {type(error).__name__}: {error}".splitlines()[0][:160]
-            yield _place(case, dtype) | {"outcome": said} | ceilings
+            yield {"outcome": gpu_kernels.own_outcome(error, device)} | ceilings
 
     for dtype in ("bf16",) if device.type == "cuda" else ("fp32",):
         for case in _wanted(cases(small), arguments.ops):
@@ -131,11 +133,7 @@ def _tune(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) 
 
 
 def _models(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
-    clock, small = Clock(device), arguments.small
-    for length in (64,) if small else gpu_models.LENGTHS:
-        for name in (*gpu_models.LANGUAGE_MODELS, *gpu_models.ENCODER_DECODERS):
-            key = {"model": name, "length": str(length)}
-            yield key, partial(gpu_models.race, length, (name,), clock, small, 1 if small else 8)
+    yield from gpu_models.cells(Clock(device), arguments.small)
 
 
 PARTS: dict[str, Callable[[torch.device, argparse.Namespace, list[Row]], Iterator[Cell]]] = {
@@ -144,9 +142,21 @@ PARTS: dict[str, Callable[[torch.device, argparse.Namespace, list[Row]], Iterato
     "tune": _tune,
     "models": _models,
     "losses": gpu_further.losses,
-    "sanitizer": gpu_further.sanitizer,
+    "sanitizer": gpu_sanitizer.sanitizer,
     "lra": gpu_further.lra,
 }
+
+
+def _record(part: str, path: Path, device: torch.device) -> GrowingRecord:
+    """Open a part's record, without the cells of which all that was wanted was missing."""
+    record = GrowingRecord(path, COLUMNS[part], KEYS[part], _stamp(device))
+    there = {_cell(part, row) for row in record.rows if not row["outcome"].startswith(ABSENT)}
+    record.forget(lambda row: _cell(part, row) not in there)
+    return record
+
+
+def _cell(part: str, row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in KEYS[part])
 
 
 def run_part(part: str, arguments: argparse.Namespace) -> int:
@@ -154,10 +164,10 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     device = torch.device(arguments.device)
     path = arguments.csv or arguments.out / f"{part}.csv"
-    record = GrowingRecord(path, COLUMNS[part], KEYS[part], _stamp(device))
+    record = _record(part, path, device)
     status = 0
     for key, measure in PARTS[part](device, arguments, record.rows):
-        if tuple(key.values()) in record:
+        if _cell(part, key) in record:
             continue
         if time.monotonic() - started > arguments.seconds:
             status = NOT_DONE
@@ -167,6 +177,8 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
         if not rows:  # it has begun, and a later call goes on
             status = NOT_DONE
             continue
+        same = {name: value for name, value in key.items() if name != "fingerprint"}
+        record.forget(lambda row, same=same: same.items() <= row.items())  # of other code or configurations
         record.add(*rows)
         for row in rows:
             print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
@@ -175,11 +187,18 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
             break
     if part == "tune" and record.rows:
         gpu_tuning.write_table(record.rows, path.with_name("tuned.py"))
-    return status or (4 if any(row["outcome"].startswith(FAILURES) for row in record.rows) else 0)
+    return status or (FAILED if any(row["outcome"].startswith(FAILURES) for row in record.rows) else 0)
 
 
-def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments: argparse.Namespace) -> str:
-    """Run one part, for some ops, in its own process, and a new one if its device breaks; return the outcome."""
+class End(NamedTuple):
+    """How a part ended in a call: in words, and whether everything that could be measured was."""
+
+    said: str
+    finished: bool
+
+
+def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments: argparse.Namespace) -> End:
+    """Run one part, for some ops, in its own process, and a new one if its device breaks; return its end."""
     code = BROKEN
     while code == BROKEN:
         seconds = deadline - time.monotonic()
@@ -192,46 +211,78 @@ def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
             process.wait()
-            return "hung and was ended; what it had measured is below"
-    ends = {0: "ok", NOT_DONE: f"{LATER}; what it had measured is below", 4: "failed, see below"}
-    return ends.get(code, f"failed, exit {code}")
+            return End("hung and was ended; what it had measured is below", False)
+    ends = {0: End("ok", True), FAILED: End("failed, see below", True)}
+    ends[NOT_DONE] = End(f"{LATER}; what it had measured is below", False)
+    return ends.get(code, End(f"failed, exit {code}", False))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every part in its own processes and write the page; return how many parts failed or are not done."""
+    """Run every part in its own processes and write the page; return how many parts failed or are not finished.
+
+    A part of which all is missing, such as compute-sanitizer, is not done, which is no failure.
+    """
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.earlier is not None:
         shutil.copytree(arguments.earlier, arguments.out, dirs_exist_ok=True)
-    known = list(dict.fromkeys(case.op for case in cases(arguments.small)))
-    ops = [op for op in known if arguments.ops is None or op in arguments.ops]
-    end = time.monotonic() + 60 * arguments.minutes
-    said = {}
-    for part in arguments.parts:
-        deadline = min(end, time.monotonic() + SECONDS[part])
-        if deadline - time.monotonic() < min(30, 6 * arguments.minutes):
-            said[part] = f"{LATER}; not begun in this call"
-        elif part == "checks":
-            said[part] = _in_parallel(part, ops, deadline, arguments)
-        else:
-            said[part] = _start(part, ops, arguments.out / f"{part}.csv", deadline, arguments)
-        print(f"{part}: {said[part]}", flush=True)
+    made_by = _stamp(torch.device(arguments.device)) | {"date": "", "small": arguments.small}
+    marks = {part: fingerprint() if "fingerprint" in KEYS[part] else "" for part in PARTS}
+    plan = Plan(arguments.out / "plan.json", {part: short_hash([made_by, mark]) for part, mark in marks.items()})
+    said = run_parts(arguments, plan)
     page = report(arguments.out, said)
     (arguments.out / "gpu.md").write_text(page, encoding="utf-8")
     draw(arguments.out)
     print(page.split("\n## ", 1)[0])
-    return sum(outcome != "ok" for outcome in said.values())
+    return sum(not outcome.startswith(("ok", "not done")) for outcome in said.values())
 
 
-def _in_parallel(part: str, ops: Sequence[str], deadline: float, arguments: argparse.Namespace) -> str:
-    """Run one part with a process and a file for each op, and gather their rows; return the outcome in words."""
-    folder = arguments.out / part
+def run_parts(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
+    """Run the parts within their shares, then those that are not finished within the call; return how each ended."""
+    end, least = time.monotonic() + 60 * arguments.minutes, min(30, 6 * arguments.minutes)
+    said = dict.fromkeys(arguments.parts, f"{LATER}; not begun in this call")
+    for part in arguments.parts:
+        if plan.end(part) and (arguments.out / f"{part}.csv").exists():
+            said[part] = f"{plan.end(part)} (in an earlier call)"
+    for in_share in (True, False):
+        for part in arguments.parts:
+            now = time.monotonic()
+            deadline = min(end, now + plan.left(part)) if in_share else end
+            if LATER not in said[part] or deadline - now < least:
+                continue
+            with plan.spending(part):
+                ended = _run_in_processes(part, deadline, arguments)
+            said[part] = ended.said
+            if ended.finished and arguments.ops is None:
+                plan.finish(part, ended.said)
+            print(f"{part}: {said[part]}", flush=True)
+    return said
+
+
+def _run_in_processes(part: str, deadline: float, arguments: argparse.Namespace) -> End:
+    known = list(dict.fromkeys(case.op for case in cases(arguments.small)))
+    ops = [op for op in known if arguments.ops is None or op in arguments.ops]
+    if part == "checks":
+        return _in_parallel(part, ops, deadline, arguments)
+    csv = arguments.out / f"{part}.csv"
+    ended = _start(part, ops, csv, deadline, arguments)
+    rows = _rows_of(csv)
+    if ended.finished and rows and all(row["outcome"].startswith(ABSENT) for row in rows):
+        return End(rows[0]["outcome"], False)
+    return ended
+
+
+def _in_parallel(part: str, ops: Sequence[str], deadline: float, arguments: argparse.Namespace) -> End:
+    """Run one part with a process and a file for each op, and gather the rows of these and of other ops."""
+    folder, csv = arguments.out / part, arguments.out / f"{part}.csv"
     folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         starts = [pool.submit(_start, part, [op], folder / f"{op}.csv", deadline, arguments) for op in ops]
-    ends = [start.result() for start in starts]
-    there = [path for op in ops if (path := folder / f"{op}.csv").exists()]
-    write_csv(arguments.out / f"{part}.csv", COLUMNS[part], [row for file in there for row in read_csv(file)])
-    return "; ".join(f"{op} {end}" for op, end in zip(ops, ends, strict=True) if end != "ok") or "ok"
+    ends = {op: start.result() for op, start in zip(ops, starts, strict=True)}
+    files = sorted(folder.glob("*.csv"))
+    others = [row for row in _rows_of(csv) if row["op"] not in {file.stem for file in files}]
+    write_csv(csv, COLUMNS[part], [*others, *(row for file in files for row in read_csv(file))])
+    said = "; ".join(f"{op} {end.said}" for op, end in ends.items() if end.said != "ok") or "ok"
+    return End(said, all(end.finished for end in ends.values()))
 
 
 def _rows_of(path: Path) -> list[Row]:
@@ -249,8 +300,9 @@ def report(folder: Path, said: dict[str, str] | None = None) -> str:
     for part, found in rows.items():
         wrong = [row for row in found if row["outcome"].startswith(FAILURES)]
         lines.append(f"- {part}: {len(found)} rows, {len(wrong)} of them failed")
-        names = [name for name in ("op", "shape", "model", "length", "dtype", "backend") if name in COLUMNS[part]]
-        lines += [f"- {' '.join(row[name] for name in names if row[name])}: {row['outcome']}" for row in wrong]
+        names = ("op", "configuration", "shape", "model", "length", "dtype", "backend", "contender", "tool")
+        here = [name for name in names if name in COLUMNS[part]]
+        lines += [f"- {' '.join(row[name] for name in here if row[name])}: {row['outcome']}" for row in wrong]
     for part, found in rows.items():
         columns = [name for name in COLUMNS[part] if name not in STAMP and not name.endswith(("_gbs", "_tflops"))]
         lines += ["", f"## {part}", ""]
@@ -274,10 +326,12 @@ def draw(folder: Path) -> None:
     rows = read_csv(folder / "models.csv") if (folder / "models.csv").exists() else []
     for column, label in (("tokens_s", "training, tokens per second"), ("peak_mib", "training, peak memory in MiB")):
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for model in dict.fromkeys(row["model"] for row in rows):
-            points = [(int(r["length"]), float(r[column])) for r in rows if r["model"] == model and r[column]]
+        for model, loss in dict.fromkeys((row["model"], row["loss"]) for row in rows):
+            own = [row for row in rows if (row["model"], row["loss"]) == (model, loss) and row[column]]
+            points = sorted((int(row["length"]), float(row[column])) for row in own)
+            name = model if loss == gpu_models.LOGITS else f"{model}, {loss}"
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=model)
+                axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
         if axes.lines:
             axes.legend(fontsize="small")
@@ -294,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
-    parser.add_argument("--ops", nargs="+", metavar="OP", help="check and time only these kernels")
+    parser.add_argument("--ops", nargs="+", metavar="OP", help="check, time and tune only these kernels")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print the page")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, help=argparse.SUPPRESS)
@@ -305,6 +359,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.earlier is not None and not arguments.earlier.is_dir():
         parser.error(f"--earlier must be a folder of results; got {str(arguments.earlier)!r}")
+    known = dict.fromkeys(case.op for case in cases(small=True))
+    if unknown := sorted({*(arguments.ops or ())} - known.keys()):
+        parser.error(f"--ops must be of {', '.join(known)}; got {', '.join(unknown)}")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(
             "--device must be one that torch sees; got 'cuda', and torch sees none (try --device cpu --small)"

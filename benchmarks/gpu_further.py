@@ -1,13 +1,11 @@
-"""The parts ``losses``, ``sanitizer`` and ``lra`` of `benchmarks.gpu`."""
+"""The parts ``losses`` and ``lra`` of `benchmarks.gpu`."""
 
 import argparse
+import importlib.util
 import json
-import os
-import re
-import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,16 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu_cases import cases
 from benchmarks.gpu_kernels import DTYPES, Clock
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import Row
 
 LOSS_COLUMNS = ("vocabulary", "tokens", "dtype", "loss", "ms", "peak_mib", "error", "outcome")
-SANITIZER_COLUMNS = ("op", "tool", "errors", "outcome")
 LRA_COLUMNS = ("task", "model", "accuracy", "validation", "steps", "minutes", "parameters", "outcome")
-SANITIZER = "compute-sanitizer"
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LRA_TASK, LRA_MODELS = "lra_listops", ("CHELA", "SPADE (S4 + chunk)")
 WIDTH = 768
 _ALLOWED = {"fp32": 1e-4, "bf16": 2e-2}
@@ -39,9 +33,13 @@ def losses(device: torch.device, arguments: argparse.Namespace, rows: list[Row])
     """Yield cells of the loss of a head alone: forward and backward from hidden states and a head's weight."""
     clock = Clock(device)
     shapes = ((300, 40),) if arguments.small else ((32128, 16384), (131072, 16384), (267744, 16384))
+    missing = [loss for loss, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
+    for loss in missing:
+        key = dict(zip(LOSS_COLUMNS, ("", "", "", loss), strict=False))
+        yield key, partial(list, [{"outcome": f"not installed: {PACKAGES[loss]}"}])
     for vocabulary, tokens in shapes:
         for dtype in ("bf16", "fp32"):
-            for loss in LOSSES:
+            for loss in (loss for loss in LOSSES if loss not in missing):
                 key = dict(zip(LOSS_COLUMNS, (str(vocabulary), str(tokens), dtype, loss), strict=False))
                 yield key, partial(_loss, vocabulary, tokens, dtype, loss, clock, 2 if arguments.small else 5)
 
@@ -72,6 +70,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "chunked": _chunked,
     "liger": _liger,
 }
+PACKAGES = {"liger": "liger_kernel"}
 
 
 def _loss(vocabulary: int, tokens: int, dtype: str, loss: str, clock: Clock, rounds: int) -> Iterator[Row]:
@@ -95,10 +94,10 @@ def _loss(vocabulary: int, tokens: int, dtype: str, loss: str, clock: Clock, rou
         call = partial(results, loss, dtype)
         peak = clock.peak(call)
         spent = clock.interleaved({"loss": call}, rounds)["loss"]
-    except Exception as problem:  # out of memory, or a library that is missing, is a result
+    except Exception as problem:  # memory that is too small is a result, and so is a library that fails
         said = f"{type(problem).__name__}: {problem}".splitlines()[0][:160]
-        missing = isinstance(problem, ImportError | torch.OutOfMemoryError)
-        yield {"outcome": said if missing else f"raised: {said}"}
+        is_result = loss in PACKAGES or isinstance(problem, torch.OutOfMemoryError)
+        yield {"outcome": said if is_result else f"raised: {said}"}
         return
     yield {
         "ms": f"{spent:.4g}",
@@ -119,51 +118,20 @@ def _reference(states: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     return [total, *(x.grad for x in inputs if x.grad is not None)]
 
 
-# --- compute-sanitizer
-
-
-def sanitizer(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
-    """Yield a cell for each tool and op."""
-    ops = dict.fromkeys(case.op for case in cases(small=True) if arguments.ops is None or case.op in arguments.ops)
-    for tool in TOOLS:
-        for op in ops:
-            yield {"op": op, "tool": tool}, partial(_sanitize, op, tool, arguments.device)
-
-
-def _sanitize(op: str, tool: str, device: str) -> Iterator[Row]:
-    program = shutil.which(SANITIZER)
-    if program is None:
-        yield {"outcome": f"{SANITIZER} is not installed"}
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        part = ["--part", "checks", "--small", "--device", device, "--ops", op, "--csv", str(Path(folder, "a.csv"))]
-        command = [program, "--tool", tool, sys.executable, "-m", "benchmarks.gpu", *part]
-        # with torch's cache of memory, what lies behind a tensor is allocated too
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", ran.stdout + ran.stderr)
-    if found is None:
-        last = (ran.stdout + ran.stderr).strip().splitlines()[-1:]
-        yield {"outcome": f"raised: no summary, exit {ran.returncode}: {' '.join(last)}"[:160]}
-    elif int(found[1]) or ran.returncode:
-        yield {"errors": found[1], "outcome": f"wrong: {found[1]} errors, exit {ran.returncode}"}
-    else:
-        yield {"errors": "0", "outcome": "ok"}
-
-
 # --- the Long Range Arena
 
 
 def lra(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
     """Yield a cell for each model; it has a row once all epochs are done, which later calls go on with."""
     out = (arguments.csv or arguments.out / "lra.csv").parent / "lra"
+    until = time.monotonic() + min(arguments.seconds, 3600.0)
     for model in LRA_MODELS[: 1 if arguments.small else None]:
-        # the first model that is not done takes what is left, less the time to save and to test
-        minutes = max(0.1, min(arguments.seconds, 3600.0) / 60 - (0 if arguments.small else 1))
-        yield {"task": LRA_TASK, "model": model}, partial(_train, model, arguments, minutes, out)
+        yield {"task": LRA_TASK, "model": model}, partial(_train, model, arguments, until, out)
 
 
-def _train(model: str, arguments: argparse.Namespace, minutes: float, out: Path) -> Iterator[Row]:
+def _train(model: str, arguments: argparse.Namespace, until: float, out: Path) -> Iterator[Row]:
+    """Train a model in what is left of the time, less what it takes to save and to test."""
+    minutes = max(0.1, (until - time.monotonic()) / 60 - (0 if arguments.small else 1))
     flags = ["--task", LRA_TASK, "--model", model, "--minutes", f"{minutes:.2f}", "--device", arguments.device]
     flags += ["--output_dir", str(out), *(["--small"] if arguments.small else [])]
     ran = subprocess.run([sys.executable, "-m", "benchmarks.lra", *flags], stderr=subprocess.PIPE, text=True)

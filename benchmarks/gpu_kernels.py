@@ -3,17 +3,55 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_cases import Case, Function, Tensors
-from benchmarks.record import Row
+from benchmarks.record import Row, short_hash
+from hf_hybrid.kernels.dispatch import INTERPRETED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+KERNELS = Path(__file__).parents[1] / "hf_hybrid" / "kernels"
+
+
+@cache
+def fingerprint(folder: Path = KERNELS) -> str:
+    """Return a hash of the Triton kernels' code and of their tables of configurations, the tuned ones included."""
+    files = [folder / "tuned.py", *sorted(folder.rglob("triton_kernels.py"))]
+    return short_hash([file.read_text(encoding="utf-8") for file in files])
+
+
+# outcomes
+
+
+def kernels_are_due(device: torch.device) -> bool:
+    """Return whether Triton's kernels must run: on a GPU and in Triton's interpreter. Elsewhere they cannot."""
+    return device.type == "cuda" or INTERPRETED
+
+
+def own_outcome(error: Exception, device: torch.device) -> str:
+    """Return the outcome of an op of ours that did not run; it is a failure, but for a refusal where none is due."""
+    said = str(error)
+    if isinstance(error, ValueError) and "cannot run on triton" in said:
+        return f"{'refused: ' if kernels_are_due(device) else ''}{said.split(': ', 1)[1]}"
+    return f"raised: {_said(error)}"
+
+
+def peer_outcome(error: Exception) -> str:
+    """Return the outcome of a peer that did not run, which is a result and no failure."""
+    return f"not installed: {error}"[:160] if isinstance(error, ImportError) else _said(error)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
+
 
 # correctness
 
@@ -51,52 +89,94 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
+@dataclass
+class Expected:
+    """What an op must compute in one dtype.
+
+    Attributes:
+        case: The op at a shape.
+        dtype: Name of its inputs' dtype.
+        inputs: The inputs.
+        weights: What the outputs are multiplied with before their sum, whose gradients are taken.
+        results: All outputs and gradients of the torch path in float64, by name.
+        allowed: The relative error that each may have.
+    """
+
+    case: Case
+    dtype: str
+    inputs: Tensors
+    weights: dict[str, Tensor]
+    results: dict[str, Tensor]
+    allowed: dict[str, float]
+
+
+def expect(case: Case, dtype: str, device: torch.device) -> Expected:
+    """Compute a case in float64, of inputs that are rounded to the dtype."""
+    weights: dict[str, Tensor] = {}
+    inputs = _inputs(case, device, DTYPES[dtype], seed=1)
+    exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
+    results = _results(lambda x: case.run(x, "torch"), exact, weights)
+    return Expected(case, dtype, inputs, weights, results, dict.fromkeys(results, _EXCUSED[dtype]))
+
+
+def compare(expected: Expected, backend: str) -> Row:
+    """Run a backend twice and return its largest error and the outcome: "ok", or what is wrong.
+
+    An error may be three times that of the torch path in the same dtype, if that was compared before.
+    """
+    wanted, allowed = expected.results, expected.allowed
+    found, again = (
+        _results(lambda x: expected.case.run(x, backend), expected.inputs, expected.weights) for _ in range(2)
+    )
+    errors = {name: _error(found[name], wanted[name]) for name in wanted}
+    moved = [name for name in found if not torch.equal(found[name], again[name])]
+    if backend == "torch":
+        allowed |= {name: max(3 * error, allowed[name]) for name, error in errors.items()}
+    worst = max(errors, key=lambda name: errors[name] / allowed[name])
+    wrong = [name for name, error in errors.items() if not error <= allowed[name]]
+    problems = [f"wrong: {', '.join(wrong)}"] if wrong else []
+    problems += [f"not the same twice: {', '.join(moved)}"] if moved else []
+    return {
+        "worst": worst,
+        "error": f"{errors[worst]:.2e}",
+        "allowed": f"{allowed[worst]:.2e}",
+        "outcome": "; ".join(problems) or "ok",
+    }
+
+
 def check(case: Case, dtype: str, device: torch.device, backends: tuple[str, ...]) -> Iterator[Row]:
     """Compare an op's output and gradients with its torch path in float64, and two runs with each other.
 
-    An error may be three times that of the torch path in the same dtype, or the dtype's allowance. Devices may raise
-    late, so each backend's work is synchronised before the next begins.
+    Devices may raise late, so each backend's work is synchronised before the next begins.
 
     Yields:
         A row for each backend that takes the case, or one that says why it does not.
     """
     row = {"op": case.op, "shape": case.shape, "dtype": dtype}
-    weights: dict[str, Tensor] = {}
     try:
-        inputs = _inputs(case, device, DTYPES[dtype], seed=1)
-        exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
-        expected = _results(lambda x: case.run(x, "torch"), exact, weights)
+        expected = expect(case, dtype, device)
     except Exception as error:
         yield row | {"backend": "float64", "outcome": f"raised: {_said(error)}"}
         return
-    allowed = dict.fromkeys(expected, _EXCUSED[dtype])
     for backend in backends:
-        own = row | {"backend": backend}
         try:
-            found = _results(lambda x, backend=backend: case.run(x, backend), inputs, weights)
-            again = _results(lambda x, backend=backend: case.run(x, backend), inputs, weights)
-            errors = {name: _error(found[name], expected[name]) for name in expected}
-            moved = [name for name in found if not torch.equal(found[name], again[name])]
+            found = compare(expected, backend)
         except Exception as error:
-            refused = isinstance(error, ValueError) and "cannot run on triton" in str(error)
-            yield own | {"outcome": str(error).split(": ", 1)[1] if refused else f"raised: {_said(error)}"}
-            continue
-        if backend == "torch":
-            allowed = {name: max(3 * error, _EXCUSED[dtype]) for name, error in errors.items()}
-        worst = max(errors, key=lambda name: errors[name] / allowed[name])
-        wrong = [name for name, error in errors.items() if not error <= allowed[name]]
-        problems = [f"wrong: {', '.join(wrong)}"] if wrong else []
-        problems += [f"not the same twice: {', '.join(moved)}"] if moved else []
-        yield own | {
-            "worst": worst,
-            "error": f"{errors[worst]:.2e}",
-            "allowed": f"{allowed[worst]:.2e}",
-            "outcome": "; ".join(problems) or "ok",
-        }
+            found = {"outcome": own_outcome(error, device)}
+        yield row | {"backend": backend} | found
+
+
+def dtypes_of(case: Case) -> Sequence[str]:
+    """Return the dtypes in which a case is checked: one if all of its inputs stay float32."""
+    everything_wide = set(case.make(torch.device("cpu"))) <= set(case.wide)
+    return ("fp32",) if everything_wide else tuple(DTYPES)
 
 
 # time
 
+
+OURS = "hf_hybrid"
+"""How the names of our contenders begin."""
 
 _LEAD = 2_000_000
 """Clock cycles, about a millisecond, that a GPU waits while the host launches the timed work."""
@@ -170,10 +250,18 @@ def floor_ms(case: Case, dtype: str, both: bool, ceilings: Row) -> float:
     return max(moved, operations / float(ceilings[f"{case.arithmetic or dtype}_tflops"]) / 1e9)
 
 
+class NeedsGpu(ValueError):
+    """What was asked for is there on a GPU only."""
+
+
 def in_graph(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Capture a call in a CUDA graph and return a function that replays it."""
+    """Capture a call in a CUDA graph and return a function that replays it.
+
+    Raises:
+        NeedsGpu: The device is none.
+    """
     if device.type != "cuda":
-        raise ValueError("CUDA graphs need a GPU")
+        raise NeedsGpu("CUDA graphs need a GPU")
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -186,23 +274,35 @@ def in_graph(function: Callable[[], object], device: torch.device) -> Callable[[
     return graph.replay
 
 
+def _contenders(case: Case, device: torch.device, outcome: Row) -> dict[str, Function]:
+    """Return our backends and the peers that are there, by name; the others get an outcome."""
+    found: dict[str, Function] = {
+        f"{OURS}, triton": lambda x: _first(case.run(x, "triton")),
+        f"{OURS}, torch": lambda x: _first(case.run(x, "torch")),
+    }
+    for name, peer in case.peers.items():
+        try:
+            found[name] = peer()
+        except Exception as error:
+            outcome[name] = _outcome_of(name, error, device)
+    return found
+
+
+def _outcome_of(contender: str, error: Exception, device: torch.device) -> str:
+    ours = contender.startswith(OURS) and not isinstance(error, NeedsGpu)
+    return own_outcome(error, device) if ours else peer_outcome(error)
+
+
 def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> Iterator[Row]:
     """Time an op's backends and peers in turns, forward and with the backward; steps also in CUDA graphs.
 
     Yields:
-        A row for each contender and direction, even if it cannot run.
+        A row for each contender and direction, even if it cannot run. One of ours that cannot is a failure, but for
+        Triton where there is no GPU; a peer is not.
     """
     inputs = _inputs(case, clock.device, DTYPES[dtype], seed=2)
-    contenders: dict[str, Function] = {
-        "hf_hybrid, triton": lambda x: _first(case.run(x, "triton")),
-        "hf_hybrid, torch": lambda x: _first(case.run(x, "torch")),
-    }
     outcome: Row = {}
-    for name, peer in case.peers.items():
-        try:
-            contenders[name] = peer()
-        except Exception as error:  # a peer that is missing or broken is a result
-            outcome[name] = _said(error)
+    contenders = _contenders(case, clock.device, outcome)
 
     def there_and_back(function: Function, weight: Tensor) -> object:
         return torch.autograd.grad(function(inputs), list(inputs.values()), weight, allow_unused=True)
@@ -211,14 +311,12 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
     both: dict[str, Callable[[], object]] = {}
     for name, function in contenders.items():
         try:
-            weight = torch.randn_like(
-                function(inputs).detach()
-            )  # in the result's dtype, so that no contender casts it
+            weight = torch.randn_like(function(inputs).detach())  # in its dtype, so that no contender casts it
             calls = partial(function, inputs), partial(there_and_back, function, weight)
             for call in calls[: 1 if case.decodes else 2]:
                 clock.once(call)
         except Exception as error:
-            outcome[name] = _said(error)
+            outcome[name] = _outcome_of(name, error, clock.device)
             continue
         forward[name], both[name] = calls
     for name, call in list(forward.items()) if case.decodes else ():
@@ -226,7 +324,7 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
         try:
             forward[name] = in_graph(call, clock.device)
         except Exception as error:
-            outcome[name] = _said(error)
+            outcome[name] = _outcome_of(name, error, clock.device)
     directions = (("forward", forward), ("forward and backward", both))
     for direction, functions in directions[: 1 if case.decodes else 2]:
         peaks = {name: clock.peak(function) for name, function in functions.items()}
@@ -248,7 +346,3 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
 
 def _first(outputs: Any) -> Tensor:
     return outputs[0] if isinstance(outputs, tuple) else outputs
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]

@@ -2,31 +2,45 @@
 
 `benchmarks.gpu` runs it as its part ``tune``. Each candidate differs from the default in one number; a last one takes
 the best of every number. It is timed in turns with the default, through the whole op with its backward, at the first
-timed shape that launches it. A candidate is better if it takes at most `BETTER` of the default's time. Before an op's
-best ones enter the table, they are checked together at shapes that are no multiples of a tile, in every dtype.
+timed shape and dtype that launch it; the `FINALISTS` then at all others. The best one has the smallest geometric mean
+of its times over the default's, at most `BETTER`, and is nowhere slower than `SLOWER`. Before an op's best ones enter
+the table, they are checked together at shapes that are no multiples of a tile, in every dtype.
 """
 
 import json
-import os
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.aot_launches import configurations
 from benchmarks.gpu_cases import Case, cases, checked_cases
-from benchmarks.gpu_kernels import DTYPES, Clock, _first, _inputs, _said, check
+from benchmarks.gpu_kernels import (
+    DTYPES,
+    Clock,
+    Expected,
+    _first,
+    _inputs,
+    _said,
+    compare,
+    expect,
+    kernels_are_due,
+    own_outcome,
+)
+from benchmarks.gpu_paths import Key, launched
 from benchmarks.record import Row, short_hash
 from hf_hybrid.kernels.launching import Configuration
 from hf_hybrid.kernels.tuned import TUNED
 
-Key = tuple[str, str, int]  # op, configuration, compute capability times 10
 Cell = tuple[Row, Callable[[], Iterable[Row]]]
+Place = tuple[Case, str]  # a case and a dtype
 
-BETTER = 0.97
+BETTER, SLOWER = 0.97, 1.02
+"""Time over the default's: of all shapes together, at most; of each, at most, since timings scatter."""
+FINALISTS = 2
 WARPS, STAGES = (1, 2, 4, 8), (1, 2, 3, 4)
 # op -> its tiles that may change, and to what; no tiles of 32 where products are (see the kernels)
 FREE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -45,11 +59,10 @@ FREE: dict[str, dict[str, tuple[int, ...]]] = {
 }  # fmt: skip
 _OP_OF_CASE = {"s4_kernel": "ssm_kernel"}
 RAGGED = "all, at ragged shapes"
-COLUMNS = (
-    "op", "configuration", "capability", "dtype", "shape", "tiles", "num_warps", "num_stages", "ms", "default_ms",
-    "error", "allowed", "outcome",
-)  # fmt: skip
-KEYS = ("op", "configuration", "capability", "tiles", "num_warps", "num_stages")
+NONE = "none, the op did not run"
+KEYS = ("op", "configuration", "capability", "dtype", "shape", "tiles", "num_warps", "num_stages")
+COLUMNS = (*KEYS, "shapes", "ms", "default_ms", "error", "allowed", "outcome")
+"""Of these, ``shapes`` counts the shapes in a dtype that launch the configuration, where the best must be timed."""
 
 
 def op_of(case: Case) -> str:
@@ -78,29 +91,11 @@ def table(entries: dict[Key, Configuration]) -> Iterator[None]:
         TUNED.update(before)
 
 
-class _Asked(dict):  # type: ignore[type-arg]
-    """A table without entries that notes what is looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys_asked: dict[Key, None] = {}
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.keys_asked[key] = None
-        return default
-
-
 def asked(case: Case, dtype: str, device: torch.device) -> list[Key]:
     """Run a case, with its backward, and return the configurations that it launches."""
-    from hf_hybrid.kernels import launching
-
-    seen = _Asked()
-    before, launching.TUNED = launching.TUNED, seen
-    try:
+    with launched() as keys:
         _call(case, _inputs(case, device, DTYPES[dtype], seed=2))()
-    finally:
-        launching.TUNED = before
-    return list(seen.keys_asked)
+    return list(keys)
 
 
 def _call(case: Case, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
@@ -113,27 +108,78 @@ def _call(case: Case, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
     return call
 
 
-def measure(key: Key, case: Case, dtype: str, candidate: Configuration, clock: Clock, rounds: int) -> Iterator[Row]:
-    """Check one candidate, and if it is right time it in turns with the default; yields its row."""
-    op, name, capability = key
-    row = {"op": op, "configuration": name, "capability": str(capability), "dtype": dtype, "shape": case.shape}
-    row |= _numbers(candidate)
-    with table({key: candidate}):
-        found = list(check(case, dtype, clock.device, ("torch", "triton")))[-1]
-    row |= {column: found.get(column, "") for column in ("error", "allowed", "outcome")}
-    if row["outcome"] == "ok":
-        default = configurations(op)[name]
-        call = _call(case, _inputs(case, clock.device, DTYPES[dtype], seed=2))
+class Bench:
+    """A clock, and what the latest case must compute: many candidates are compared with it, one after the other.
 
-        def with_table(configuration: Configuration) -> object:
-            TUNED[key] = (configuration.tiles, configuration.num_warps, configuration.num_stages)
-            return call()
+    Args:
+        clock: The clock.
+        rounds: In how many rounds a candidate and the default are timed.
+    """
 
-        with table({}):
-            times = clock.interleaved(
-                {"ms": partial(with_table, candidate), "default_ms": partial(with_table, default)}, rounds
-            )
-        row |= {column: f"{value:.4g}" for column, value in times.items()}
+    def __init__(self, clock: Clock, rounds: int):
+        self.clock, self.rounds = clock, rounds
+        self._latest: tuple[tuple[str, str, str], Expected] | None = None
+
+    def expected(self, case: Case, dtype: str) -> Expected:
+        """Return what a case must compute, and how much a kernel may miss it."""
+        key = (case.op, case.shape, dtype)
+        if self._latest is None or self._latest[0] != key:
+            self._latest = None  # its memory first
+            expected = expect(case, dtype, self.clock.device)
+            compare(expected, "torch")
+            self._latest = key, expected
+        return self._latest[1]
+
+
+def cannot_launch(error: Exception) -> bool:
+    """Return whether a configuration does not fit the device, or its tiles the kernel, as tuning expects of some."""
+    try:
+        from triton.compiler.errors import CompileTimeAssertionFailure
+        from triton.runtime.errors import OutOfResources, PTXASError
+    except ImportError:
+        return False
+    return isinstance(error, CompileTimeAssertionFailure | OutOfResources | PTXASError)
+
+
+def _outcome(error: Exception, device: torch.device) -> str:
+    return f"cannot be launched: {_said(error)}" if cannot_launch(error) else own_outcome(error, device)
+
+
+def measure(
+    key: Key, case: Case, dtype: str, candidate: Configuration, bench: Bench, *, checked: bool = True
+) -> Iterator[Row]:
+    """Check one candidate, and if it is right time it in turns with the default; yields its row.
+
+    Args:
+        key: What it replaces.
+        case: The op at a shape.
+        dtype: Name of a dtype.
+        candidate: The candidate.
+        bench: Times it, and knows what is right.
+        checked: Whether it is checked, or only timed.
+    """
+    op, name, _ = key
+    default, row = configurations(op)[name], {"outcome": "ok"}
+
+    def with_table(call: Callable[[], object], configuration: Configuration) -> object:
+        TUNED[key] = (configuration.tiles, configuration.num_warps, configuration.num_stages)
+        return call()
+
+    try:
+        with table({key: candidate}):
+            if checked:
+                found = compare(bench.expected(case, dtype), "triton")
+                row |= {column: found[column] for column in ("error", "allowed", "outcome")}
+            if row["outcome"] == "ok":
+                call = _call(case, _inputs(case, bench.clock.device, DTYPES[dtype], seed=2))
+                turns = {
+                    "ms": partial(with_table, call, candidate),
+                    "default_ms": partial(with_table, call, default),
+                }
+                times = bench.clock.interleaved(turns, bench.rounds)
+                row |= {column: f"{value:.4g}" for column, value in times.items()}
+    except Exception as error:
+        row["outcome"] = _outcome(error, bench.clock.device)
     yield row
 
 
@@ -148,36 +194,65 @@ def _configuration(row: Row) -> Configuration:
     return default._replace(tiles=json.loads(row["tiles"]), **numbers)
 
 
-def _measured(rows: Iterable[Row], key: Key) -> list[tuple[float, Configuration]]:
-    """Return the time over the default's of each right candidate for a key, fastest first."""
-    found = [
-        (float(row["ms"]) / float(row["default_ms"]), _configuration(row))
-        for row in rows
-        if (row["op"], row["configuration"], row["capability"]) == (*key[:2], str(key[2])) and row["ms"]
-    ]
-    return sorted(found, key=lambda pair: pair[0])
+def _measured(rows: Iterable[Row], key: Key) -> list[tuple[Configuration, dict[tuple[str, str], float], int]]:
+    """Return each right candidate for a key with its times over the default's, and of how many places it needs them.
+
+    The times are by shape and dtype; the first is at the place where all candidates are timed.
+    """
+    found: dict[str, tuple[Configuration, dict[tuple[str, str], float], int]] = {}
+    for row in rows:
+        if (row["op"], row["configuration"], row["capability"]) == (*key[:2], str(key[2])) and row["ms"]:
+            name = short_hash([row["tiles"], row["num_warps"], row["num_stages"]])
+            _, ratios, _ = found.setdefault(name, (_configuration(row), {}, int(row["shapes"])))
+            ratios[row["shape"], row["dtype"]] = float(row["ms"]) / float(row["default_ms"])
+    return list(found.values())
+
+
+def _at_first(rows: Iterable[Row], key: Key) -> list[tuple[float, Configuration]]:
+    """Return the candidates that are better at the first shape with their times over the default's, fastest first."""
+    found = [(next(iter(ratios.values())), candidate) for candidate, ratios, _ in _measured(rows, key)]
+    return sorted((pair for pair in found if pair[0] <= BETTER), key=lambda pair: pair[0])
 
 
 def together(key: Key, rows: Iterable[Row]) -> Configuration | None:
     """Return the default with the best value of every number that is better, or None if fewer than two are."""
     default = combined = configurations(key[0])[key[1]]
     changed: set[str] = set()
-    for ratio, found in _measured(rows, key):
+    for _, found in _at_first(rows, key):
         tiles = {name: size for name, size in found.tiles.items() if size != default.tiles[name]}
         numbers = {name: getattr(found, name) for name in ("num_warps", "num_stages")}
         numbers = {name: value for name, value in numbers.items() if value != getattr(default, name)}
         names = {*tiles, *numbers}
-        if ratio <= BETTER and len(names) == 1 and not names & changed:
+        if len(names) == 1 and not names & changed:
             combined = combined._replace(tiles=combined.tiles | tiles, **numbers)
             changed |= names
     return combined if len(changed) > 1 else None
 
 
+def finalists(key: Key, rows: Iterable[Row]) -> list[Configuration]:
+    """Return the candidates that are worth timing at the other shapes, the fastest at the first one first."""
+    return [candidate for _, candidate in _at_first(rows, key)][:FINALISTS]
+
+
+def is_slower(key: Key, candidate: Configuration, rows: Iterable[Row]) -> bool:
+    """Return whether a candidate has been slower than the default at a shape."""
+    return any(found == candidate and max(ratios.values()) > SLOWER for found, ratios, _ in _measured(rows, key))
+
+
 def best(rows: Sequence[Row]) -> dict[Key, Configuration]:
-    """Return the fastest right candidate for each key that has one better than the default."""
+    """Return the best candidate for each key that has one: timed everywhere, and nowhere slower than the default."""
     keys = dict.fromkeys((r["op"], r["configuration"], int(r["capability"])) for r in rows if r["ms"])
-    firsts = {key: _measured(rows, key)[0] for key in keys}
-    return {key: configuration for key, (ratio, configuration) in firsts.items() if ratio <= BETTER}
+    found: dict[Key, Configuration] = {}
+    for key in keys:
+        means = [
+            (math.prod(ratios.values()) ** (1 / len(ratios)), candidate)
+            for candidate, ratios, needed in _measured(rows, key)
+            if len(ratios) == needed and max(ratios.values()) <= SLOWER
+        ]
+        mean, candidate = min(means, key=lambda pair: pair[0], default=(math.inf, None))
+        if candidate is not None and mean <= BETTER:
+            found[key] = candidate
+    return found
 
 
 def shipped(rows: Sequence[Row]) -> dict[Key, Configuration]:
@@ -193,57 +268,79 @@ def _name(op: str, found: dict[Key, Configuration]) -> str:
 
 def check_ragged(op: str, entries: dict[Key, Configuration], device: torch.device, small: bool) -> Iterator[Row]:
     """Check an op's best configurations together at the shapes of `checked_cases`; yields one row."""
-    capability = next(iter(entries))[2]
-    row = {"op": op, "configuration": RAGGED, "capability": str(capability), "tiles": _name(op, entries)}
-    row |= {"num_warps": "", "num_stages": ""}
     bad = []
     with table(entries):
         for case in checked_cases(small):
             for dtype in DTYPES if op_of(case) == op else ():
-                last = list(check(case, dtype, device, ("torch", "triton")))[-1]
-                bad += [f"{case.shape} {dtype}: {last['outcome']}"] if last["outcome"] != "ok" else []
-    yield row | {"outcome": bad[0] if bad else "ok"}
+                try:
+                    expected = expect(case, dtype, device)
+                    compare(expected, "torch")
+                    outcome = compare(expected, "triton")["outcome"]
+                except Exception as error:
+                    outcome = _outcome(error, device)
+                bad += [f"{outcome} ({case.shape} {dtype})"] if outcome != "ok" else []
+    yield {"outcome": bad[0] if bad else "ok"}
 
 
 def cells(device: torch.device, small: bool, ops: Sequence[str] | None, rows: list[Row]) -> Iterator[Cell]:
     """Yield the key of each row and what measures it; reads `rows` as they grow."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not kernels_are_due(device):
         print("tune: the kernels need a GPU, or TRITON_INTERPRET=1", flush=True)
         return
-    clock, done = Clock(device), set()
+    bench = Bench(Clock(device), 2 if small else 20)
     timed = sorted(cases(small), key=lambda case: list(FREE).index(op_of(case)))
     for op in dict.fromkeys(op_of(case) for case in timed if ops is None or case.op in ops):
+        places: dict[Key, list[Place]] = {}
         for dtype in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
             for case in (case for case in timed if op_of(case) == op):
                 try:
                     keys = asked(case, dtype, device)
                 except Exception as error:
-                    print(f"tune {op} {case.shape} {dtype}: passed over, {_said(error)}", flush=True)
+                    names = (op, NONE, "", dtype, case.shape, "", "", "")
+                    yield dict(zip(KEYS, names, strict=True)), partial(list, [{"outcome": own_outcome(error, device)}])
                     continue
                 for key in keys:
-                    if key in done or key[0] != op:
-                        continue
-                    done.add(key)
-                    default = configurations(op)[key[1]]
-                    rounds = 2 if small else 20
-                    for candidate in variants(op, default):
-                        yield _key(key, candidate), partial(measure, key, case, dtype, candidate, clock, rounds)
-                    if (candidate := together(key, rows)) is not None:
-                        yield _key(key, candidate), partial(measure, key, case, dtype, candidate, clock, rounds)
+                    if key[0] == op:
+                        places.setdefault(key, []).append((case, dtype))
+        for key, own in places.items():
+            yield from _candidates(key, own, bench, rows)
         entries = {key: x for key, x in best(rows).items() if key[0] == op}
         if entries:
-            row = dict(zip(KEYS, (op, RAGGED, str(next(iter(entries))[2]), _name(op, entries), "", ""), strict=True))
-            yield row, partial(check_ragged, op, entries, device, small)
+            names = (op, RAGGED, str(next(iter(entries))[2]), "", "", _name(op, entries), "", "")
+            yield dict(zip(KEYS, names, strict=True)), partial(check_ragged, op, entries, device, small)
 
 
-def _key(key: Key, candidate: Configuration) -> Row:
-    return {"op": key[0], "configuration": key[1], "capability": str(key[2]), **_numbers(candidate)}
+def _candidates(key: Key, places: Sequence[Place], bench: Bench, rows: list[Row]) -> Iterator[Cell]:
+    """Yield the cells of a key: all candidates at the first place that launches it, the best ones at the others."""
+
+    def cell(candidate: Configuration, place: Place, checked: bool) -> Cell:
+        def measured() -> Iterator[Row]:
+            for row in measure(key, *place, candidate, bench, checked=checked):
+                yield {"shapes": str(len(places))} | row
+
+        return _key(key, place, candidate), measured
+
+    for candidate in variants(key[0], configurations(key[0])[key[1]]):
+        yield cell(candidate, places[0], True)
+    if (combined := together(key, rows)) is not None:
+        yield cell(combined, places[0], True)
+    for candidate in finalists(key, rows):
+        for place in places[1:]:
+            if not is_slower(key, candidate, rows):
+                yield cell(candidate, place, False)
+
+
+def _key(key: Key, place: Place, candidate: Configuration) -> Row:
+    op, name, capability = key
+    case, dtype = place
+    named = {"op": op, "configuration": name, "capability": str(capability), "dtype": dtype, "shape": case.shape}
+    return named | _numbers(candidate)
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """Write ``hf_hybrid/kernels/tuned.py`` anew, with what was measured; entries of other capabilities stay."""
     found = {key: (x.tiles, x.num_warps, x.num_stages) for key, x in shipped(rows).items()}
-    measured = {int(row["capability"]) for row in rows}
+    measured = {int(row["capability"]) for row in rows if row["capability"]}
     entries = {key: x for key, x in TUNED.items() if key[2] not in measured} | found
     source = (Path(__file__).parents[1] / "hf_hybrid" / "kernels" / "tuned.py").read_text(encoding="utf-8")
     head, opening, _ = source.partition("]] = {")

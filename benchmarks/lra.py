@@ -9,12 +9,13 @@ tasks are drawn without any::
 
 A run is a folder, ``OUTPUT_DIR/TASK/MODEL-SEED``. When its minutes are over, it saves a checkpoint there and ends; the
 same command goes on from it, also on another machine to which the folder was copied, with the batches that would have
-come next. The checkpoint holds a hash of the recipe, and another recipe is refused. Drawn data are kept in
-``OUTPUT_DIR/data``. After the last epoch, the weights of the epoch with the best validation are tested. Nothing needs
-the network.
+come next. The checkpoint holds a hash of the recipe and of the rows to train on and to validate, and others are
+refused. Drawn data are kept in ``OUTPUT_DIR/data``. After the last epoch, the weights of the epoch with the best
+validation are tested. Nothing needs the network.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import get_scheduler
 
@@ -52,6 +54,17 @@ def batches(rows: LongRangeRows, order: Sequence[int], size: int, device: torch.
     for start in range(0, len(order), size):
         batch = long_range_collator([rows[place] for place in order[start : start + size]])
         yield {name: value.to(device) for name, value in batch.items()}
+
+
+def digest(rows: LongRangeRows) -> str:
+    """Return a hash of everything that rows hold, whichever files they are from."""
+    found = hashlib.sha256()
+    for name, column in rows.columns.items():
+        found.update(f"{name} {len(column)} ".encode())
+        for value in column:
+            array = np.asarray(value)
+            found.update(f"{array.size} {array.dtype} ".encode() + array.tobytes())
+    return found.hexdigest()
 
 
 # ---- training ----
@@ -84,8 +97,8 @@ class LongRangeRun:
         self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
         self.best: dict[str, Any] = {"validation": -1.0}
         config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
-        made_by = [arguments.task, arguments.model, asdict(self.recipe), config, len(self.rows["train"])]
-        self.hash = short_hash(made_by)
+        data = [digest(self.rows[split]) for split in ("train", "validation")]
+        self.hash = short_hash([arguments.task, arguments.model, asdict(self.recipe), config, data])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -179,8 +192,8 @@ class LongRangeRun:
             raise ValueError(f"{path} must be a checkpoint; it cannot be read ({error}). Delete it") from error
         if kept["hash"] != self.hash:
             raise ValueError(
-                f"{path} must have the recipe {self.hash}, the present one; got {kept['hash']}. Delete it, or name "
-                "another --output_dir"
+                f"{path} must have the recipe and the rows of {self.hash}, the present ones; got {kept['hash']}. "
+                "Delete it, or name another --output_dir"
             )
         for name in _RESUMED:
             getattr(self, name).load_state_dict(kept[name])

@@ -95,7 +95,7 @@ def architectures() -> str:
 
 def jobs() -> str:
     """Return which architecture suits which job: class, size, cost beside a peer, and learning rate of a new model."""
-    pairs = {row["model"]: row for row in _rows("models_cpu.csv") if row["precision"] == "fp32"}
+    pairs = {row["model"]: row for row in _rows("models_cpu.csv")}
     language = {row["model"]: row for row in (*_rows("bst_cpu.csv"), *_rows("language_models_cpu.csv"))}
     cross = {row["mode"]: row for row in _rows("cross_attention_cpu.csv")}
     llama, peer = language["llama-sdpa"], _fastest_peer(list(pairs.values()))
@@ -129,7 +129,10 @@ def jobs() -> str:
             "local attention with a memory of all the text before",
             *_job("bst", "AutoModelForCausalLM", decoder("bst-sh-s4")),
         ],
-        ["labels of long texts", *_job("chela", "AutoModelForSequenceClassification", "not measured beside a peer")],
+        [
+            "labels of long texts",
+            *_job("chela", "AutoModelForSequenceClassification", "cost not measured beside a peer"),
+        ],
     ]
     return _table(rows)
 
@@ -172,7 +175,7 @@ def demo() -> str:
 
 def measured() -> str:
     """Return the measurements at 16,384 tokens, with their peers."""
-    pairs = [row for row in _rows("models_cpu.csv") if row["precision"] == "fp32"]
+    pairs = _rows("models_cpu.csv")
     language, bst, cross = (
         _rows(name) for name in ("language_models_cpu.csv", "bst_cpu.csv", "cross_attention_cpu.csv")
     )
@@ -225,7 +228,8 @@ def _cells(models: dict[str, tuple[str, list[Row]]], cell: Callable[[Row], str])
 
 
 def _rows(name: str) -> list[Row]:
-    return [row for row in read_csv(RESULTS / name) if row["length"] == LENGTH and row["outcome"] == "ok"]
+    rows = [row for row in read_csv(RESULTS / name) if row["length"] == LENGTH and row["outcome"] == "ok"]
+    return [row for row in rows if row.get("precision", "fp32") == "fp32"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,15 +61,22 @@ class Kind:
         config: Makes its config, given a shape and the size that is fitted.
         ablation_of: The model that it is without its global part; None if it is no ablation.
         is_encoder_decoder: Whether it reads documents and answers with a decoder.
+        encodes: Whether its encoder has a layer. Without one the decoder reads the documents' embeddings: full
+            attention in an encoder would carry facts from each segment to the others.
         fields: Fields of its config.
         state_of: The model of which it is a copy with another size of the state; None if it is no such copy.
+        tasks: The tasks that it does; None for all of its kind.
+        has_seeds: Whether several seeds are worth their time.
     """
 
     config: Callable[[Shape, int], PreTrainedConfig]
     ablation_of: str | None = None
     is_encoder_decoder: bool = False
+    encodes: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
     state_of: str | None = None
+    tasks: tuple[str, ...] | None = None
+    has_seeds: bool = True
 
     def make(self, shape: Shape, size: int) -> PreTrainedConfig:
         """Make its config."""
@@ -108,7 +116,7 @@ def _mamba2(shape: Shape, size: int) -> PreTrainedConfig:
 
 
 def _t5_fields(shape: Shape, size: int) -> dict[str, Any]:
-    # half of the layers on each side; the last two tokens are the start, which nothing asks for, and the end
+    # half of the layers on each side; the last token is the start, which nothing asks for
     sizes = {"d_model": shape.width, "d_kv": shape.width // HEADS, "num_heads": HEADS, "d_ff": size}
     layers = {"num_layers": LAYERS // 2, "num_decoder_layers": LAYERS // 2, "dropout_rate": 0.0}
     tokens = {"pad_token_id": shape.vocab_size, "decoder_start_token_id": shape.vocab_size, "eos_token_id": None}
@@ -135,24 +143,33 @@ MODELS: dict[str, Kind] = {
     "BST, windows alone": Kind(_bst, "BST", fields={"bst_layers": []}),
     "CHELA": Kind(_chela),
     "CHELA, chunks alone": Kind(_chela, "CHELA", fields=_CHUNKS),
-    "CHELA, long convolution alone": Kind(_chela, fields={"mixer": "long"}),
+    "CHELA, long convolution alone": Kind(_chela, fields={"mixer": "long"}, tasks=("key_value",), has_seeds=False),
     "Llama": Kind(_llama),
     "Mamba-2": Kind(_mamba2),
-    "SRformer": Kind(_srformer, is_encoder_decoder=True),
+    "SRformer": Kind(_srformer, is_encoder_decoder=True, encodes=False),
     "SRformer, segments alone": Kind(
-        _srformer, "SRformer", is_encoder_decoder=True, fields={"cross_attention_mode": "segmented"}
+        _srformer, "SRformer", is_encoder_decoder=True, encodes=False, fields={"cross_attention_mode": "segmented"}
     ),
-    "T5": Kind(_t5, is_encoder_decoder=True),
+    "T5": Kind(_t5, is_encoder_decoder=True, encodes=False),
     "LongT5": Kind(_longt5, is_encoder_decoder=True),
-    **{f"BST, N {size}": Kind(_bst, fields={"state_size": size}, state_of="BST") for size in (8, 32, 64)},
-    **{f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE") for size in (8, 32)},
+    **{
+        f"BST, N {size}": Kind(_bst, fields={"state_size": size}, state_of="BST", has_seeds=False)
+        for size in (8, 32, 64)
+    },
+    **{
+        f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE", has_seeds=False)
+        for size in (8, 32)
+    },
 }
 """The models by name. An ablation follows its model. BST has N 16, SPADE N 64, if they do not say it."""
 
 
 def _build(kind: Kind, config: PreTrainedConfig) -> PreTrainedModel:
     auto_class = AutoModelForSeq2SeqLM if kind.is_encoder_decoder else AutoModelForCausalLM
-    return auto_class.from_config(config)
+    model: PreTrainedModel = auto_class.from_config(config)
+    if not kind.encodes:
+        model.get_encoder().block = nn.ModuleList()
+    return model
 
 
 def _count(kind: Kind, shape: Shape, size: int) -> int:
@@ -222,10 +239,15 @@ def state_numbers(name: str, shape: Shape) -> int:
 def reach(model: PreTrainedModel, length: int = 96, queries: int = 2 * WINDOW) -> int:
     """Return how many tokens back the farthest token lies that changes an output of a causal model.
 
-    It is read from gradients in float64, of the last outputs of a random sequence.
+    It is read from gradients in float64, of the last outputs of a random sequence. The weights are moved a little
+    first, because some parts start at zero.
     """
     model = model.double().eval()
     generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            moved = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.02 * moved.to(parameter.dtype))
     inputs = torch.randn(1, length, model.config.hidden_size, generator=generator, dtype=torch.float64)
     inputs.requires_grad_()
     outputs = model.base_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
@@ -237,3 +259,14 @@ def reach(model: PreTrainedModel, length: int = 96, queries: int = 2 * WINDOW) -
         # Fourier transforms leave about 1e-17 where a gradient is zero
         farthest = max(farthest, place - int((sizes > 1e-12 * sizes.max()).nonzero()[0]))
     return farthest
+
+
+@cache
+def ablation_reach(name: str) -> int | None:
+    """Return how many tokens back an ablation sees; None for an encoder-decoder, which sees the segment that it reads.
+
+    The width and the vocabulary change nothing.
+    """
+    if MODELS[name].is_encoder_decoder:
+        return None
+    return reach(build(name, Shape(vocab_size=20, length=96, width=32), seed=0))

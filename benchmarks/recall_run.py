@@ -1,9 +1,11 @@
 """One run of `bench_recall`: train a model on a task of recall, and measure what it remembers, at what distance."""
 
+import hashlib
+import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -12,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LinearLR
 from transformers import get_scheduler
 
-from benchmarks.comparison import SEARCH
-from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted
+from benchmarks.recall_models import MODELS, SEGMENT, Compressor, Shape, build, fitted, sinusoids
 from benchmarks.record import short_hash
-from hf_hybrid.data.drawing import split_generator
+from hf_hybrid.data.drawing import SPLITS, split_generator
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.data.recall import RECALL, Examples, draw
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
@@ -30,15 +32,17 @@ BINS = tuple(2**power for power in range(12))
 """Least distances of the bins of accuracies; each ends where the next begins."""
 VALIDATION = 128
 ENOUGH = 0.99
-"""Share of right answers in validation at which training ends."""
-SEARCHED = 0.25
-"""Steps of a run that searches a learning rate, as a share of all."""
-_TOKENS = 2**16
-"""Tokens of a batch of tests, and of all tests of a greater length."""
-WEIGHT_DECAY = 0.1
+"""Share of right answers in validation, of far ones if there are any, from which a task counts as solved."""
+ENDING = 0.1
+"""Steps that follow once a task is solved, as a share of all: the learning rate falls linearly to zero."""
+LEARNT = 0.5
+"""Share of right answers, of far ones if there are any, above which a model has learnt a task."""
+LONGER_TOKENS = 2**18
+"""Tokens of all tests of a greater length."""
+WEIGHT_DECAY, BETA2 = 0.1, 0.98
 _SCHEDULE = "cosine"
 """Transformers' name of how the learning rate falls after a linear warm-up."""
-_WARMUP, _CLIP, _CHECKS = 0.1, 1.0, 12
+_WARMUP, _CLIP, _CHECKS, _BATCH_TOKENS = 0.1, 1.0, 16, 2**14
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class Recipe:
         width: Width of the models.
         sizes: Sizes of the task, where they are not those of `RECALL`.
         is_encoder_decoder: Whether encoder-decoders do the task, or causal language models.
+        is_own: Whether its far answers lie where no ablation reaches, so that ablations need no search of rates.
+        has_longer: Whether longer sequences than those of training ask for the same.
+        has_seeds: Whether several seeds are worth their time.
     """
 
     steps: int
@@ -58,24 +65,31 @@ class Recipe:
     width: int = 64
     sizes: Mapping[str, Any] = field(default_factory=dict)
     is_encoder_decoder: bool = False
+    is_own: bool = False
+    has_longer: bool = True
+    has_seeds: bool = True
 
 
+_FACTS: dict[str, Any] = {"batch": 16, "sizes": {"segment_size": SEGMENT}, "is_encoder_decoder": True, "is_own": True}
 RECIPES: dict[str, Recipe] = {
-    "aggregate": Recipe(400),
-    "latch": Recipe(400),
-    "key_value": Recipe(800),
-    "facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
-    "sparse_facts": Recipe(1500, sizes={"segment_size": SEGMENT}, is_encoder_decoder=True),
-    "mqar": Recipe(1200, width=128),
-    "in_context_recall": Recipe(600),
-    "noisy_recall": Recipe(600),
-    "selective_copying": Recipe(600, batch=16),
-    "compression": Recipe(800),
-    "memorization": Recipe(800),
-    "needle": Recipe(800, batch=16),
+    "aggregate": Recipe(800, batch=16, is_own=True),
+    "majority": Recipe(800, batch=16, is_own=True),
+    "latch": Recipe(1600, batch=16, is_own=True),
+    "key_value": Recipe(2000, batch=16, is_own=True),
+    # longer documents of facts have blanks, which training never shows
+    "few_facts": Recipe(1500, **_FACTS, has_longer=False),
+    "facts": Recipe(2500, **_FACTS, has_longer=False),
+    "sparse_facts": Recipe(2500, **_FACTS),
+    "in_context_recall": Recipe(1200, batch=16),
+    "noisy_recall": Recipe(1200, batch=16),
+    "selective_copying": Recipe(1200, batch=8),
+    "needle": Recipe(1600, batch=8),
+    "compression": Recipe(800, has_longer=False),
+    "memorization": Recipe(800, has_longer=False, has_seeds=False),
+    "mqar": Recipe(1600, batch=16, width=128),
 }
-"""The tasks of the benchmark, in order."""
-STATE_TASKS = ("mqar", "key_value")
+"""The tasks of the benchmark, in order: first those that tell an architecture from its ablation."""
+STATE_TASKS = ("key_value", "mqar")
 """The tasks that show what a size of the state is worth."""
 
 
@@ -88,26 +102,24 @@ class Run:
         model: The model.
         seed: The seed.
         rate: The learning rate.
-        is_search: Whether it is a shortened run that only helps to choose the rate: it is validated and not tested.
+        most: Updates after which it ends, if those of the recipe are more: an ablation has as many as its model.
+        overtaken: Updates in which another rate has solved the task; a run that has not by then ends untested.
     """
 
     task: str
     model: str
     seed: int
     rate: str
-    is_search: bool = False
+    most: int | None = field(default=None, compare=False)
+    overtaken: int | None = field(default=None, compare=False)
 
     @property
-    def key(self) -> tuple[str, str]:
-        """Seed and learning rate of its row."""
-        return SEARCH if self.is_search else str(self.seed), self.rate
-
-    def steps(self, recipe: Recipe) -> int:
-        """Return its most updates."""
-        return math.ceil(SEARCHED * recipe.steps) if self.is_search else recipe.steps
+    def key(self) -> tuple[str, ...]:
+        """What its row is found by."""
+        return self.task, self.model, str(self.seed), self.rate
 
     def __str__(self) -> str:
-        return f"{self.task}: {self.model}, {'search' if self.is_search else f'seed {self.seed}'}, rate {self.rate}"
+        return f"{self.task}: {self.model}, seed {self.seed}, rate {self.rate}"
 
 
 @cache
@@ -130,59 +142,110 @@ def shape_of(task: str, recipe: Recipe) -> Shape:
     return Shape(examples(task, "train", 1, recipe).vocab_size, RECALL[task].length, recipe.width)
 
 
+@cache
+def drawn_hash(task: str, sizes: tuple[tuple[str, Any], ...]) -> str:
+    """Return a hash of a task's first examples of each split, and of the text that they come from.
+
+    It changes with the code that draws them, with the random numbers of NumPy, and with Python's documentation.
+    """
+    found = hashlib.sha256()
+    for split in SPLITS:
+        given = {"text": texts()[split]} if "text" in RECALL[task].needs else {}
+        found.update(given.get("text", b""))
+        part = draw(task, split, 16, **{**dict(sizes), **given})
+        for array in (part.input_ids, part.labels, part.distances, part.document_ids):
+            found.update(b"" if array is None else array.tobytes())
+    return found.hexdigest()
+
+
 def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
     """Return a hash of everything that determines a task's runs of a model, except seed and learning rate."""
     config = fitted(model, shape_of(task, recipe)).to_dict()
     config.pop("transformers_version", None)
-    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, SEARCHED, WEIGHT_DECAY]
-    constants += [_SCHEDULE, _WARMUP, _CLIP, _CHECKS, _TOKENS]
+    constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, ENDING, LEARNT, LONGER_TOKENS, WEIGHT_DECAY, BETA2]
+    constants += [_SCHEDULE, _WARMUP, _CLIP, _CHECKS]
     known = RECALL[task]
-    made_by = [task, dict(known.sizes), known.train, known.test, asdict(recipe), config, constants]
-    return short_hash(made_by)
+    defaults = {name: field.default for name, field in inspect.signature(known.function).parameters.items()}
+    data = [defaults, dict(known.sizes), known.train, known.test, drawn_hash(task, tuple(recipe.sizes.items()))]
+    more = [inspect.getsource(part) for part in (Compressor, sinusoids)] if task == "compression" else []
+    return short_hash([task, data, asdict(recipe), config, constants, more])
 
 
 # ---- training ----
 
 
+def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Return AdamW; norms, biases and other vectors are not decayed, and state spaces are not either."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, BETA2))
+    separate_ssm_parameters(optimizer, model.model if isinstance(model, Compressor) else model)
+    return optimizer
+
+
 def train(run: Run, recipe: Recipe) -> dict[str, float]:
     """Train and test a model.
 
+    The learning rate follows its schedule until a validation finds the task solved, or the run's end is near; then it
+    falls to zero, so that all models are tested in a like state.
+
     Returns:
         ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``validation``
-        and ``validation_loss``, and, unless it is a search, what `accuracies` returns for the tests, of longer
-        sequences as ``x2``, ... . Only ``parameters`` if the loss was not finite.
+        (the share of right far answers, or of all if none is far) and ``validation_loss``; ``solved_step`` if the task
+        was solved; and what `accuracies` returns for the tests, of longer sequences as ``x2``, ... . No tests if
+        another rate was faster; only ``parameters`` if the loss was not finite.
     """
     shape = shape_of(run.task, recipe)
     model: nn.Module = build(run.model, shape, run.seed)
     values: dict[str, float] = {"parameters": model.num_parameters()}  # type: ignore[operator]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=float(run.rate), weight_decay=WEIGHT_DECAY)
-    separate_ssm_parameters(optimizer, model)
     if run.task == "compression":
         model = Compressor(model, shape.vocab_size)  # type: ignore[arg-type]
-        own = [parameter for name, parameter in model.named_parameters() if name.startswith("decoder.")]
-        optimizer.add_param_group({"params": own})
+    optimizer = optimizer_of(model, float(run.rate))
     validation = examples(run.task, "validation", VALIDATION, recipe, seed=run.seed)
-    steps = run.steps(recipe)
-    schedule = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * steps), steps)
-    began, step = time.process_time(), 0
-    for batch in _batches(run, recipe):
-        model.train()
-        loss = F.cross_entropy(_logits(model, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten())
-        if not math.isfinite(loss.item()):
+    values["chance"] = validation.chance
+    most = min(run.most or recipe.steps, recipe.steps)
+    ending, check_every = math.ceil(ENDING * recipe.steps), recipe.steps // _CHECKS or 1
+    schedule: Any = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * recipe.steps), recipe.steps)
+    began, end, is_ending = time.process_time(), most, False
+    for step, batch in enumerate(_batches(run, recipe), 1):
+        if not _update(model, batch, optimizer):
             return {"parameters": values["parameters"]}
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
-        optimizer.step()
         schedule.step()
-        optimizer.zero_grad()
-        step += 1
-        if step == steps or step % (steps // _CHECKS or 1) == 0:
-            found = accuracies(model, validation)
-            values |= {"validation": found["accuracy"], "validation_loss": found["loss"]}
-            if step == steps or values["validation"] >= ENOUGH:
-                break
-    values |= {"steps": step, "cpu_minutes": (time.process_time() - began) / 60, "chance": validation.chance}
-    return values if run.is_search else values | _tests(model, run, recipe)
+        if step == end or (not is_ending and step % check_every == 0):
+            values |= _validated(model, validation, step, (time.process_time() - began) / 60)
+            if values["validation"] >= ENOUGH:
+                values.setdefault("solved_step", step)
+            elif run.overtaken is not None and step >= run.overtaken and not is_ending:
+                return values
+        if step == end:
+            break
+        is_cut = most < recipe.steps and step == most - ending
+        if not is_ending and (is_cut or "solved_step" in values):
+            is_ending, end = True, min(most, step + ending)
+            schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=end - step)
+    return values | _tests(model, run, recipe)
+
+
+def _update(model: nn.Module, batch: Examples, optimizer: torch.optim.Optimizer) -> bool:
+    """Update the weights; return whether the loss was finite."""
+    model.train()
+    loss = F.cross_entropy(_logits(model, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten())
+    if not math.isfinite(loss.item()):
+        return False
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return True
+
+
+def _validated(model: nn.Module, validation: Examples, step: int, minutes: float) -> dict[str, float]:
+    found = accuracies(model, validation)
+    scores = {"validation": found.get("far", found["accuracy"]), "validation_loss": found["loss"]}
+    return {**scores, "steps": step, "cpu_minutes": minutes}
 
 
 def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:
@@ -230,7 +293,8 @@ def accuracies(model: nn.Module, tested: Examples) -> dict[str, float]:
     answer outside the segment that is read, and ``at_D`` counts segments. Shares of nothing are left out.
     """
     model.eval()
-    size = max(1, _TOKENS // tested.input_ids.shape[1])
+    read = tested.input_ids if tested.document_ids is None else tested.document_ids
+    size = max(1, _BATCH_TOKENS // max(read.shape[1], tested.input_ids.shape[1]))
     found, loss = [], 0.0
     for start in range(0, len(tested.input_ids), size):
         batch = rows_of(tested, slice(start, start + size))
@@ -247,13 +311,16 @@ def accuracies(model: nn.Module, tested: Examples) -> dict[str, float]:
 
 
 def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
-    """Test at the length of training and at longer ones, which fill the bins of distances that it does not have."""
+    """Test at the length of training and at longer ones, which fill the bins of distances that it does not have.
+
+    A model that has not learnt the task is not tested at longer ones.
+    """
     length, count = RECALL[run.task].length, RECALL[run.task].test
     values = accuracies(model, examples(run.task, "test", count, recipe, seed=run.seed))
-    for factor in FACTORS:
-        fewer = max(16, min(count, _TOKENS // (factor * length)))
-        longer = examples(run.task, "test", fewer, recipe, seed=run.seed, length=factor * length)
-        found = accuracies(model, longer)
+    is_learnt = values.get("far", values["accuracy"]) > LEARNT
+    for factor in FACTORS if recipe.has_longer and is_learnt else ():
+        many = max(1, LONGER_TOKENS // (factor * length))
+        found = accuracies(model, examples(run.task, "test", many, recipe, seed=run.seed, length=factor * length))
         values[f"x{factor}"] = found["accuracy"]
         values |= {name: share for name, share in found.items() if name.startswith("at_") and name not in values}
     return values
@@ -262,28 +329,29 @@ def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
 def is_done_by(task: str, model: str) -> bool:
     """Return whether a model does a task: encoder-decoders read documents, the others do everything else.
 
-    Models with another size of the state do `STATE_TASKS` alone.
+    Models with another size of the state do `STATE_TASKS` alone, and a model may name its tasks.
     """
     kind = MODELS[model]
     if kind.state_of is not None and task not in STATE_TASKS:
         return False
+    if kind.tasks is not None and task not in kind.tasks:
+        return False
     return kind.is_encoder_decoder == RECIPES[task].is_encoder_decoder
 
 
-def estimated_minutes(task: str, model: str, recipe: Recipe, updates: int = 3) -> tuple[float, float]:
-    """Return the CPU minutes of a search and of a whole run that take all their steps, from the time of a few of them.
+def estimated_minutes(task: str, model: str, recipe: Recipe, updates: int = 3) -> float:
+    """Return the CPU minutes of a run that takes all its steps, from the time of a few of them.
 
     Tests and validation compute outputs alone, a third of an update's work.
     """
-    run, known = Run(task, model, 0, "0.001"), RECALL[task]
-    network: nn.Module = build(model, shape_of(task, recipe), seed=0)
-    network = Compressor(network, shape_of(task, recipe).vocab_size) if task == "compression" else network  # type: ignore[arg-type]
-    seconds = []
-    for batch, _ in zip(_batches(run, recipe), range(updates), strict=False):
+    known, shape = RECALL[task], shape_of(task, recipe)
+    network: nn.Module = build(model, shape, seed=0)
+    network = Compressor(network, shape.vocab_size) if task == "compression" else network  # type: ignore[arg-type]
+    optimizer, seconds = optimizer_of(network, 0.001), []
+    for batch, _ in zip(_batches(Run(task, model, 0, "0.001"), recipe), range(updates), strict=False):
         began = time.process_time()
-        F.cross_entropy(_logits(network, batch).flatten(0, 1), torch.from_numpy(batch.labels).flatten()).backward()
+        _update(network, batch, optimizer)
         seconds.append(time.process_time() - began)
-    row = min(seconds) / recipe.batch / 60
-    validated, tested = _CHECKS * VALIDATION / 3, (known.test + len(FACTORS) * _TOKENS / known.length) / 3
-    searched, trained = (run.steps(recipe) * recipe.batch for run in (replace(run, is_search=True), run))
-    return row * (searched + validated), row * (trained + validated + tested)
+    longer = len(FACTORS) * LONGER_TOKENS / known.length if recipe.has_longer else 0
+    tested = (_CHECKS * VALIDATION + known.test + longer) / 3
+    return min(seconds) / recipe.batch / 60 * (recipe.steps * recipe.batch + tested)

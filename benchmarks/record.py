@@ -117,10 +117,18 @@ class GrowingRecord:
                     raise ValueError(
                         f"{path} must have {name} {value!r} to go on; got {row[name]!r}: name another file"
                     )
-        self._known = {tuple(row[name] for name in keys) for row in self.rows}
+        self._known = self._keys_of_rows()
+
+    def _keys_of_rows(self) -> set[tuple[str, ...]]:
+        return {tuple(row[name] for name in self.keys) for row in self.rows}
 
     def __contains__(self, key: tuple[str, ...]) -> bool:
         return key in self._known
+
+    def forget(self, gone: Callable[[Row], bool]) -> None:
+        """Drop rows, so that they may be measured again; they leave the file when the next rows are added."""
+        self.rows[:] = [row for row in self.rows if not gone(row)]
+        self._known = self._keys_of_rows()
 
     def add(self, *rows: Row) -> None:
         """Add rows and write the file."""
@@ -199,6 +207,7 @@ def command_line(
     run: Callable[[argparse.Namespace], list[Row]],
     report: Callable[[list[Row]], str],
     argv: Sequence[str] | None,
+    wrong: Callable[[list[Row]], Sequence[str]] = lambda rows: (),
 ) -> int:
     """Measure and write a record, or read an earlier one; print its tables.
 
@@ -209,9 +218,10 @@ def command_line(
         run: Measures, writes ``out`` and returns its rows.
         report: Makes the tables.
         argv: The command line; the process's own when None.
+        wrong: Says what the rows should not show; each line goes to stderr.
 
     Returns:
-        The exit status: 1 if a row's ``outcome`` is a failure.
+        The exit status: 1 if a row's ``outcome`` is a failure, or something is wrong.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
@@ -221,6 +231,7 @@ def command_line(
     rows = read_csv(arguments.report) if arguments.report else run(arguments)
     print(report(rows))
     failed = [row for row in rows if row.get("outcome", "").startswith("failed")]
-    for row in failed:
-        print(*row.values(), file=sys.stderr)
-    return 1 if failed else 0
+    lines = [*(" ".join(row.values()) for row in failed), *wrong(rows)]
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0

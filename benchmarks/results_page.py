@@ -25,7 +25,9 @@ from benchmarks import (
     bench_growth,
     bench_language_models,
     bench_loading,
+    bench_loss,
     bench_models,
+    bench_profile,
     bench_recall,
     bench_state_memory,
     bench_tokens,
@@ -50,9 +52,13 @@ REPORTS = {
     "mode": bench_cross_attention,
     "way": bench_chela,
     "start": bench_state_memory,
+    "vocabulary": bench_loss,
+    "products_ms": bench_profile,
     "precision": bench_models,
 }
-PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading)}
+PLANNED = {
+    module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading, bench_loss, bench_profile)
+}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

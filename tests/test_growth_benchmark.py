@@ -5,55 +5,99 @@ import pytest
 from benchmarks import bench_growth, results_page
 from benchmarks.bench_growth import KEYS, LENGTHS, MEASURES, REASONS, report
 from benchmarks.record import GrowingRecord, growing_columns, read_csv, stamp
+from tests.measuring import measure_here, shrink_models
 
 COLUMNS = growing_columns(KEYS, MEASURES)
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Measure here, tiny models, and each of them once."""
+    measure_here(monkeypatch, bench_growth)
+    shrink_models(monkeypatch)
+    monkeypatch.setattr(bench_growth, "CALLS", dict.fromkeys(bench_growth.CALLS, 1))
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch, capsys):
     out = tmp_path / "growth.csv"
-    flags = ["--models", "bst-sh-s4", "srformer", "--threads", "1", "--out", str(out)]
-    assert bench_growth.main([*flags, "--tasks", "decode", "--lengths", "32"]) == 0
+    flags = ["--models", "bst-sh-s4", "srformer", "--threads", "1", "--lengths", "32", "--out", str(out)]
+    assert bench_growth.main([*flags, "--tasks", "decode", "--precisions", "fp32"]) == 0
     kept = read_csv(out)
-    assert [(row["model"], row["task"], row["length"], row["outcome"]) for row in kept] == [
-        ("bst-sh-s4", "decode", "32", "ok"),
-        ("srformer", "decode", "32", "ok"),
+    assert [(*(row[name] for name in KEYS), row["outcome"]) for row in kept] == [
+        ("bst-sh-s4", "decode", "fp32", "32", "ok"),
+        ("srformer", "decode", "fp32", "32", "ok"),
     ]
     measured = []
     real = bench_growth.in_process
-    monkeypatch.setattr(bench_growth, "in_process", lambda *a: measured.append(a[1][:3]) or real(*a))
-    assert bench_growth.main([*flags, "--tasks", "step", "forward", "decode", "--lengths", "32"]) == 0
+    monkeypatch.setattr(bench_growth, "in_process", lambda *a: measured.append(a[1][:4]) or real(*a))
+    assert bench_growth.main(flags) == 0
     rows = read_csv(out)
     assert rows[:2] == kept
-    assert measured == [(model, task, 32) for model in ("bst-sh-s4", "srformer") for task in ("step", "forward")]
+    assert measured == [
+        (model, task, precision, 32)
+        for model in ("bst-sh-s4", "srformer")
+        for task in ("step", "forward", "decode")
+        for precision in ("fp32", "bf16")
+        if (task, precision) != ("decode", "fp32")
+    ]
     assert all(row["outcome"] == "ok" and float(row["seconds"]) > 0 for row in rows)
-    assert "| srformer | decode | 32 | - | - |  |" in capsys.readouterr().out
+    assert "| srformer | decode | bf16 | 32 | - | - |  |" in capsys.readouterr().out
+
+
+def test_every_mode_is_there_up_to_the_length_that_it_can_have(tmp_path, monkeypatch):
+    asked = []
+    ended = [("seconds", 1.0), ("held_mib", 1.0), ("outcome", "ok")]
+    monkeypatch.setattr(bench_growth, "in_process", lambda *a: asked.append(a[1][:4]) or ended)
+    assert bench_growth.main(["--out", str(tmp_path / "growth.csv")]) == 0
+    assert {model for model, *_ in asked} == {*bench_growth.MODELS}
+    assert max(length for model, *_, length in asked if model == "srformer-bart") == 16384
+    assert max(length for model, *_, length in asked if model == "chela-bidirectional") == 65536
+    assert {task for model, task, *_ in asked if model == "chela-bidirectional"} == {"step", "forward"}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("model", ["spade-seq2seq-chunk", "srformer-bart", "chela-bidirectional", "bst-mf-s4"])
+def test_other_modes_run(model):
+    for task in bench_growth.TASKS[: 2 if model in bench_growth.BIDIRECTIONAL else 3]:
+        sent = bench_growth.in_process(bench_growth.measure, (model, task, "bf16", 40, 1, 60.0), 60.0)
+        assert sent[-1] == ("outcome", "ok"), task
 
 
 def grown(model, task, time, memory, lengths=LENGTHS, outcome="ok"):
-    common = stamp() | {"threads": "1", "model": model, "task": task, "outcome": outcome}
+    common = stamp() | {"threads": "1", "model": model, "task": task, "precision": "fp32", "outcome": outcome}
     return [
         common | {"length": str(s), "seconds": f"{1e-9 * s**time:.6g}", "held_mib": f"{1e-3 * s**memory:.6g}"}
         for s in lengths
     ]
 
 
-def test_the_table_has_a_reason_for_what_is_more_than_linear():
-    rows = grown("srformer", "step", 1.9, 1.2) + grown("spade", "step", 1.0, 1.0) + grown("chela", "step", 1.3, 0.0)
+def test_the_table_has_a_reason_for_what_is_more_than_linear(tmp_path, capsys):
+    rows = grown("srformer", "step", 1.9, 1.2) + grown("spade", "step", 1.0, 1.0)
+    assert bench_growth.unexplained(rows) == []
+    rows += grown("chela", "step", 1.3, 0.0)
     rows[-1] |= {"seconds": "", "held_mib": "", "outcome": "out of memory"}
     lines = report(rows).splitlines()[-3:]
     reasons = [REASONS["srformer", "step", name] for name in ("time", "memory")]
     assert lines[0] == (
-        f"| srformer | step | 1024 to 65536 | 1.90 | 1.20 | time: {reasons[0]}; memory: {reasons[1]} |"
+        f"| srformer | step | fp32 | 1024 to 65536 | 1.90 | 1.20 | time: {reasons[0]}; memory: {reasons[1]} |"
     )
-    assert lines[1] == "| spade | step | 1024 to 65536 | 1.00 | 1.00 |  |"
+    assert lines[1] == "| spade | step | fp32 | 1024 to 65536 | 1.00 | 1.00 |  |"
     assert lines[2] == (
-        "| chela | step | 1024 to 32768 | 1.30 | 0.00 | time: not explained yet; 65536: out of memory |"
+        "| chela | step | fp32 | 1024 to 16384 | 1.30 | 0.00 | time: not explained yet; 65536: out of memory |"
     )
+    record = GrowingRecord(tmp_path / "growth.csv", COLUMNS, KEYS, {})
+    record.add(*rows[:8])
+    assert bench_growth.main(["--report", str(record.path)]) == 0
+    record.add(*rows[8:])
+    capsys.readouterr()
+    assert bench_growth.main(["--report", str(record.path)]) == 1
+    assert capsys.readouterr().err == "chela step fp32: time: not explained yet\n"
 
 
 def test_reasons_are_those_of_cells():
     assert {(model, task) for model, task, _ in REASONS} <= {
-        (model, task) for model in bench_growth.OURS for task in bench_growth.TASKS
+        (model, task) for model in bench_growth.MODELS for task in bench_growth.TASKS
     }
 
 
@@ -64,8 +108,8 @@ def test_a_record_of_another_machine_is_not_continued(tmp_path):
     record = GrowingRecord(path, COLUMNS, bench_growth.KEYS, common)
     record.add(row)
     again = GrowingRecord(path, COLUMNS, bench_growth.KEYS, common | {"date": "another day"})
-    assert ("spade", "step", "1024") in again
-    assert ("spade", "step", "2048") not in again
+    assert ("spade", "step", "fp32", "1024") in again
+    assert ("spade", "step", "fp32", "2048") not in again
     with pytest.raises(ValueError, match=r"growth.csv must have threads '2' to go on; got '1'"):
         GrowingRecord(path, COLUMNS, bench_growth.KEYS, common | {"threads": "2"})
     with pytest.raises(ValueError, match="must have the columns model; got date"):
@@ -79,6 +123,6 @@ def test_the_page_shows_the_table_once_it_is_measured(tmp_path, monkeypatch):
     record = GrowingRecord(tmp_path / "growth_cpu.csv", COLUMNS, bench_growth.KEYS, {})
     for row in grown("spade", "step", 1.0, 1.0):
         record.add(row)
-    assert "| spade | step | 1024 to 65536 | 1.00 | 1.00 |  |" in results_page.renewed(page)
+    assert "| spade | step | fp32 | 1024 to 65536 | 1.00 | 1.00 |  |" in results_page.renewed(page)
     with pytest.raises(FileNotFoundError):
         results_page.renewed("<!-- table: grown_cpu.csv -->\n\n<!-- end -->")

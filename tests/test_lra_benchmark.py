@@ -95,11 +95,33 @@ def test_checkpoints_of_other_recipes_and_broken_ones_are_refused(small, tmp_pat
     monkeypatch.setattr(lra, "_SMALL_ROWS", {"train": 12, "validation": 8, "test": 8})
     with pytest.raises(SystemExit):
         small("one")
-    assert "checkpoint.pt must have the recipe" in capsys.readouterr().err
+    assert "checkpoint.pt must have the recipe and the rows of" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(SystemExit):
         small("one")
     assert "checkpoint.pt must be a checkpoint; it cannot be read" in capsys.readouterr().err
+
+
+def write_reviews(folder, **words):
+    """Write 20 and 8 reviews of one word, for labels 0 and 1."""
+    folder.mkdir()
+    for split, count in (("train", 20), ("validation", 8)):
+        texts = [words.get(split, ("bad", "good"))[number % 2] for number in range(count)]
+        rows = [json.dumps({"text": text, "label": number % 2}) + "\n" for number, text in enumerate(texts)]
+        (folder / f"{split}.jsonl").write_text("".join(rows))
+    return str(folder)
+
+
+def test_other_rows_are_refused_and_the_same_ones_go_on_from_anywhere(tmp_path, capsys):
+    command = ["--task", "lra_text", "--small", "--device", "cpu", "--tested", "validation", "--minutes", "1e-9"]
+    command += ["--output_dir", str(tmp_path / "out"), "--data_dir"]
+    assert main([*command, write_reviews(tmp_path / "first")]) == 0
+    assert main([*command, write_reviews(tmp_path / "moved")]) == 0
+    assert "step 2 of 6" in capsys.readouterr().out
+    for split in ("train", "validation"):  # as many rows, of the same sizes
+        with pytest.raises(SystemExit):
+            main([*command, write_reviews(tmp_path / f"other_{split}", **{split: ("bed", "good")})])
+        assert "must have the recipe and the rows of" in capsys.readouterr().err
 
 
 def test_models_without_a_recipe_are_refused(tmp_path, capsys):
@@ -120,12 +142,8 @@ def test_missing_files_are_named_before_training(tmp_path, capsys):
 
 
 def test_a_folder_without_a_test_split_is_scored_by_its_validation_split(tmp_path, capsys):
-    for split, count in (("train", 20), ("validation", 8)):
-        lines = (
-            f'{{"text": "{"good" if number % 2 else "bad"}", "label": {number % 2}}}\n' for number in range(count)
-        )
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
-    command = ["--task", "lra_text", "--data_dir", str(tmp_path), "--small", "--device", "cpu"]
+    folder = write_reviews(tmp_path / "reviews")
+    command = ["--task", "lra_text", "--data_dir", folder, "--small", "--device", "cpu"]
     command += ["--output_dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
         main(command)

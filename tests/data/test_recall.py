@@ -19,6 +19,7 @@ from hf_hybrid.data.recall.needle import NAMES
 TEXT = bytes(range(97, 123)) * 80
 GIVEN = {"needle": {"text": TEXT}}
 COUNT = 32
+FACTS = ("facts", "few_facts", "sparse_facts")
 
 
 def drawn(name, split="train", count=COUNT, **sizes):
@@ -71,6 +72,16 @@ def read_held(tokens, name):
     return {place: told[-1] for place, token in enumerate(tokens) if token == question}
 
 
+def read_majority(tokens, name):
+    classes = size(name, "classes")
+    question = classes + size(name, "noise_vocab_size")
+    told = [place for place, token in enumerate(tokens) if token < classes]
+    assert told == list(range(size(name, "told")))
+    (most, votes), (_, fewer) = Counter(tokens[place] for place in told).most_common(2)
+    assert votes > fewer
+    return {place: (most, told[-1]) for place, token in enumerate(tokens) if token == question}
+
+
 def read_key_value(tokens, name):
     keys, context = size(name, "keys"), 2 * size(name, "pairs")
     value_of = {tokens[place]: (tokens[place + 1], place + 1) for place in range(0, context, 2)}
@@ -91,13 +102,14 @@ READERS = {
     **dict.fromkeys(("in_context_recall", "noisy_recall"), read_in_context_recall),
     "selective_copying": read_selective_copying,
     **dict.fromkeys(("aggregate", "latch"), read_held),
+    "majority": read_majority,
     "key_value": read_key_value,
     "needle": read_needle,
 }
 
 
 def test_every_task_has_a_reader_or_a_test_of_its_own():
-    assert READERS.keys() ^ RECALL.keys() == {"compression", "memorization", "facts", "sparse_facts"}
+    assert READERS.keys() ^ RECALL.keys() == {"compression", "memorization", *FACTS}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -115,7 +127,9 @@ def test_a_slow_reader_finds_the_same_answers_at_the_same_distances(name):
         assert far == {place: place - evidence for place, (_, evidence) in found.items()}
 
 
-@pytest.mark.parametrize(("name", "lengths"), [("facts", (32, 48)), ("sparse_facts", (128, 256))])
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("facts", (32, 48)), ("few_facts", (16, 32)), ("sparse_facts", (32, 64))]
+)
 def test_facts_are_read_from_the_document(name, lengths):
     keys, values, asked, segment = (size(name, field) for field in ("keys", "values", "asked", "segment_size"))
     for length in lengths:
@@ -168,7 +182,7 @@ def test_shapes_and_ids(name):
     for ids in (examples.input_ids, read, examples.labels[examples.labels != IGNORED_LABEL]):
         assert 0 <= ids.min() <= ids.max() < examples.vocab_size
     assert ((examples.labels == IGNORED_LABEL) <= (examples.distances == NO_DISTANCE)).all()
-    assert 0 < examples.chance <= 1 / 8
+    assert 0 < examples.chance <= (1 / 4 if name == "majority" else 1 / 8)
 
 
 @pytest.mark.parametrize("name", RECALL)
@@ -178,9 +192,7 @@ def test_chance_is_that_of_a_guess(name):
     asked = labels[labels != IGNORED_LABEL]
     chance = drawn(name).chance
     most = Counter(asked.tolist()).most_common(1)[0][1] / len(asked)
-    rows = len(asked) / (
-        1 if name in ("compression", "memorization", "facts", "sparse_facts") else (labels[0] != IGNORED_LABEL).sum()
-    )
+    rows = len(asked) / (1 if name in ("compression", "memorization", *FACTS) else (labels[0] != IGNORED_LABEL).sum())
     assert abs(most - chance) < 5 * (chance / rows) ** 0.5
 
 
@@ -191,10 +203,7 @@ def test_splits_batches_and_seeds_share_no_sequence(name):
     ]
     rows = [b"".join(np.asarray(part)[row].tobytes() for part in (batch.input_ids, batch.labels)) for batch in batches
             for row in range(COUNT)]  # fmt: skip
-    if name == "latch":  # one of 16 classes, and nothing else differs
-        assert len(set(rows)) == 16
-    else:
-        assert len(set(rows)) == len(rows)
+    assert len(set(rows)) == len(rows)
 
 
 def digests():
@@ -274,6 +283,24 @@ def test_blanks_of_selective_copying_are_spread_over_the_tokens():
     assert (examples.input_ids[:, 238] < 14).all()
 
 
+def test_a_vote_is_decided_by_many_tokens():
+    """The share that names the same class whatever is drawn decides most votes, but the last tokens alone do not."""
+    examples = drawn("majority", count=2000)
+    classes, told = (size("majority", field) for field in ("classes", "told"))
+    votes = (examples.input_ids[:, :told, None] == np.arange(classes)).sum(axis=1)
+    answers = examples.labels.max(axis=1)
+    assert (votes.argmax(axis=1) == answers).all()
+    assert abs(votes.max(axis=1).mean() / told - (0.25 + 0.75 / 4)) < 0.03
+    last = (examples.input_ids[:, told - 8 : told, None] == np.arange(classes)).sum(axis=1).argmax(axis=1)
+    assert 0.5 < (last == answers).mean() < 0.8
+    tied = drawn("majority", count=500, told=4, classes=2, share=0.0)  # 3 of 8 draws are ties
+    assert all(sum(row[:4]) != 2 for row in tied.input_ids.tolist())
+
+
+def test_blanks_leave_as_many_latches_as_classes():
+    assert len({row.tobytes() for row in drawn("latch", count=500, noise_vocab_size=1).input_ids}) == 16
+
+
 def test_the_needle_lies_at_its_depth_and_every_name_occurs():
     examples = drawn("needle", depth=0.0, length=256)
     assert all(bytes(row.tolist()).startswith(b" The secret number") for row in examples.input_ids)
@@ -305,6 +332,8 @@ def test_the_needle_lies_at_its_depth_and_every_name_occurs():
         ("memorization", {"length": 31}, "length must be even and at least 2; got 31"),
         ("latch", {"length": 33}, "length must be above 33, the place of the first question; got 33"),
         ("aggregate", {"share": 0}, "share must be above 0 and at most 1; got 0"),
+        ("majority", {"share": 1.5}, "share must be from 0 to 1; got 1.5"),
+        ("majority", {"length": 80}, "length must be above 80, the place of the first question; got 80"),
         ("key_value", {"pairs": 9}, "pairs must be at most the 8 keys; got 9"),
         ("key_value", {"length": 38}, "length must be above 38, the place of the first question; got 38"),
         ("needle", {"length": 69}, "length must be at least 70, the bytes of needle and question; got 69"),

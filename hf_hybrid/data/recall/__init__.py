@@ -7,7 +7,7 @@ from hf_hybrid.data.recall.associative import in_context_recall, key_value, mqar
 from hf_hybrid.data.recall.copying import compression, memorization, selective_copying
 from hf_hybrid.data.recall.examples import NO_DISTANCE, Examples
 from hf_hybrid.data.recall.facts import facts
-from hf_hybrid.data.recall.far import aggregate, latch
+from hf_hybrid.data.recall.far import aggregate, latch, majority
 from hf_hybrid.data.recall.needle import needle
 from hf_hybrid.data.recall.tasks import RECALL, RecallTask, draw
 
@@ -23,6 +23,7 @@ __all__ = [
     "in_context_recall",
     "key_value",
     "latch",
+    "majority",
     "memorization",
     "mqar",
     "needle",

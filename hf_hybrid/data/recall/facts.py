@@ -21,10 +21,11 @@ def facts(
     """Draw documents of facts, and random questions that the decoder answers one after the other.
 
     A document tells the value of each key, in random order, with one token for a key and its value; further tokens are
-    blanks in random places. The decoder reads keys, and each asks for its value. Only it sees the questions, so the
-    encoder cannot move a fact to where it will be needed. A decoder that spreads the document's m segments over its q
-    tokens, as SRformer does, reads segment ``t m // q`` at token t: the distance of an answer is the number of
-    segments between that one and the fact's, and at a distance of 1 or more, attention to one segment can only guess.
+    blanks in random places. The decoder reads keys, and each asks for its value. A decoder that spreads the document's
+    m segments over its q tokens, as SRformer does, reads segment ``t m // q`` at token t: the distance of an answer is
+    the number of segments between that one and the fact's. At a distance of 1 or more, attention to one segment can
+    only guess if the encoder moves nothing between segments. Full attention in the encoder does: it sees no questions,
+    but carries as much of all facts to each segment as its outputs hold.
 
     Own task, in the tokens of ``benchmarks/facts.py``: facts (``key * values + value``), keys, answers, the blank.
 

@@ -10,7 +10,7 @@ from hf_hybrid.data.recall.associative import in_context_recall, key_value, mqar
 from hf_hybrid.data.recall.copying import compression, memorization, selective_copying
 from hf_hybrid.data.recall.examples import Examples
 from hf_hybrid.data.recall.facts import facts
-from hf_hybrid.data.recall.far import aggregate, latch
+from hf_hybrid.data.recall.far import aggregate, latch, majority
 from hf_hybrid.data.recall.needle import needle
 from hf_hybrid.suggestions import did_you_mean
 
@@ -63,11 +63,13 @@ RECALL: dict[str, RecallTask] = {
     "memorization": RecallTask(memorization, train=256),
     # own tasks
     "aggregate": RecallTask(aggregate),
+    "majority": RecallTask(majority),
     "latch": RecallTask(latch),
     "key_value": RecallTask(key_value),
     "needle": RecallTask(needle, needs=("text",)),
     "facts": RecallTask(facts),
-    "sparse_facts": RecallTask(facts, {"keys": 16, "length": 128}),
+    "few_facts": RecallTask(facts, {"keys": 16, "length": 16}),
+    "sparse_facts": RecallTask(facts, {"keys": 16}),
 }
 """The tasks by name."""
 

@@ -1,0 +1,127 @@
+"""The runs of `bench_recall` that are missing, in their order, and which of the finished ones count."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from benchmarks.recall_models import MODELS
+from benchmarks.recall_run import LEARNT, RECIPES, Run, is_done_by
+from benchmarks.record import Row
+
+GATE = ("Llama", "CHELA")
+"""The models that do a published task first: if they do not learn it, the others have one run each."""
+AT_CHANCE = 0.02
+"""Share of right answers above guessing that still counts as guessed."""
+SLOWER = "slower"
+"""Outcome of a run that ended, untested, because another rate had solved the task in as few steps."""
+
+# ---- rows ----
+
+
+def rows_of(rows: Sequence[Row], task: str, model: str) -> list[Row]:
+    """Return a model's rows of a task."""
+    return [row for row in rows if (row["dataset"], row["model"]) == (task, model)]
+
+
+def best_row(rows: Sequence[Row]) -> Row | None:
+    """Return the best of rows with one seed: of those that solve the task that which takes the fewest steps.
+
+    If none does, that with the most right answers in validation; None if the loss of all was not finite.
+    """
+    return min((row for row in rows if row["outcome"] == "ok"), key=_rank, default=None)
+
+
+def _rank(row: Row) -> tuple[float, ...]:
+    if row["solved_step"]:
+        return 0.0, float(row["solved_step"]), float(row["validation_loss"])
+    return 1.0, -float(row["validation_accuracy"]), float(row["validation_loss"])
+
+
+def kept(rows: Sequence[Row], task: str, model: str) -> list[Row]:
+    """Return a model's rows of a task at its best learning rate, one for each seed, also of seeds that diverged.
+
+    The rates are those of its first row's seed.
+    """
+    if not (own := rows_of(rows, task, model)):
+        return []
+    best = best_row([row for row in own if row["seed"] == own[0]["seed"]]) or own[0]
+    return list({row["seed"]: row for row in own if row["learning_rate"] == best["learning_rate"]}.values())
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float | None:
+    """Return the mean of a score over rows; None if none has it."""
+    values = [float(row[name]) for row in rows if row[name]]
+    return statistics.fmean(values) if values else None
+
+
+def share(rows: Sequence[Row]) -> float | None:
+    """Return the share of right answers among far ones, or among all where none is far; None if all rows diverged."""
+    far = mean_of(rows, "far")
+    return mean_of(rows, "accuracy") if far is None else far
+
+
+def is_unlearnt(rows: Sequence[Row], task: str) -> bool:
+    """Return whether no model that was tried has learnt a published task."""
+    shares = [share(kept(rows, task, model)) for model in MODELS]
+    return not RECIPES[task].is_own and all(found is None or found <= LEARNT for found in shares)
+
+
+# ---- the order of work ----
+
+
+def todo(
+    rows: Sequence[Row], tasks: Sequence[str], models: Sequence[str], rates: Sequence[str], seeds: Sequence[int]
+) -> Iterator[Run]:
+    """Yield the runs that are missing and can start.
+
+    The first seed searches the learning rate, and the others take the best. A published task begins with `GATE`; until
+    a model learns it, each other one has one run at the middle rate. Ablations on own tasks, and copies with another
+    size of the state, take the rate of their model.
+    """
+    done = {_key(row) for row in rows}
+    for task in tasks:
+        doing = [model for model in models if is_done_by(task, model)]
+        first = [] if RECIPES[task].is_own else [model for model in doing if model in GATE]
+        is_open = all((task, model, str(seeds[0]), rate) in done for model in first for rate in rates)
+        if not is_open:
+            doing, asked = first, (rates, seeds[:1])
+        elif first and is_unlearnt(rows, task):
+            asked = (sorted(rates, key=float)[len(rates) // 2 :][:1], seeds[:1])
+        else:
+            asked = (rates, seeds)
+        missing = [[run for run in _runs(rows, task, model, *asked) if run.key not in done] for model in doing]
+        # every model's first rate before any second one, which ends early once the first has solved the task
+        turns = (run for runs in zip_longest(*missing) for run in runs if run is not None)
+        yield from dict.fromkeys(turns)
+
+
+def _runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+    """Return the runs of a model that can start or are done."""
+    kind, is_own = MODELS[model], RECIPES[task].is_own
+    seeds = seeds if kind.has_seeds and RECIPES[task].has_seeds else seeds[:1]
+    leader = kind.state_of or (kind.ablation_of if is_own else None)
+    of_leader = rows_of(rows, task, leader or model)
+    own = [row for row in of_leader if row["seed"] == str(seeds[0])]
+    best = best_row(own)
+    overtaken = int(best["solved_step"]) if best is not None and best["solved_step"] else None
+    search = [Run(task, leader or model, seeds[0], rate, overtaken=overtaken) for rate in rates]
+    if best is None or not {row["learning_rate"] for row in own}.issuperset(rates):
+        return search
+    further = [Run(task, model, seed, best["learning_rate"]) for seed in seeds]
+    if kind.state_of is not None:
+        return [] if not is_own and is_guessed(best) else further
+    if leader is None:
+        return [*search, *further]
+    # an ablation is trained as long as its model was with the same seed
+    steps = {row["seed"]: row["trained_steps"] for row in kept(rows, task, leader)}
+    return [replace(run, most=int(steps[seed] or 0) or None) for run in further if (seed := str(run.seed)) in steps]
+
+
+def is_guessed(row: Row) -> bool:
+    """Return whether a row's far answers are hardly better than guesses."""
+    return (share([row]) or 0.0) <= float(row["chance"]) + AT_CHANCE
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["dataset"], row["model"], row["seed"], row["learning_rate"]

@@ -1,0 +1,179 @@
+"""Training steps beside peers of equal size: one tiny run of each benchmark, and what is counted for the floors."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import bench_cross_attention, bench_language_models, bench_loss, bench_models, floors, results_page
+from benchmarks.record import read_csv
+from tests.measuring import FEW, measure_here, shrink_models
+
+aten = torch.ops.aten
+
+
+def run(module, flags, tmp_path):
+    """Run a benchmark with flags; return its rows, whose table the pages would show."""
+    out = tmp_path / "measured.csv"
+    assert module.main([*flags, *FEW, "--out", str(out)]) == 0
+    rows = read_csv(out)
+    assert all(row["outcome"] == "ok" for row in rows), rows
+    assert results_page.tables(out) == module.report(rows)
+    return rows
+
+
+def test_encoder_decoders_are_measured(tmp_path, monkeypatch):
+    measure_here(monkeypatch)
+    shrink_models(monkeypatch)
+    rows = run(bench_models, ["--models", "spade", "t5-sdpa", "--lengths", "24"], tmp_path)
+    assert [(row["model"], row["precision"]) for row in rows] == [
+        *itertools.product(("spade", "t5-sdpa"), ("fp32",)),
+        *itertools.product(("spade", "t5-sdpa"), ("bf16",)),
+    ]
+    for row in rows:
+        assert float(row["flops"]) == pytest.approx(bench_models.count_flops(row["model"], 24), rel=1e-3)
+        share = float(row["flops"]) / float(row["matmul_gflop_per_s"]) / 1e9 / float(row["median_s"])
+        assert float(row["fraction_of_floor"]) == pytest.approx(share, rel=0.05, abs=1e-3)
+    assert "| spade, tokens/s | " in bench_models.report(rows)
+
+
+def test_language_models_are_measured(tmp_path, monkeypatch):
+    measure_here(monkeypatch, bench_language_models)
+    shrink_models(monkeypatch)
+    rows = run(bench_language_models, ["--models", "bst-sh-s4", "llama-sdpa", "--lengths", "24"], tmp_path)
+    assert [(row["model"], row["precision"], row["loss"]) for row in rows] == [
+        (model, precision, loss)
+        for precision in ("fp32", "bf16")
+        for model, loss in (("bst-sh-s4", "alone"), ("llama-sdpa", "with logits"))
+    ]
+    assert all(float(row[name]) > 0 for row in rows for name in ("step_s", "token_s", "cache_mib", "flops"))
+    caches = {(row["model"], row["precision"]): float(row["cache_mib"]) for row in rows}
+    assert caches["llama-sdpa", "bf16"] == pytest.approx(caches["llama-sdpa", "fp32"] / 2, rel=1e-3)
+    assert "**bf16, training: fraction of the floor" in bench_language_models.report(rows)
+
+
+def test_a_failed_cell_is_a_row(tmp_path, monkeypatch):
+    def fail(name, **options):
+        raise RuntimeError("no such cell")
+
+    measure_here(monkeypatch, bench_language_models)
+    shrink_models(monkeypatch)
+    monkeypatch.setattr(bench_language_models, "build_model", fail)
+    flags = ["--models", "llama-sdpa", "--lengths", "24", "--precisions", "fp32", "--out", str(tmp_path / "a.csv")]
+    assert bench_language_models.main([*flags, *FEW]) == 1
+    (row,) = read_csv(tmp_path / "a.csv")
+    assert row["outcome"] == "failed: RuntimeError: no such cell"
+
+
+def test_a_process_of_its_own_says_how_it_ended(monkeypatch):
+    monkeypatch.setattr(bench_models, "PRELOADED", ["benchmarks.bench_models"])  # less than what measuring needs
+    assert bench_models.matmul_rate("fp32", 1) > 1e8
+    assert bench_models.in_process(bench_models.measure_cell, ("none", "fp32", 8, 1, 9.0), 99.0) == [
+        ("outcome", "failed: KeyError: 'none'")
+    ]
+    assert bench_models.in_process(bench_models.measure_cell, ("spade", "fp32", 8, 1, 9.0), 0.0) == [
+        ("outcome", "over time")
+    ]
+
+
+def test_losses_are_measured(tmp_path, monkeypatch):
+    measure_here(monkeypatch, bench_loss)
+    flags = ["--models", "bst", "--widths", "16", "--vocabularies", "64", "--lengths", "24", "--precisions", "bf16"]
+    rows = run(bench_loss, flags, tmp_path)
+    assert [(row["loss"], float(row["step_s"]) > 0) for row in rows] == [("plain", True), ("chunked", True)]
+
+
+def test_cross_attention_is_measured(tmp_path, monkeypatch):
+    measure_here(monkeypatch, bench_cross_attention)
+    sizes = {"WIDTH": 32, "HEADS": 2, "HEAD_DIM": 16, "SEGMENT": 8, "DECODED": 11, "BATCH": 2, "TRAINED": 8}
+    for name, value in (sizes | {"STEP_TARGET": 8, "STEP_LENGTHS": (32,), "VOCABULARY": 64}).items():
+        monkeypatch.setattr(bench_cross_attention, name, value)
+    rows = run(bench_cross_attention, ["--lengths", "32"], tmp_path)
+    assert [row["mode"] for row in rows] == ["full", "segmented", "sr"]
+    times = [name for name in bench_cross_attention.MEASURES if name.endswith("_s")]
+    assert all(float(row[name]) > 0 for row in rows for name in times)
+
+
+def test_language_models_have_equal_sizes():
+    def size(name):
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(bench_language_models.MODELS[name]()).num_parameters()
+
+    llama = size("llama-sdpa")
+    for name in bench_language_models.MODELS:
+        if "base" not in name:
+            assert abs(size(name) / llama - 1) < 0.03, name
+
+
+def test_language_models_drop_nothing_unless_asked(monkeypatch):
+    shrink_models(monkeypatch)
+    for name in ("spade", "chela", "bst-sh-s4", "modernbert-local"):
+        plain = bench_language_models.build_model(name).config
+        assert not any(value for field, value in vars(plain).items() if field.endswith("dropout")), name
+    assert bench_language_models.build_model("spade", dropout=True).config.dropout > 0
+
+
+# --- floors
+
+
+def multiplied(model, **inputs):
+    """Return what torch's counter sees of a step's linear maps and of other products, without dropout."""
+    with FlopCounterMode(display=False) as counter:
+        model.eval()(**inputs).loss.backward()
+    counts = counter.get_flop_counts()["Global"]
+    return counts.get(aten.mm, 0) + counts.get(aten.addmm, 0), counts.get(aten.bmm, 0)
+
+
+@pytest.mark.parametrize("name", ["spade", "spade-window", "t5-eager", "longt5-tglobal"])
+def test_counted_linear_maps_of_encoder_decoders_are_those_that_run(monkeypatch, name):
+    shrink_models(monkeypatch)
+    source, target = torch.randint(3, 64, (1, 32)), torch.randint(3, 64, (1, 8))
+    linear, others = multiplied(bench_models.build_model(name), input_ids=source, labels=target)
+    counted = floors.of_encoder_decoder(bench_models.MODELS[name](), 32, 8)
+    assert counted.linear == linear
+    if name == "t5-eager":  # whose causal decoder computes what it hides, too
+        hidden = floors.pairs("full", 8, causal=False) - floors.pairs("full", 8, causal=True)
+        assert counted.attention == others - 3 * 4 * 32 * 2 * hidden
+    assert bench_models.count_flops(name, 32) == pytest.approx(sum(counted))
+
+
+@pytest.mark.parametrize(
+    "name", ["spade", "chela", "bst-sh-s4", "bst-mh-s4", "bst-mf-s4", "llama-sdpa", "modernbert-local", "mamba2"]
+)
+def test_counted_linear_maps_of_language_models_are_those_that_run(monkeypatch, name):
+    shrink_models(monkeypatch)
+    tokens = torch.randint(3, 64, (1, 32))
+    linear, others = multiplied(bench_language_models.build_model(name), input_ids=tokens, labels=tokens)
+    counted = floors.of_language_model(bench_language_models.MODELS[name](), 32)
+    single_heads = 0 if name != "bst-mh-s4" else 3 * 2 * 32 * 2 * 32 * 32  # keys and values of one layer
+    assert counted.linear - single_heads == linear
+    assert others >= single_heads
+    assert counted.attention > 0
+
+
+def test_visible_pairs_are_those_of_masks():
+    queries, keys = torch.arange(11)[:, None], torch.arange(11)
+    near, same = (queries - keys).abs() <= 3, queries // 4 == keys // 4
+    for causal in (False, True):
+        allowed = keys <= queries if causal else torch.ones(11, 11, dtype=torch.bool)
+        assert floors.pairs("full", 11, causal=causal) == allowed.sum()
+        assert floors.pairs("window", 11, reach=3, causal=causal) == (near & allowed).sum()
+        assert floors.pairs("chunk", 11, chunk_size=4, causal=causal) == (same & allowed).sum()
+
+
+def test_what_is_not_counted_is_refused():
+    assert bench_language_models.count_flops("spade-hyena", 64) is None
+    with pytest.raises(ValueError, match="must be counted in floors"):
+        floors.of_language_model(bench_language_models.MODELS["spade-hyena"](), 64)
+    with pytest.raises(ValueError, match="the attention of bart must be counted"):
+        floors.encoder_pairs(transformers.BartConfig(), 64)
+
+
+def test_floors_grow_with_the_length_and_with_what_is_trained():
+    counted = {name: bench_language_models.count_flops(name, 4096) for name in ("spade", "spade-frozen-s4")}
+    assert counted["spade-frozen-s4"] < counted["spade"]
+    assert floors.convolution(4096, 8, 64) == pytest.approx(
+        floors.convolution(2048, 8, 64) * 2, rel=0.01
+    )  # blocks of the kernel's length

@@ -1,0 +1,174 @@
+"""The order of the benchmark of recall: rates are searched by the first seed, and published tasks wait for a model."""
+
+from functools import partial
+
+import pytest
+
+from benchmarks.recall_models import MODELS
+from benchmarks.recall_order import SLOWER, best_row, is_unlearnt, kept, todo
+from benchmarks.recall_run import RECIPES, STATE_TASKS
+from tests.recall_rows import row
+
+RATES = ["0.003", "0.001"]
+
+
+def missing(rows, **more):
+    given = {"tasks": ["latch"], "models": ["BST", "T5"], "rates": RATES, "seeds": [4, 5], **more}
+    return [(run.model, run.seed, run.rate) for run in todo(rows, *given.values())]
+
+
+def solved(step, rate, **more):
+    return row(rate=rate, solved_step=step, trained_steps="30", validation_accuracy="0.99", **more)
+
+
+# ---- the best rate ----
+
+
+def test_the_best_rate_solves_the_task_first_or_comes_nearest():
+    slow, fast = solved("15", "0.001"), solved("9", "0.003")  # numbers, not words
+    assert best_row([slow, fast]) == fast
+    near, far = (row(validation_accuracy=share, validation_loss="0.1") for share in ("0.9", "0.3"))
+    assert best_row([near, slow, far]) == slow
+    assert best_row([far, near]) == near
+    assert best_row([near, {**near, "validation_loss": "0.05"}])["validation_loss"] == "0.05"
+    gone = row(outcome="diverged", validation_loss="", validation_accuracy="")
+    overtaken = row(outcome=SLOWER, validation_accuracy="0.98", accuracy="")
+    assert best_row([gone, overtaken, far]) == far
+    assert best_row([gone]) is None
+
+
+def test_the_first_seed_searches_and_the_others_take_its_best_rate():
+    search = [("BST", 4, "0.003"), ("BST", 4, "0.001")]
+    assert missing([]) == search  # T5 reads documents
+    rows = [solved("15", "0.001", seed="4")]
+    assert missing(rows) == search[:1]
+    rows.append(solved("9", "0.003", seed="4"))
+    assert missing(rows) == [("BST", 5, "0.003")]
+    rows.append(row(seed="5", rate="0.003"))
+    assert missing(rows) == []
+    assert [(found["seed"], found["learning_rate"]) for found in kept(rows, "latch", "BST")] == [
+        ("4", "0.003"),
+        ("5", "0.003"),
+    ]
+    assert kept(rows, "latch", "Llama") == []
+
+
+def test_rates_that_diverge_are_not_chosen():
+    gone = [row(seed="4", rate=rate, outcome="diverged", accuracy="", validation_loss="") for rate in RATES]
+    assert missing([gone[0], row(seed="4")]) == [("BST", 5, "0.001")]
+    assert missing(gone) == []
+    assert [found["learning_rate"] for found in kept(gone, "latch", "BST")] == ["0.003"]
+
+
+def test_a_rate_runs_no_longer_than_the_one_that_has_solved_the_task():
+    def overtaken(rows):
+        return {run.rate: run.overtaken for run in todo(rows, ["latch"], ["BST"], [*RATES, "0.01"], [4])}
+
+    assert overtaken([]) == {"0.003": None, "0.001": None, "0.01": None}
+    rows = [row(rate="0.003", seed="4")]
+    assert overtaken(rows) == {"0.001": None, "0.01": None}
+    rows.append(solved("15", "0.001", seed="4"))
+    assert overtaken(rows) == {"0.01": 15}
+    assert [run.overtaken for run in todo([*rows, row(rate="0.01", seed="4")], ["latch"], ["BST"], RATES, [4, 5])] == [
+        None
+    ]  # another seed is not cut
+
+
+def test_every_model_has_its_first_rate_before_any_has_its_second():
+    assert missing([], models=["SPADE", "BST"]) == [
+        ("SPADE", 4, "0.003"),
+        ("BST", 4, "0.003"),
+        ("SPADE", 4, "0.001"),
+        ("BST", 4, "0.001"),
+    ]
+
+
+# ---- models that follow others ----
+
+
+def test_ablations_on_own_tasks_take_rate_and_steps_of_their_model():
+    ask = partial(missing, models=["BST, windows alone"])
+    assert ask([]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
+    rows = [solved("15", "0.001", seed="4"), row(seed="4", rate="0.003", outcome=SLOWER, accuracy="")]
+    assert ask(rows) == [("BST, windows alone", 4, "0.001")]  # seed 5 of its model is still to come
+    rows.append(row(seed="5", trained_steps="20"))
+    given = (["latch"], ["BST, windows alone"], RATES, [4, 5])
+    assert [(run.seed, run.rate, run.most) for run in todo(rows, *given)] == [(4, "0.001", 30), (5, "0.001", 20)]
+    rows[-1] = row(seed="5", outcome="diverged", trained_steps="", accuracy="")
+    assert [(run.seed, run.most) for run in todo(rows, *given)] == [(4, 30), (5, None)]
+
+
+def test_another_size_of_the_state_takes_the_rate_of_its_model():
+    ask = partial(missing, tasks=["key_value"], models=["BST, N 8"])
+    assert ask([]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
+    both = [solved("15", "0.001", task="key_value", seed="4"), row("key_value", seed="4", rate="0.003")]
+    assert ask(both) == [("BST, N 8", 4, "0.001")]
+    assert STATE_TASKS == ("key_value", "mqar")
+
+
+def test_on_a_published_task_it_waits_until_its_model_does_more_than_guess():
+    ask = partial(missing, tasks=["mqar"], models=["BST, N 8"])
+    guessed = [row("mqar", seed="4", rate=rate, far="0.11", accuracy="0.3") for rate in RATES]
+    learnt = row("mqar", "SPADE", far="0.9")  # opens the task
+    assert ask([*guessed, learnt]) == []
+    assert ask([{**guessed[0], "far": "0.13"}, guessed[1], learnt]) == [("BST, N 8", 4, "0.003")]
+
+
+def test_what_says_nothing_about_range_has_one_seed():
+    one = [("CHELA, long convolution alone", 4, rate) for rate in RATES]
+    assert missing([], tasks=[*RECIPES], models=["CHELA, long convolution alone"]) == one
+    done = [row("key_value", name, seed="4", rate=rate) for name, _, rate in one]
+    assert missing(done, tasks=["key_value"], models=["CHELA, long convolution alone"]) == []
+    rows = [row("memorization", "Llama", seed="4", rate=rate, accuracy="0.9") for rate in RATES]
+    assert missing(rows, tasks=["memorization"], models=["Llama", "BST"]) == [("BST", 4, rate) for rate in RATES]
+
+
+# ---- published tasks ----
+
+
+def gate(share):
+    rows = [row("mqar", name, seed="4", rate=rate, far="0.2") for name in ("CHELA", "Llama") for rate in RATES]
+    return [*rows[:-1], {**rows[-1], "far": share}]
+
+
+def test_two_models_try_a_published_task_before_all_others():
+    ask = partial(missing, tasks=["mqar"], models=["BST", "BST, windows alone", "CHELA", "Llama"])
+    first = [(name, 4, rate) for rate in RATES for name in ("CHELA", "Llama")]
+    assert ask([]) == first
+    assert ask(gate("0.2")[:-1]) == first[-1:]
+    # not learnt: one run of each other model, at the middle rate
+    rates = ["0.003", "0.01", "0.001"]
+    rest = [row("mqar", name, seed="4", rate="0.01", far="0.2") for name in ("CHELA", "Llama")]
+    assert ask([*gate("0.5"), *rest], rates=rates) == [("BST", 4, "0.003"), ("BST, windows alone", 4, "0.003")]
+    # learnt: everything, ablations with a search of their own
+    opened = {*ask([*gate("0.2"), row("mqar", seed="4", rate="0.003", far="0.51")])}
+    assert opened == {
+        ("BST", 4, "0.001"),
+        *(("BST, windows alone", 4, rate) for rate in RATES),
+        ("CHELA", 5, "0.003"),
+        ("Llama", 5, "0.003"),
+    }
+    assert missing([], tasks=["mqar"], models=["BST"], seeds=[4]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
+
+
+def test_a_task_is_unlearnt_as_long_as_no_model_has_half_of_the_far_answers():
+    assert is_unlearnt(gate("0.5"), "mqar")
+    better = [{**found, "validation_accuracy": "0.8"} if found["far"] == "0.51" else found for found in gate("0.51")]
+    assert not is_unlearnt(better, "mqar")
+    assert is_unlearnt([row("mqar", outcome="diverged", accuracy="")], "mqar")
+    assert not is_unlearnt([row("latch", far="0.1")], "latch")  # an own task
+
+
+def test_own_tasks_come_first_and_mqar_last():
+    tasks = [*RECIPES]
+    own = [task for task in tasks if RECIPES[task].is_own]
+    assert tasks[: len(own)] == own
+    assert tasks[-1] == "mqar"
+    assert [run.task for run in todo([], tasks, [*MODELS], RATES, [0])][-1] == "mqar"
+
+
+@pytest.mark.parametrize("task", [task for task, recipe in RECIPES.items() if recipe.is_own])
+def test_every_architecture_has_own_tasks_with_its_ablation(task):
+    runs = {run.model for run in todo([], [task], [*MODELS], RATES, [0])}
+    of_kind = {"SRformer"} if RECIPES[task].is_encoder_decoder else {"SPADE", "BST", "CHELA"}
+    assert of_kind < runs

@@ -57,7 +57,8 @@ REPORTS = {
     "precision": bench_models,
 }
 PLANNED = {
-    module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading, bench_loss, bench_profile)
+    module.DEFAULT_OUT.name
+    for module in (bench_checkpointing, bench_growth, bench_tokens, bench_loading, bench_loss, bench_profile)
 }
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)

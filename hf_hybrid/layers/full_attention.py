@@ -139,7 +139,8 @@ def _differentiate(
     d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     with full_precision(query.device):
         for at, keys, values, blocks in work.heads():
-            d_keys = d_values = None
+            d_keys: Tensor | float = 0.0
+            d_values: Tensor | float = 0.0
             for rows, scores, kept in blocks:
                 queries, grads = query[at][rows].to(work.low), grad[at[0], rows, at[1]].to(work.low)
                 weights = scores.sub_(log_sum[at][rows, None]).exp2_()
@@ -149,14 +150,13 @@ def _differentiate(
                 d_query[at][rows] = factor @ keys
                 d_keys = _plus(d_keys, factor.mT @ queries)
                 d_values = _plus(d_values, weights.div_(work.keep_rate).to(work.low).mul_(kept).mT @ grads)
-            assert d_keys is not None
             d_key[at], d_value[at] = d_keys, d_values
     return d_query, d_key, d_value
 
 
-def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+def _plus(total: Tensor | float, part: Tensor) -> Tensor:
     """Add to a sum of blocks, at least in float32; a part alone is the sum as it is."""
-    return part if total is None else total.to(compute_dtype(part)).add_(part)
+    return total.to(compute_dtype(part)).add_(part) if isinstance(total, Tensor) else part
 
 
 @_differentiate.register_fake

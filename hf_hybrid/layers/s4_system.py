@@ -10,8 +10,8 @@ B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C ou
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,13 @@ def _complex_state(state: torch.Tensor | None, dtype: torch.dtype) -> torch.Tens
     return None if state is None else _as_complex(state, dtype)
 
 
+@contextmanager
+def _keeping() -> Iterator[None]:
+    # a training step may later use what a call in inference mode makes
+    with torch.inference_mode(False), unseen():
+        yield
+
+
 class S4System:
     """A system's kernel, spectra, step and block constants, each made on first use and cached in the object.
 
@@ -138,13 +145,7 @@ class S4System:
         return torch.view_as_real(final_state(u, step, blocks, state))
 
     def _making(self) -> AbstractContextManager[object]:
-        if not self.reuse:
-            return nullcontext()
-        # a training step may later use what a call in inference mode makes
-        making = ExitStack()
-        making.enter_context(torch.inference_mode(False))
-        making.enter_context(unseen())
-        return making
+        return _keeping() if self.reuse else nullcontext()
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
         """Return the real dtype of computations with `u`: the wider of u's and the stored one, at least float32."""

@@ -2,7 +2,9 @@
 
 transformers hands `activation_checkpointing_kwargs`, once `gradient_checkpointing_kwargs`, to
 `torch.utils.checkpoint.checkpoint`, whose `context_fn` chooses operation by operation. JSON cannot name a function; so
-here they may hold `save`, one of `SAVED`, which becomes that function.
+here they may hold `save`, one of `SAVED`, which becomes that function. Only models of this package understand it: a
+layer that writes into the result of a product, as some of transformers do, would find it written when it is computed
+again.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_hybrid.suggestions import did_you_mean
@@ -104,13 +105,6 @@ def selective(function: Callable[..., Any]) -> Callable[..., Any]:
     check_saved("activation_checkpointing_kwargs", options)
     context = SAVED[options.pop("save")]
     return partial(function.func, *function.args, **options | {"use_reentrant": False, "context_fn": context})
-
-
-def make_selective(model: nn.Module):
-    """Apply `selective` to all layers of any model that transformers checkpoints."""
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = selective(module._gradient_checkpointing_func)
 
 
 class CheckpointingMixin:

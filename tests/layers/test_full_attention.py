@@ -127,6 +127,14 @@ def test_gradients_are_those_of_the_same_mask(scores, monkeypatch):
     assert torch.autograd.gradcheck(call, make(5, 9))
 
 
+def test_without_queries():
+    tensors = make(0, 5)
+    output, *gradients = run(full_attention, tensors, scale=SCALE, dropout=0.4)
+    assert output.shape == (2, 0, 3, 6)
+    for gradient, tensor in zip(gradients, tensors, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(tensor))
+
+
 def test_a_checkpoint_repeats_the_mask():
     tensors, results = make(20, 30, torch.float32), []
 

@@ -16,7 +16,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotat
 
 from hf_hybrid.context_parallel import context_parallel
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
-from hf_hybrid.models.checkpointing import make_selective
 from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
 from hf_hybrid.training.model.adapters import save_base_config
 from hf_hybrid.training.processes import Agreement, count_new_rows, let_autocast_choose
@@ -68,7 +67,6 @@ class ScriptTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        make_selective(cast("torch.nn.Module", self.model))
         self.args.logging_nan_inf_filter = False  # it would hide losses that are not finite
         self.measurements = Measurements(cast("torch.nn.Module", self.model))
         self.add_callback(self.measurements)

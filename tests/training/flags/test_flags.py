@@ -53,6 +53,10 @@ REFUSED = {
         ["--activation_checkpointing_kwargs", '{"save": "product"}'],
         ["save in --activation_checkpointing_kwargs", "operations, products; got 'product'. Did you mean 'products'?"],
     ),
+    "kept activations of another model": (
+        ["--activation_checkpointing_kwargs", '{"save": "products"}'],
+        ["save in --activation_checkpointing_kwargs", "left out with t5"],
+    ),
     "kept activations without JSON": (
         ["--activation_checkpointing_kwargs", "products"],
         ["--activation_checkpointing_kwargs must be a JSON object", "got 'products'"],

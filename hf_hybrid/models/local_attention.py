@@ -9,7 +9,6 @@ Shapes: B batch · T length · S keys · P tokens already cached · D width · H
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
@@ -28,11 +26,10 @@ from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
-from ..layers.dropout import dropout as drop
 from ..layers.feed_forward import FeedForward
-from ..layers.full_attention import full_attention
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
+from .dense_attention import choose_attention
 from .masks import additive_mask, first_kept, kept_pairs
 from .packing import row_starts
 from .state_cache import cached_length
@@ -40,72 +37,6 @@ from .state_cache import cached_length
 logger = logging.get_logger(__name__)
 
 HIDDEN = -1e30  # a bias that hides a key and stays finite in sums
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dense softmax attention, in the signature of transformers' attention functions.
-
-    Args:
-        module: The attention layer; only its `training` is read.
-        query: `(B, H, T, K)`.
-        key: `(B, H, S, K)`.
-        value: `(B, H, S, K)`.
-        attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
-        scaling: Factor on the scores.
-        dropout: Dropout on the probabilities.
-        **kwargs: Ignored.
-
-    Returns:
-        Output `(B, T, H, K)` and probabilities `(B, H, T, S)`.
-    """
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    probabilities = drop(probabilities, dropout, module.training)
-    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
-
-
-def _dropping_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[torch.Tensor, None]:
-    """Compute `full_attention`; arguments and output are those of `eager_attention_forward`."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, a norm may have widened them
-    return full_attention(query, key, value, attention_mask=attention_mask, scale=scaling, dropout=dropout), None
-
-
-def choose_attention(
-    config: PreTrainedConfig, query: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the function of dense attention that a config asks for, which on a CPU is faster with dropout.
-
-    Args:
-        config: The stack's config.
-        query: What attends.
-        attention_mask: Added to the scores, or None.
-        dropout: Dropout on the probabilities, 0 outside of training.
-    """
-    fits = query.device.type == "cpu" and not torch.compiler.is_compiling()
-    fits = fits and (attention_mask is None or not attention_mask.requires_grad)
-    if config._attn_implementation == "sdpa" and dropout > 0 and fits:
-        return _dropping_attention_forward
-    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
 
 def init_shared(module: nn.Module, config: PreTrainedConfig):

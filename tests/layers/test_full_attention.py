@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid.layers import full_attention as module
 from hf_hybrid.layers.full_attention import full_attention
-from hf_hybrid.models.local_attention import choose_attention
+from hf_hybrid.models.dense_attention import choose_attention
 from tests.models.tiny import main_output, tiny_inputs, tiny_model
 
 from ..tolerances import assert_close
@@ -186,7 +186,7 @@ def test_a_model_trains_by_it(monkeypatch):
     """With so little dropout that it is as good as none."""
     calls, results = [], []
     monkeypatch.setattr(
-        "hf_hybrid.models.local_attention.full_attention", lambda *a, **k: calls.append(k) or full_attention(*a, **k)
+        "hf_hybrid.models.dense_attention.full_attention", lambda *a, **k: calls.append(k) or full_attention(*a, **k)
     )
     for rate in (0.0, 2**-18):
         model = tiny_model("spade", "AutoModelForSeq2SeqLM", dropout=0.0, attention_dropout=rate).train()

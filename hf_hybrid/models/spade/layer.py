@@ -20,7 +20,8 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer
-from ..local_attention import LocalSelfAttention, choose_attention, make_feed_forward
+from ..dense_attention import choose_attention
+from ..local_attention import LocalSelfAttention, make_feed_forward
 from ..state_cache import decoder_cache
 from .configuration_spade import SpadeConfig
 

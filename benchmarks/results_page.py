@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    bench_checkpointing,
     bench_chela,
     bench_cross_attention,
     bench_generation,
@@ -44,6 +45,7 @@ NOT_YET = "not measured yet"
 REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
+    "kept": bench_checkpointing,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
     "operators": bench_generation,
@@ -58,7 +60,15 @@ REPORTS = {
 }
 PLANNED = {
     module.DEFAULT_OUT.name
-    for module in (bench_growth, bench_tokens, bench_generation, bench_loading, bench_loss, bench_profile)
+    for module in (
+        bench_checkpointing,
+        bench_growth,
+        bench_tokens,
+        bench_generation,
+        bench_loading,
+        bench_loss,
+        bench_profile,
+    )
 }
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)

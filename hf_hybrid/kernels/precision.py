@@ -20,6 +20,14 @@ def complex_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which products of `x` and weights run fastest, where rounding both to 16 bits is no loss."""
+    if x.dtype in (torch.float32, torch.float64):
+        return x.dtype
+    fast = x.is_cuda or (x.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return x.dtype if fast else torch.float32
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Switch autocast off on a device; do nothing on the meta device, which has none.
 

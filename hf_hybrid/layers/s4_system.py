@@ -11,8 +11,8 @@ import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from ..kernels.ssm_kernel import (
     s4d_step_constants,
     ssm_step,
 )
-from .state_space import fingerprint
+from .state_space import fingerprint, unseen
 
 _MAX_SPECTRA = 4
 _FEW_STEPS = 256
@@ -84,6 +84,13 @@ def of_channels(tensors: S4Tensors, channels: slice) -> S4Tensors:
 
 def _as_complex(pair: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.view_as_complex(pair.to(dtype).contiguous())
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    # a training step may later use what a call in inference mode makes
+    with torch.inference_mode(False), unseen():
+        yield
 
 
 class S4System:
@@ -150,8 +157,7 @@ class S4System:
         return torch.view_as_real(states[:, 0])
 
     def _making(self) -> AbstractContextManager[object]:
-        # a training step may later use what a call in inference mode makes
-        return torch.inference_mode(False) if self.reuse else nullcontext()
+        return _keeping() if self.reuse else nullcontext()
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
         """Return the real dtype of computations with `u`: the wider of u's and the stored one, at least float32."""
@@ -161,7 +167,8 @@ class S4System:
         """Return the first taps, `(C, H, taps)`, of the longest kernel so far."""
         kernel = self._kernels.get(dtype)
         if kernel is None or kernel.shape[-1] < taps:
-            kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
+            with self._making():
+                kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
         return kernel[..., :taps]
 
     def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

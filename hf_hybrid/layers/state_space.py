@@ -4,11 +4,13 @@ B batch · T length · H hidden size
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ..context_parallel import Shards
 from ..kernels.checks import check_choice, check_positive
@@ -289,7 +291,19 @@ Kept = tuple[tuple[Any, ...], list[torch.Tensor], Any]
 """A fingerprint, its tensors, which no other tensor can replace at their addresses, and what was made of them."""
 
 
+def unseen() -> AbstractContextManager[object]:
+    """Return a context for what is computed once and kept, so that a selective checkpoint does not see it.
+
+    Such a checkpoint tells operations apart by their number, and computes a layer again without these.
+    """
+    seen = type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+    return _disable_current_modes() if seen else nullcontext()
+
+
 def keep(cache: Kept | None, tensors: Sequence[torch.Tensor], function: Callable[[], Any]) -> Kept:
     """Return the cache if it was made of these tensors as they are now, or else one with the function's result."""
     key = fingerprint(tensors)
-    return cache if cache is not None and cache[0] == key else (key, [x.detach() for x in tensors], function())
+    if cache is not None and cache[0] == key:
+        return cache
+    with unseen():
+        return key, [x.detach() for x in tensors], function()

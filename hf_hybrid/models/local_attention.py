@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
@@ -30,7 +29,7 @@ from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
-from .eager_attention import eager_attention_forward
+from .dense_attention import choose_attention
 from .masks import additive_mask, first_kept, kept_pairs
 from .packing import row_starts
 from .state_cache import cached_length
@@ -290,7 +289,7 @@ class LocalAttention(nn.Module):
         Arguments and results are those of `attend`, but for the output, `(B, T, H, K)`, and the mask, which is added
         to the scores and broadcastable to `(B, H, T, S)`.
         """
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = choose_attention(self.config, query, mask, self.dropout)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         # never causal: the mask says which keys a query sees
         return attend(

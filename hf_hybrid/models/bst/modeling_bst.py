@@ -20,6 +20,7 @@ from ...kernels.packed import longest
 from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
+from ..checkpointing import CheckpointingMixin
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
 from ..heads import (
@@ -107,7 +108,7 @@ class BstLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
-class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+class BstPreTrainedModel(ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, PreTrainedModel):
     """Base class of all Block-State Transformers."""
 
     config: BstConfig

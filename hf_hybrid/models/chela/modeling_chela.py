@@ -25,6 +25,7 @@ from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.state_space import StateSpaceLayer
+from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
@@ -92,7 +93,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask, shards)
 
 
-class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
+class ChelaPreTrainedModel(ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
     """Base class of all CHELA models."""
 
     config: ChelaConfig

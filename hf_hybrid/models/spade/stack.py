@@ -20,6 +20,7 @@ from ...context_parallel import Shards, own_positions
 from ...kernels.packed import longest
 from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
+from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length
 from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin
@@ -32,7 +33,7 @@ from .conversion_spade import start_from_t5
 from .layer import SpadeCrossAttention, SpadeLayer
 
 
-class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
+class SpadePreTrainedModel(ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
     """Base class of all SPADE models."""
 
     config: SpadeConfig

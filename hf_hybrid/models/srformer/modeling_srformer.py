@@ -22,6 +22,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length, check_not_empty
 from ..description import ModelCardMixin
 from ..generation import NoContinuousBatching
@@ -32,7 +33,7 @@ from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
-class SegmentedPreTrainedModel(ModelCardMixin):
+class SegmentedPreTrainedModel(ModelCardMixin, CheckpointingMixin):
     """Mixin for all models: initialises the parameters that SRformer adds."""
 
     _supports_context_parallel = False

@@ -31,7 +31,7 @@ from ..heads import (
 )
 from ..inputs import embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, init_shared, make_feed_forward
-from ..masks import first_kept, without_padding
+from ..masks import check_covers, first_kept, mask_so_far
 from ..packing import take_bounds, take_shards
 from ..state_cache import SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
@@ -190,13 +190,9 @@ class BstModel(BstPreTrainedModel):
         """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
         batch, length = inputs.shape[:2]
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
-        if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
-            raise ValueError(
-                f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so far; "
-                f"got {tuple(attention_mask.shape)}"
-            )
-        if length == 1 and cache is not None:
-            attention_mask = without_padding(attention_mask)
+        if attention_mask is not None and self.config.bst_layers:
+            check_covers(attention_mask, inputs, past)
+        attention_mask = mask_so_far(attention_mask, inputs, cache)
         limit = self.config.filter_length
         tokens = longest(inputs, cu_seqlens) if shards is None else shards.longest
         unstructured = self.config.bst_layers and self.config.context_filter == "unstructured"

@@ -40,7 +40,7 @@ from ..heads import (
     as_decoder,
 )
 from ..inputs import RealValuesMixin, check_reads_tokens
-from ..masks import without_padding
+from ..masks import check_covers, without_padding
 from ..packing import take_bounds, take_shards
 from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
@@ -204,13 +204,9 @@ class ChelaModel(ChelaPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         kept = None
         if attention_mask is not None:
-            batch, length, _ = inputs_embeds.shape
+            length = inputs_embeds.shape[1]
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            if attention_mask.shape not in ((batch, length), (batch, past + length)):
-                raise ValueError(
-                    f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so "
-                    f"far, or {(batch, length)}; got {tuple(attention_mask.shape)}"
-                )
+            check_covers(attention_mask, inputs_embeds, past, or_new_alone=True)
             kept = attention_mask[:, -length:].to(torch.bool)
             if length == 1:
                 kept = without_padding(kept)

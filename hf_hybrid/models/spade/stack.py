@@ -26,7 +26,7 @@ from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin
 from ..inputs import RealValuesMixin
 from ..local_attention import LocalSelfAttention, init_shared, make_bias_table
-from ..masks import additive_mask, kept_pairs, without_padding
+from ..masks import additive_mask, kept_pairs, mask_so_far, without_padding
 from ..packing import row_starts, take_bounds, take_shards
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
@@ -166,8 +166,7 @@ class SpadeStack(SpadePreTrainedModel):
         cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
         if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None and inputs_embeds.shape[1] == 1:
-            attention_mask, encoder_attention_mask = map(without_padding, (attention_mask, encoder_attention_mask))
+        attention_mask = mask_so_far(attention_mask, inputs_embeds, past_key_values)
         if self.config.is_encoder_decoder and not isinstance(past_key_values, EncoderDecoderCache | None):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
 
@@ -179,7 +178,8 @@ class SpadeStack(SpadePreTrainedModel):
         hidden_states = self.dropout(hidden_states)
 
         if encoder_attention_mask is not None and kwargs.get("source_shards") is None:
-            encoder_attention_mask = self._cross_attention_mask(encoder_attention_mask, hidden_states)
+            masked = (encoder_attention_mask, hidden_states, encoder_hidden_states)
+            encoder_attention_mask = self._cross_attention_mask(*masked)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(
                 hidden_states,
@@ -203,8 +203,18 @@ class SpadeStack(SpadePreTrainedModel):
         )
 
     @staticmethod
-    def _cross_attention_mask(attention_mask: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the additive mask of cross-attention, `(B, 1, 1 or T, S)`."""
+    def _cross_attention_mask(
+        attention_mask: torch.Tensor, hidden_states: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the additive mask of cross-attention, `(B, 1, 1 or T, S)`; None for a token that sees all."""
+        shape = None if source is None else tuple(source.shape[:2])
+        if shape is not None and attention_mask.dim() == 2 and attention_mask.shape != shape:
+            raise ValueError(
+                f"attention_mask must be of shape (batch, length) = {shape}, like the encoder's output; "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        if hidden_states.shape[1] == 1 and without_padding(attention_mask) is None:
+            return None
         kept = kept_pairs(attention_mask)
         if kept.shape[2] not in (1, hidden_states.shape[1]):
             raise ValueError(

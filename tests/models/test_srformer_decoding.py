@@ -157,6 +157,8 @@ def test_steps_that_read_the_same_slots_share_a_reading():
     second = after(8)
     assert after(8, batch=1) is not second
     assert copy.deepcopy(cache)._last is None
+    with torch.inference_mode():
+        assert not after(9).picked.is_inference()
     cache.documents = torch.tensor([1, 0])  # as beams that change places
     assert after(8).picked.tolist() == [14, 18, 22, 2, 6, 10]
 

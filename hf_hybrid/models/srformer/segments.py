@@ -370,7 +370,8 @@ class SegmentCache(DynamicCache):
             return make()
         key = (slots, batch, heads, device)
         if self._last is None or self._last[0] != key or self._last[1].documents is not self.documents:
-            self._last = key, make()
+            with torch.inference_mode(False):  # a step that records a gradient may use it later
+                self._last = key, make()
         return self._last[1]
 
     def keep(self, layer_idx: int, memory: SegmentMemory) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hf_hybrid.kernels.dispatch import NAMESPACE
 
-_LEVELS = 2**16
+LEVELS = 2**16
 """Of the random numbers: each element has 16 bits."""
 _ELEMENTS = 2**17
 """Elements that are masked at a time, so that their random numbers stay in a CPU's cache."""
@@ -50,15 +50,31 @@ def _drop(
     op: Callable[..., Any], activation: Callable[[Tensor], Tensor], input: Tensor, p: float, training: bool
 ) -> Tensor:
     """Run an op that drops behind an activation; torch's where that is faster, or where nothing is drawn."""
-    dropped = round(p * _LEVELS)
-    if training and 0 < dropped < _LEVELS and input.device.type == "cpu" and not torch.compiler.is_compiling():
+    dropped = round(p * LEVELS)
+    if training and 0 < dropped < LEVELS and input.device.type == "cpu" and not torch.compiler.is_compiling():
         result: Tensor = op(input, torch.randint(2**63 - 1, ()), dropped)
         return result
     return F.dropout(activation(input), p, training)
 
 
+def draw_kept(words: Tensor, count: int, dropped: int, generator: torch.Generator) -> Tensor:
+    """Fill words with random bits and return what they say of some elements: 1 with probability 1 - dropped / LEVELS.
+
+    Args:
+        words: int64, one for four elements; overwritten.
+        count: Number of elements.
+        dropped: How many of the `LEVELS` drop an element.
+        generator: A generator of the CPU.
+
+    Returns:
+        `(count,)`, 1 = keep; as numbers of 16 bits, a view of the words, for casting from bool is slow.
+    """
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.int16)[:count].ge_(dropped - LEVELS // 2)
+
+
 def _scale(dropped: int) -> float:
-    return _LEVELS / (_LEVELS - dropped)
+    return LEVELS / (LEVELS - dropped)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dropout", mutates_args=())
@@ -68,9 +84,7 @@ def _dropout(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     generator = torch.Generator().manual_seed(int(seed))
     words = torch.empty(-(-min(x.numel(), _ELEMENTS) // 4), dtype=torch.int64)
     for part, out in zip(x.reshape(-1).split(_ELEMENTS), result.view(-1).split(_ELEMENTS), strict=True):
-        words.random_(-(2**63), None, generator=generator)
-        # as numbers of 16 bits, for casting from bool is slow
-        kept = words.view(torch.int16)[: len(part)].ge_(dropped - _LEVELS // 2)
+        kept = draw_kept(words, len(part), dropped, generator)
         torch.mul(out.copy_(kept).mul_(_scale(dropped)), part, out=out)
     return result
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.precision import compute_dtype, full_precision, operand_dtype
+from .dropout import LEVELS, draw_kept
 
-_LEVELS = 2**16
-"""Of the random numbers: each weight has 16 bits."""
 _SCORES = 2**19
 """Scores of a block, small enough for a CPU's cache."""
 _LOG2E = 1.4426950408889634
@@ -52,7 +51,7 @@ def full_attention(
     """
     assert attention_mask is None or not attention_mask.requires_grad
     seed = torch.randint(2**63 - 1, ())
-    dropped = min(round(dropout * _LEVELS), _LEVELS - 1)
+    dropped = min(round(dropout * LEVELS), LEVELS - 1)
     output: Tensor = _attention(query, key, value, attention_mask, seed, scale, dropped)[0]
     return output
 
@@ -70,7 +69,7 @@ class _Rows:
     ):
         self.query, self.key, self.value, self.scale, self.dropped = query, key, value, scale, dropped
         self.low, self.wide = operand_dtype(query), compute_dtype(query)
-        self.keep_rate = 1 - dropped / _LEVELS
+        self.keep_rate = 1 - dropped / LEVELS
         self.generator = torch.Generator().manual_seed(int(seed))
         self.hidden = None
         if mask is not None and mask.any():
@@ -96,8 +95,7 @@ class _Rows:
             if self.hidden is not None:
                 scores += self.hidden[at][rows]
             words = torch.empty(-(-scores.numel() // 4), dtype=torch.int64)
-            words.random_(-(2**63), None, generator=self.generator)
-            kept = words.view(torch.int16)[: scores.numel()].ge_(self.dropped - _LEVELS // 2)
+            kept = draw_kept(words, scores.numel(), self.dropped, self.generator)
             yield rows, scores, kept.view_as(scores).to(self.low)
 
 
@@ -105,11 +103,14 @@ class _Rows:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor, scale: float, dropped: int
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `(B, T, H, V)`, and log2 of each query's sum of weights, `(B, H, T)`."""
+    """Return outputs `(B, T, H, V)`, and each query's largest score and log2 of its sum of weights, `(2, B, H, T)`.
+
+    Their sum would lose the second where a mask makes all scores of a query low.
+    """
     work = _Rows(query, key, value, mask, seed, scale, dropped)
     batch, heads, length, _ = query.shape
     output = query.new_empty(batch, length, heads, value.shape[3])
-    log_sum = query.new_empty(batch, heads, length, dtype=work.wide)
+    norm = query.new_empty(2, batch, heads, length, dtype=work.wide)
     with full_precision(query.device):
         for at, _, values, blocks in work.heads():
             for rows, scores, kept in blocks:
@@ -118,20 +119,20 @@ def _attention(
                 total = weights.sum(-1, keepdim=True)
                 weights.mul_((total * work.keep_rate).reciprocal_())  # before they are rounded, so that sums are not
                 output[at[0], rows, at[1]] = weights.to(work.low).mul_(kept) @ values
-                log_sum[at][rows] = total.log2_().add_(largest)[:, 0]
-    return output, log_sum
+                norm[0][at][rows], norm[1][at][rows] = largest[:, 0], total.log2_()[:, 0]
+    return output, norm
 
 
 @_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
-    log_sum = query.new_empty(batch, heads, length, dtype=compute_dtype(query))
-    return query.new_empty(batch, length, heads, value.shape[3]), log_sum
+    norm = query.new_empty(2, batch, heads, length, dtype=compute_dtype(query))
+    return query.new_empty(batch, length, heads, value.shape[3]), norm
 
 
 @torch.library.custom_op(f"{NAMESPACE}::full_attention_backward", mutates_args=())
 def _differentiate(
-    grad: Tensor, log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor,
+    grad: Tensor, norm: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor,
     scale: float, dropped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of query, key and value."""
@@ -143,7 +144,7 @@ def _differentiate(
             d_values: Tensor | float = 0.0
             for rows, scores, kept in blocks:
                 queries, grads = query[at][rows].to(work.low), grad[at[0], rows, at[1]].to(work.low)
-                weights = scores.sub_(log_sum[at][rows, None]).exp2_()
+                weights = scores.sub_(norm[0][at][rows, None]).sub_(norm[1][at][rows, None]).exp2_()
                 d_scores = (grads @ values.mT).mul_(kept).to(work.wide)
                 torch._softmax_backward_data(d_scores, weights, -1, work.wide, grad_input=d_scores)
                 factor = d_scores.mul_(scale / work.keep_rate).to(work.low)
@@ -160,7 +161,7 @@ def _plus(total: Tensor | float, part: Tensor) -> Tensor:
 
 
 @_differentiate.register_fake
-def _(_grad: Tensor, _log_sum: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+def _(_grad: Tensor, _norm: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
 
 

@@ -64,6 +64,25 @@ def test_without_dropout_it_is_torchs_attention(dtype, lengths, kind, monkeypatc
             assert_close(one, other, row)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_query_without_keys_averages_all_values(dtype):
+    """As a document of padding alone has it; its gradients are those of the average, which torch's attention loses."""
+    mask, tensors = torch.zeros(2, 1, 1, 40, dtype=dtype), make(7, 40, dtype)
+    mask[1] = torch.finfo(dtype).min
+
+    def by_softmax(query, key, value, *, attention_mask, scale):
+        lowest = torch.finfo(query.dtype).min
+        scores = query @ key.mT * scale + (attention_mask < 0) * lowest
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    expected = run(by_softmax, wide, attention_mask=mask, scale=SCALE)
+    actual = run(full_attention, tensors, attention_mask=mask, scale=SCALE, dropout=0.0)
+    assert_close(actual[0][1], tensors[2][1].mean(1)[None].expand(7, -1, -1), f"{str(dtype)[6:]} gradient")
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, f"{str(dtype)[6:]} gradient")
+
+
 def test_bfloat16_is_no_less_exact_than_torchs():
     for spread in (1, 10):
         query, key, _ = make(64, 300, torch.bfloat16)
@@ -166,7 +185,7 @@ def test_it_keeps_no_weights():
     tensors = make(50, 60)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         full_attention(*tensors, scale=SCALE, dropout=0.1)
-    assert sum(found.values()) == sum(x.numel() for x in tensors) + 2 * 3 * 50 + 1
+    assert sum(found.values()) == sum(x.numel() for x in tensors) + 2 * (2 * 3 * 50) + 1
 
 
 def test_which_attention_a_model_takes():

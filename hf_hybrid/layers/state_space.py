@@ -163,6 +163,11 @@ class StateSpaceLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None, "_kept_for_tokens": {}}
 
+    def train(self, mode: bool = True) -> "StateSpaceLayer":
+        """Set the mode, and forget what tokens read: compiled calls, which may train, cannot."""
+        self._kept_for_tokens = {}
+        return super().train(mode)
+
     def _requires_grad(self) -> bool:
         return any(tensor.requires_grad for _, tensor in self.own_tensors())
 
@@ -177,7 +182,8 @@ class StateSpaceLayer(nn.Module):
         """Return what a function makes of the layer's tensors, and of others, in a call that a sequence goes through.
 
         It is made once from a prompt to the tokens after it, if no gradient is recorded. A call that starts a sequence
-        or records a gradient forgets it, since a fused optimizer may have changed the tensors without a trace.
+        or records a gradient forgets it, and so does `train`, since a fused optimizer may have changed the tensors
+        without a trace.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # tracers see no addresses
             return make()

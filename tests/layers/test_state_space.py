@@ -664,9 +664,10 @@ def test_compiles_without_graph_breaks(case, options):
 
 
 @EACH
-def test_decoding_compiles_without_graph_breaks(case):
+@pytest.mark.parametrize("freeze", ["all", "none"])
+def test_decoding_compiles_without_graph_breaks(case, freeze):
     torch._dynamo.reset()
-    layer, u = case.make(), draw(2, 5, SIZE).requires_grad_()
+    layer, u = case.make(freeze=freeze), draw(2, 5, SIZE).requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         _, state = layer(u, return_state=True)
@@ -681,6 +682,25 @@ def test_decoding_compiles_without_graph_breaks(case):
         assert_close(one, other, "float64")
     gradients = [torch.autograd.grad(y.square().sum() + after.square().sum(), u) for y, after in results]
     assert_close(gradients[0][0], gradients[1][0], "float64 gradient")
+
+
+@EACH
+def test_steps_of_compiled_layers_see_a_fused_optimizer(case):
+    torch._dynamo.reset()
+    layer, u = case.make(freeze="none", dtype=torch.float32), draw(2, 5, SIZE, dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for trained in (layer, compiled):
+        for prompt in (layer, compiled):
+            layer.train()
+            trained(u).square().sum().backward()
+            optimizer.step()
+            layer.eval()
+            with torch.no_grad():
+                _, state = prompt(u, return_state=True)
+                expected = copy.deepcopy(layer)(u[:, :1], state=state)
+                for step in (compiled, layer):
+                    assert_close(step(u[:, :1], state=state), expected, "float32")
 
 
 @EACH

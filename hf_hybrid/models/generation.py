@@ -8,8 +8,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.utils import logging
 
 from .state_cache import LAYER_TYPE, SLIDING_LAYER_TYPE, decoder_cache
+
+logger = logging.get_logger(__name__)
 
 REREAD = 32
 """Accepted tokens after a checkpoint up to which a model reads them again together with the next candidates."""
@@ -103,6 +106,10 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         layers = decoder_cache(model_kwargs["past_key_values"]).layers
         asked = generation_config.compile_config is not None
         ours = any(getattr(layer, "_layer_type", None) in (LAYER_TYPE, SLIDING_LAYER_TYPE) for layer in layers)
+        if asked and not self._can_compile_fullgraph:
+            logger.warning_once(
+                "compile_config is ignored: this model's decoding steps differ, so no graph serves them."
+            )
         return self._can_compile_fullgraph and (asked or not ours)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The cache layer for states of any form, by itself."""
 
 import copy
+import logging
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_hybrid.models import generation
 from hf_hybrid.models.state_cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
 
 from ..matrix import some
@@ -213,10 +215,15 @@ def test_decoding_compiles_into_one_graph_if_the_class_says_so(model_type, auto_
         ("bst", {"context_shift": "window", "bst_layers": [0, 1]}, False, False),
     ],
 )
-def test_on_a_gpu_our_states_are_compiled_only_on_request(model_type, fields, by_itself, on_request, monkeypatch):
+def test_on_a_gpu_our_states_are_compiled_only_on_request(
+    model_type, fields, by_itself, on_request, monkeypatch, caplog
+):
+    monkeypatch.setattr(logging.getLogger("hf_hybrid"), "propagate", True)
     model = tiny_model(model_type, "AutoModelForCausalLM", **fields)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     given = {"past_key_values": StaticCache(config=model.config, max_cache_len=8)}
     assert model._valid_auto_compile_criteria(given, GenerationConfig()) == by_itself
     settings = GenerationConfig(compile_config=CompileConfig(mode=None))
+    generation.logger.warning_once.cache_clear()
     assert model._valid_auto_compile_criteria(given, settings) == on_request
+    assert ("compile_config is ignored" in caplog.text) == (not on_request)

@@ -188,7 +188,6 @@ class BstModel(BstPreTrainedModel):
         shards: Shards | None,
     ) -> Span:
         """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
-        batch, length = inputs.shape[:2]
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
         if attention_mask is not None and self.config.bst_layers:
             check_covers(attention_mask, inputs, past)
@@ -212,7 +211,7 @@ class BstModel(BstPreTrainedModel):
                     f"got {self.config.context_shift!r}"
                 )
             if past:
-                starts = [past] * batch if first is None else [past - index for index in first.tolist()]
+                starts = [past] * inputs.shape[0] if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
                 first = None  # the common case needs no index
         return Span(attention_mask, past, first, starts, cu_seqlens, shards)

@@ -128,6 +128,8 @@ class ScriptTrainingArguments(TrainingArguments):
                 f"got {options!r}"
             )
         check_saved("--activation_checkpointing_kwargs", options)
+        if "save" in options and not self.activation_checkpointing:
+            raise ValueError("save in --activation_checkpointing_kwargs needs --activation_checkpointing")
 
     def _check_sequences_are_whole(self) -> None:
         launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"

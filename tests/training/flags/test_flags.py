@@ -53,8 +53,12 @@ REFUSED = {
         ["--activation_checkpointing_kwargs", '{"save": "product"}'],
         ["save in --activation_checkpointing_kwargs", "operations, products; got 'product'. Did you mean 'products'?"],
     ),
-    "kept activations of another model": (
+    "kept activations of no checkpoints": (
         ["--activation_checkpointing_kwargs", '{"save": "products"}'],
+        ["save in --activation_checkpointing_kwargs needs --activation_checkpointing"],
+    ),
+    "kept activations of another model": (
+        ["--activation_checkpointing", "--activation_checkpointing_kwargs", '{"save": "products"}'],
         ["save in --activation_checkpointing_kwargs", "left out with t5"],
     ),
     "kept activations without JSON": (

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_hybrid.kernels.dispatch import NAMESPACE
+from hf_hybrid.kernels.random_bits import LEVELS, draw_kept
 
-LEVELS = 2**16
-"""Of the random numbers: each element has 16 bits."""
 _ELEMENTS = 2**17
 """Elements that are masked at a time, so that their random numbers stay in a CPU's cache."""
 
@@ -55,22 +54,6 @@ def _drop(
         result: Tensor = op(input, torch.randint(2**63 - 1, ()), dropped)
         return result
     return F.dropout(activation(input), p, training)
-
-
-def draw_kept(words: Tensor, count: int, dropped: int, generator: torch.Generator) -> Tensor:
-    """Fill words with random bits and return what they say of some elements: 1 with probability 1 - dropped / LEVELS.
-
-    Args:
-        words: int64, one for four elements; overwritten.
-        count: Number of elements.
-        dropped: How many of the `LEVELS` drop an element.
-        generator: A generator of the CPU.
-
-    Returns:
-        `(count,)`, 1 = keep; as numbers of 16 bits, a view of the words, for casting from bool is slow.
-    """
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[:count].ge_(dropped - LEVELS // 2)
 
 
 def _scale(dropped: int) -> float:

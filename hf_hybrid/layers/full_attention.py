@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.precision import compute_dtype, full_precision, operand_dtype
-from .dropout import LEVELS, draw_kept
+from ..kernels.random_bits import LEVELS, draw_kept
 
 _SCORES = 2**19
 """Scores of a block, small enough for a CPU's cache."""

@@ -71,9 +71,9 @@ def test_a_query_without_keys_averages_all_values(dtype):
     mask[1] = torch.finfo(dtype).min
 
     def by_softmax(query, key, value, *, attention_mask, scale):
-        lowest = torch.finfo(query.dtype).min
-        scores = query @ key.mT * scale + (attention_mask < 0) * lowest
-        return (scores.softmax(-1) @ value).transpose(1, 2)
+        hidden = torch.zeros_like(attention_mask, dtype=query.dtype)
+        hidden.masked_fill_(attention_mask < 0, torch.finfo(query.dtype).min)
+        return ((query @ key.mT * scale + hidden).softmax(-1) @ value).transpose(1, 2)
 
     wide = [x.detach().double().requires_grad_() for x in tensors]
     expected = run(by_softmax, wide, attention_mask=mask, scale=SCALE)

@@ -5,7 +5,7 @@ B batch · T length · H hidden size · L taps · G groups · Z directions, 2 if
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -280,7 +280,7 @@ class ShortLongConv(LongConv):
         self.register_parameter("short_bias_0", None if bias is None else nn.Parameter(bias.clone(), trained))
         self.unfuse_short_convs()
 
-    def train(self, mode: bool = True) -> "ShortLongConv":
+    def train(self, mode: bool = True) -> Self:
         """Set the mode; training unfuses."""
         super().train(mode)
         if mode:

@@ -5,7 +5,7 @@ B batch · T length · H hidden size
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -163,7 +163,7 @@ class StateSpaceLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None, "_kept_for_tokens": {}}
 
-    def train(self, mode: bool = True) -> "StateSpaceLayer":
+    def train(self, mode: bool = True) -> Self:
         """Set the mode, and forget what tokens read: compiled calls, which may train, cannot."""
         self._kept_for_tokens = {}
         return super().train(mode)

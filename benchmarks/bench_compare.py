@@ -11,6 +11,9 @@ cases, whose models are those of `benchmarks.builders` (four layers of width 256
 
 - step: forward and backward of every architecture, in fp32 and under bf16 autocast;
 - decode: one more token of every architecture after a prompt, or a source, of the shortest length;
+- generate: `GENERATED` tokens by transformers' generate after a prompt, or from a source, of `PROMPT`, where most of
+  the time is Python's: every architecture in the sizes of `benchmarks.builders.SIZES`, and peers, whose ratio says how
+  far the machine can be trusted;
 - import: ``import hf_hybrid`` in a fresh interpreter, with all that it loads.
 
 Two processes, one for each checkout, take turns: one call here, one there, and which goes first alternates. Such two
@@ -43,13 +46,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, memory
-from benchmarks.builders import OURS, build
+from benchmarks.builders import OURS, SIZED, SIZES, build, build_sized
 from benchmarks.record import Row, command_line, conditions, markdown_table, say, stamp, write_csv
-from benchmarks.workloads import decoding, training_step
+from benchmarks.workloads import decoding, generation, training_step
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_OUT = Path("runs/bench/compare_cpu.csv")
-TASKS = ("step", "decode", "import")
+TASKS = ("step", "decode", "generate", "import")
+GENERATED, PROMPT = 64, 64  # tokens
 LENGTHS = (1024, 4096)
 PACKAGE = "hf_hybrid"
 SIDES = ("tree", "base")
@@ -87,6 +91,12 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         ]
     if "decode" in arguments.tasks:
         found += [Case("decode", model, min(arguments.lengths), "fp32") for model in arguments.models]
+    if "generate" in arguments.tasks:
+        found += [
+            Case("generate", f"{name} {size}", PROMPT, "fp32")
+            for size in arguments.sizes
+            for name in arguments.generators
+        ]
     return found + [Case("import")] * ("import" in arguments.tasks)
 
 
@@ -200,6 +210,10 @@ def import_seconds(checkout: Path) -> float:
 
 def prepared(case: Case) -> Callable[[], object]:
     """Return the call that a case times, after one that warms up."""
+    if case.task == "generate":
+        call: Callable[[], object] = generation(build_sized(*case.model.split()), case.length, GENERATED)
+        call()
+        return call
     model = build(case.model)
     if case.task == "step":
         call = training_step(model, case.length, case.precision)
@@ -326,7 +340,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     parser.add_argument("--base", type=commit, default="HEAD", metavar="COMMIT", help="HEAD if not given")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--models", nargs="+", choices=OURS, default=OURS)
+    parser.add_argument("--models", nargs="+", choices=OURS, default=OURS, help="of steps and of decoding")
+    parser.add_argument("--generators", nargs="+", choices=SIZED, default=SIZED, help="models that generate")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES), help="of these")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=2, help="times that fresh processes are started")

@@ -1,4 +1,4 @@
-"""Every architecture and mode with random weights, in the sizes of `bench_models` and `bench_language_models`."""
+"""Every architecture and mode with random weights, in the sizes of the benchmarks of models, and smaller ones."""
 
 from typing import Any
 
@@ -12,6 +12,10 @@ OURS = (*ENCODER_DECODERS, *CAUSAL)
 MODES = ("spade-seq2seq-chunk", "srformer-bart", "spade-chunk", "chela-bidirectional", "bst-mh-s4", "bst-mf-s4")
 """Further forms of `OURS`."""
 LONGEST_BART = 16384  # tokens; it has a position embedding for each
+SIZES = {"tiny": (128, 2), "small": (256, 4)}
+"""Width and layers of `build_sized`; of an encoder-decoder in each stack."""
+SIZED = ("llama", "spade", "chela", "bst", "t5", "spade-seq2seq", "srformer-t5", "bart", "srformer-bart")
+"""Models of `build_sized`: peers, and those of ours that are compared with the one before."""
 
 
 def build(name: str, *, dropout: bool = True) -> Any:
@@ -50,3 +54,35 @@ def _bidirectional_chela() -> Any:
     fields = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     fields |= {name: getattr(config, name) for name in ("vocab_size", "intermediate_size", "long_kernel_groups")}
     return hf_hybrid.ChelaForMaskedLM(hf_hybrid.ChelaConfig(**fields))
+
+
+def build_sized(name: str, size: str) -> Any:
+    """Build one of `SIZED` in one of `SIZES`, with four heads and a vocabulary of 1,000, in its config's defaults."""
+    import transformers
+
+    import hf_hybrid
+
+    width, layers = SIZES[size]
+    common = {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 4 * width}
+    heads = {"num_attention_heads": 4}
+    t5 = {"d_model": width, "d_kv": width // 4, "d_ff": 4 * width, "num_layers": layers, "num_heads": 4}
+    bart: dict[str, Any] = {"d_model": width, "decoder_start_token_id": 2}
+    for side in ("encoder", "decoder"):
+        bart |= {f"{side}_layers": layers, f"{side}_ffn_dim": 4 * width, f"{side}_attention_heads": 4}
+    configs: dict[str, tuple[Any, dict[str, Any]]] = {
+        "llama": (transformers.LlamaConfig, shape | heads),
+        "t5": (transformers.T5Config, t5 | {"decoder_start_token_id": 0}),
+        "bart": (transformers.BartConfig, bart),
+        "spade": (hf_hybrid.SpadeConfig, shape | heads | {"is_decoder": True, "is_encoder_decoder": False}),
+        "spade-seq2seq": (hf_hybrid.SpadeConfig, shape | heads),
+        "chela": (hf_hybrid.ChelaConfig, shape | {"is_decoder": True}),
+        "bst": (hf_hybrid.BstConfig, shape | heads),
+        "srformer-t5": (hf_hybrid.SRformerT5Config, t5 | {"decoder_start_token_id": 0}),
+        "srformer-bart": (hf_hybrid.SRformerBartConfig, bart),
+    }
+    config_class, fields = configs[name]
+    config = config_class(**common, **fields)
+    torch.manual_seed(0)
+    auto_class = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return auto_class.from_config(config)

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    bench_checkpointing,
     bench_chela,
     bench_cross_attention,
+    bench_generation,
     bench_growth,
     bench_language_models,
     bench_loading,
@@ -43,8 +45,10 @@ NOT_YET = "not measured yet"
 REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
+    "kept": bench_checkpointing,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
+    "operators": bench_generation,
     "measure": bench_loading,
     "cache_mib": bench_language_models,
     "mode": bench_cross_attention,
@@ -55,7 +59,16 @@ REPORTS = {
     "precision": bench_models,
 }
 PLANNED = {
-    module.DEFAULT_OUT.name for module in (bench_growth, bench_tokens, bench_loading, bench_loss, bench_profile)
+    module.DEFAULT_OUT.name
+    for module in (
+        bench_checkpointing,
+        bench_growth,
+        bench_tokens,
+        bench_generation,
+        bench_loading,
+        bench_loss,
+        bench_profile,
+    )
 }
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)

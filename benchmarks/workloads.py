@@ -1,4 +1,4 @@
-"""Models at work: a training step, a forward, and tokens decoded one by one.
+"""Models at work: a training step, a forward, tokens decoded one by one, and generation.
 
 A model is a causal language model or an encoder-decoder of transformers. Tokens are random.
 """
@@ -79,6 +79,25 @@ def decoding(model: Any, length: int, batch: int = 1) -> tuple[Callable[[], None
         model(**given, **{name: token})
 
     return step, given[key]
+
+
+def generation(model: Any, length: int, tokens: int, batch: int = 1) -> Callable[[], None]:
+    """Return a function that generates tokens greedily after a prompt, or from an encoder-decoder's source.
+
+    Args:
+        model: The model; it is put in evaluation mode.
+        length: Tokens of the prompt or source.
+        tokens: Tokens to generate for every row; none of them ends it.
+        batch: Rows, without padding.
+    """
+    prompt = random_tokens(model.eval(), batch, length)
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": tokens}
+
+    def run() -> None:
+        model.generate(prompt, **given)
+
+    return run
 
 
 def tensors_of(cache: Any) -> Iterator[torch.Tensor]:

@@ -77,12 +77,14 @@ def test_both_sides_are_measured_in_turn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_compare, "unpack", lambda sha, folder: bench_compare.ROOT)
     monkeypatch.setattr(bench_compare, "commit", lambda name: "0" * 40)
     out = tmp_path / "compare.csv"
-    flags = [*FEW, "--tasks", "step", "decode", "--pairs", "2", "--out", str(out), "--allowed", "1e9"]
+    flags = [*FEW, "--tasks", "step", "decode", "generate", "--generators", "bst", "--sizes", "tiny"]
+    flags += ["--pairs", "2", "--out", str(out), "--allowed", "1e9"]
     assert bench_compare.main(flags) == 0
     rows = read_csv(out)
     assert [(row["task"], row["pairs"], row["outcome"]) for row in rows] == [
         ("step", "2", "ok"),
         ("decode", "2", "ok"),
+        ("generate", "2", "ok"),
     ]
     assert all(float(row[name]) > 0 for row in rows for name in ("base_s", "tree_s", "ratio"))
     assert float(rows[0]["tree_mib"]) > 0

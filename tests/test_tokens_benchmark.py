@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_language_models, bench_loading, bench_tokens, builders, results_page
+from benchmarks import bench_generation, bench_language_models, bench_loading, bench_tokens, builders, results_page
 from benchmarks.bench_tokens import accessed
 from benchmarks.record import read_csv
-from benchmarks.workloads import decoding
+from benchmarks.workloads import decoding, generation
 from tests.measuring import measure_here, shrink_models
 
 
@@ -86,6 +86,29 @@ def test_a_token_is_measured_once(tmp_path, monkeypatch, capsys):
     assert bench_tokens.main(flags) == 0
     assert f"| bst-sh-s4 | 2 | 24 | {row['weights_mib']} | {row['state_mib']} |" in capsys.readouterr().out
     assert results_page.tables(out) == bench_tokens.report(read_csv(out))
+
+
+def test_generation_is_measured_once_beside_a_peer(tmp_path, monkeypatch, capsys):
+    measure_here(monkeypatch, bench_generation)
+    monkeypatch.setitem(builders.SIZES, "tiny", (32, 2))
+    monkeypatch.setattr(bench_generation, "TOKENS", 8)
+    out = tmp_path / "generation.csv"
+    flags = ["--sizes", "tiny", "--models", "llama", "bst", "--batches", "2", "--threads", "1", "--out", str(out)]
+    assert bench_generation.main(flags) == 0
+    llama, bst = read_csv(out)
+    assert (llama["model"], bst["model"], bst["batch"], bst["outcome"]) == ("llama", "bst", "2", "ok")
+    assert all(float(row[name]) > 0 for row in (llama, bst) for name in bench_generation.MEASURES)
+    monkeypatch.setattr(bench_generation, "in_process", None)  # nothing is measured again
+    assert bench_generation.main(flags) == 0
+    share = float(bst["token_ms"]) / float(llama["token_ms"])
+    assert f"| {share:.2f} | {bst['operators']} |" in capsys.readouterr().out
+    assert results_page.tables(out) == bench_generation.report(read_csv(out))
+
+
+@pytest.mark.parametrize("name", builders.SIZED)
+def test_models_of_any_size_generate(name, monkeypatch):
+    monkeypatch.setitem(builders.SIZES, "tiny", (16, 1))
+    assert bench_generation.operators(generation(builders.build_sized(name, "tiny"), length=5, tokens=2)) > 20
 
 
 def test_loading_runs_everything_in_turns_and_says_what_fails_and_what_is_slow(tmp_path, monkeypatch, capsys):

@@ -79,10 +79,10 @@ def forces_triton(backend: str) -> bool:
 
     While compiling, only the call's own argument counts, not `use_backend` or the environment.
     """
-    if torch.compiler.is_compiling():
-        return backend == "triton"
     wish = wished_backend(backend)
-    return wish == "triton" or (wish == "auto" and os.environ.get(BACKEND_VARIABLE) == "triton")
+    if wish == "auto" and not torch.compiler.is_compiling():
+        wish = os.environ.get(BACKEND_VARIABLE, wish)
+    return wish == "triton"
 
 
 def may_run_triton(backend: str, x: torch.Tensor) -> bool:
@@ -96,8 +96,10 @@ def needs_gradient(op: str, backend: str, *tensors: torch.Tensor | None) -> bool
     Raises:
         ValueError: The call requires Triton.
     """
+    if not torch.is_grad_enabled():
+        return False
     given = [x for x in tensors if x is not None]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
+    if not any(x.requires_grad for x in given):
         return False
     reason = "a gradient is needed, and the kernel has none"
     if forces_triton(backend):

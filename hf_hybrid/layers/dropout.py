@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_hybrid.kernels.dispatch import NAMESPACE
+from hf_hybrid.kernels.random_bits import LEVELS, draw_kept
 
-_LEVELS = 2**16
-"""Of the random numbers: each element has 16 bits."""
 _ELEMENTS = 2**17
 """Elements that are masked at a time, so that their random numbers stay in a CPU's cache."""
 
@@ -20,11 +19,11 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input, `(...)`, with elements dropped."""
-        return dropout(input, self.p, self.training)
+        return dropout(input, self.p, True) if self.training else input
 
     def after_relu(self, input: Tensor) -> Tensor:
         """Return relu of the input, `(...)`, with elements dropped; only the result is kept for the backward."""
-        return _drop(_relu_dropout, F.relu, input, self.p, self.training)
+        return _drop(_relu_dropout, F.relu, input, self.p, True) if self.training else F.relu(input)
 
 
 def dropout(input: Tensor, p: float, training: bool) -> Tensor:
@@ -50,15 +49,15 @@ def _drop(
     op: Callable[..., Any], activation: Callable[[Tensor], Tensor], input: Tensor, p: float, training: bool
 ) -> Tensor:
     """Run an op that drops behind an activation; torch's where that is faster, or where nothing is drawn."""
-    dropped = round(p * _LEVELS)
-    if training and 0 < dropped < _LEVELS and input.device.type == "cpu" and not torch.compiler.is_compiling():
+    dropped = round(p * LEVELS)
+    if training and 0 < dropped < LEVELS and input.device.type == "cpu" and not torch.compiler.is_compiling():
         result: Tensor = op(input, torch.randint(2**63 - 1, ()), dropped)
         return result
     return F.dropout(activation(input), p, training)
 
 
 def _scale(dropped: int) -> float:
-    return _LEVELS / (_LEVELS - dropped)
+    return LEVELS / (LEVELS - dropped)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dropout", mutates_args=())
@@ -68,9 +67,7 @@ def _dropout(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     generator = torch.Generator().manual_seed(int(seed))
     words = torch.empty(-(-min(x.numel(), _ELEMENTS) // 4), dtype=torch.int64)
     for part, out in zip(x.reshape(-1).split(_ELEMENTS), result.view(-1).split(_ELEMENTS), strict=True):
-        words.random_(-(2**63), None, generator=generator)
-        # as numbers of 16 bits, for casting from bool is slow
-        kept = words.view(torch.int16)[: len(part)].ge_(dropped - _LEVELS // 2)
+        kept = draw_kept(words, len(part), dropped, generator)
         torch.mul(out.copy_(kept).mul_(_scale(dropped)), part, out=out)
     return result
 

@@ -127,7 +127,10 @@ class Hyena(ImplicitFilter):
         convolved = _zero_masked(self.short_conv(inputs.to(projected.dtype).mT).mT, kept)
         *gates, v = convolved.chunk(self.order + 1, dim=-1)
 
-        taps = self._taps(u.shape[1] if state is None else self.max_length)
+        if state is not None and self._requires_grad():
+            taps = self._for_tokens("taps", lambda: self._generate(self.max_length))
+        else:
+            taps = self._taps(u.shape[1] if state is None else self.max_length)
         # the convolution computes a product that nothing else reads, without storing it
         stored = return_state or v.shape[1] == 1 or (self.training and self.dropout.p > 0)
         for index, past in enumerate(long_pasts):

@@ -6,7 +6,7 @@ E positional features · F width of the network
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -206,7 +206,7 @@ class ImplicitConv(ImplicitFilter):
         """Return the arguments to show in the module's repr."""
         return f"{self.hidden_size}, num_filters={self.num_filters}, max_length={self.max_length}"
 
-    def train(self, mode: bool = True) -> "ImplicitConv":
+    def train(self, mode: bool = True) -> Self:
         """Set the mode; training drops cached taps."""
         if mode:
             self.clear_cache()

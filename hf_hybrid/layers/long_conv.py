@@ -5,7 +5,7 @@ B batch · T length · H hidden size · L taps · G groups · Z directions, 2 if
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from ..kernels.ssm_kernel import (
     s4d_state_response,
 )
 from .norms import BatchNorm
-from .state_space import Kept, StateSpaceLayer, keep
+from .state_space import StateSpaceLayer, keep
 
 INITS = ("double_exp", "random")
 
@@ -57,7 +57,8 @@ class LongConv(StateSpaceLayer):
         ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        With `squash` or `smoothing`, the resulting taps are cached between calls while no gradient is recorded.
+        With `squash` or `smoothing`, the resulting taps are kept from a prompt to the tokens after it, if no gradient
+        is recorded.
     """
 
     TRAINED: ClassVar = {"none": ("long_kernel", "D")}
@@ -92,7 +93,6 @@ class LongConv(StateSpaceLayer):
             raise ValueError(f"smoothing must be a positive odd integer; got {smoothing}")
         self.kernel_size, self.groups, self.init, self.squash = kernel_size, groups, init, squash
         self.kernel_dropout, self.smoothing = kernel_dropout, smoothing
-        self._kept_taps: Kept | None = None
         self._declare(self._shapes(use_D))
         self.reset_parameters()
 
@@ -130,26 +130,11 @@ class LongConv(StateSpaceLayer):
             f"bidirectional={self.bidirectional}, init={self.init!r}"
         )
 
-    def clear_cache(self) -> None:
-        """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
-        super().clear_cache()
-        self._kept_taps = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept_taps": None}
-
     def _taps(self, length: int) -> torch.Tensor:
         """Return the taps for inputs of a length, `(Z, G, min(length, L))`."""
-        if exports_any(length):
-            return self._regularised(self.kernel_size)
-        plain = not self.squash and self.smoothing == 1
-        if plain or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._regularised(length)
-        self._kept_taps = keep(self._kept_taps, [self.long_kernel], lambda: self._regularised(self.kernel_size))
-        return self._kept_taps[2][..., :length]
-
-    def _regularised(self, length: int) -> torch.Tensor:
         taps = self.long_kernel
+        if exports_any(length):
+            length = self.kernel_size
         if self.smoothing == 1:
             taps = taps[..., :length]
         if self.squash:
@@ -160,10 +145,15 @@ class LongConv(StateSpaceLayer):
         return taps
 
     def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
+        if state is None and not return_state:
+            return self._convolve(u, self._taps(u.shape[1])), None
+        if self.training or (not self.squash and self.smoothing == 1):
+            taps = self._taps(self.kernel_size)
+        else:
+            taps = self._for_tokens("taps", lambda: self._taps(self.kernel_size))
         if state is not None:
-            return online_conv(u, self._taps(self.kernel_size)[0], state, skip=self.D)
-        taps = self._taps(self.kernel_size if return_state else u.shape[1])
-        return self._convolve(u, taps), start_online_conv(u, taps[0]) if return_state else None
+            return online_conv(u, taps[0], state, skip=self.D)
+        return self._convolve(u, taps), start_online_conv(u, taps[0])
 
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return self._convolve(u, self._taps(longest(u, cu_seqlens)), cu_seqlens)
@@ -290,7 +280,7 @@ class ShortLongConv(LongConv):
         self.register_parameter("short_bias_0", None if bias is None else nn.Parameter(bias.clone(), trained))
         self.unfuse_short_convs()
 
-    def train(self, mode: bool = True) -> "ShortLongConv":
+    def train(self, mode: bool = True) -> Self:
         """Set the mode; training unfuses."""
         super().train(mode)
         if mode:
@@ -316,14 +306,15 @@ class ShortLongConv(LongConv):
                 total = bias if total is None else total + bias
         return merge_kernels(kernels, causal=not self.bidirectional), total
 
-    def _short_filter(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `_merged`, cached between calls if fused."""
-        if not self.fused or torch.is_grad_enabled() or torch.compiler.is_compiling():  # tracers see no addresses
+    def _short_filter(self, continues: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `_merged`, cached between calls if fused, and otherwise between those that continue a sequence."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (self.fused or continues):
             return self._merged()
+        norms = [] if self.short_norms is None else [*self.short_norms.parameters(), *self.short_norms.buffers()]
+        if not self.fused:
+            return self._for_tokens("short", self._merged, *norms)
         tensors = [x for branch in self._branches() for x in branch if x is not None]
-        if self.short_norms is not None:
-            tensors += self.short_norms.state_dict(keep_vars=True).values()
-        self._kept = keep(self._kept, tensors, self._merged)
+        self._kept = keep(self._kept, [*tensors, *norms], self._merged)
         return self._kept[2]
 
     def _run_masked(
@@ -360,7 +351,7 @@ class ShortLongConv(LongConv):
             return short_conv(u, kernel, bias, activation=activation, **options)
 
         if not self.training or self.short_norms is None:
-            return convolve(*self._short_filter(), "silu")
+            return convolve(*self._short_filter(state is not None), "silu")
         # each branch is normalised by its own batch statistics
         outputs, longest = [], max(self.short_kernel_sizes)
         for norm, (kernel, bias) in zip(self.short_norms, self._branches(), strict=True):
@@ -441,14 +432,19 @@ class DampedEMA(StateSpaceLayer):
 
     def _run(self, u: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
         wide = torch.promote_types(compute_dtype(u), self.eta.dtype)
-        log_q, gain, weight = self._system()
         if u.shape[1] == 1 and not self.bidirectional:
+            decay, gain, weight = (
+                self._token_constants(wide)
+                if state is None
+                else self._for_tokens(f"constants in {wide}", lambda: self._token_constants(wide))
+            )
             x = u[:, 0].to(wide)
-            h = gain[0].to(wide) * x[..., None]
+            h = gain * x[..., None]
             if state is not None:
-                h = h + log_q[0].exp().to(wide) * state.to(wide)
-            y = (weight[0].to(wide) * h).sum(-1) + self.omega.to(wide) * x
+                h = h + decay * state.to(wide)
+            y = (weight * h).sum(-1) + self.omega.to(wide) * x
             return y[:, None].to(u.dtype), h
+        log_q, gain, weight = self._system()
         y = self._convolve(u.to(wide), (log_q, gain, weight))
         if not return_state and state is None:
             return y.to(u.dtype), None
@@ -461,6 +457,11 @@ class DampedEMA(StateSpaceLayer):
             y = y + s4d_state_response(before, u.shape[1], C, powers)[:, 0]
         step = S4DStep(*(x.to(powers.dtype) for x in step))
         return y.to(u.dtype), s4d_final_state(u, step, powers, before).real
+
+    def _token_constants(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return q, p β and η / sqrt(N) of the first direction, each `(H, N)`."""
+        log_q, gain, weight = self._system()
+        return log_q[0].exp().to(dtype), gain[0].to(dtype), weight[0].to(dtype)
 
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(compute_dtype(u), self.eta.dtype)

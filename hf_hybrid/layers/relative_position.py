@@ -80,11 +80,11 @@ class RelativePositionBias(nn.Embedding):
         device, kept = self.weight.device, self._past_buckets
         if torch.compiler.is_compiling():
             return self.forward(torch.arange(-reach, 1, device=device))
-        if kept is None or kept.device != device or len(kept) <= reach:
+        if kept is None or kept.device != device or kept.shape[0] <= reach:
             with torch.inference_mode(False):  # a training step may use them later
                 kept = self._buckets(torch.arange(1 - (1 << reach.bit_length()), 1, device=device))
             self._past_buckets = kept
-        return functional.embedding(kept[len(kept) - reach - 1 :], self.weight).movedim(-1, 0)
+        return self.weight.index_select(0, kept[kept.shape[0] - reach - 1 :]).t()
 
     def recency_biases(self) -> torch.Tensor:
         """Return a table that prefers near keys, with the slopes of ALiBi (Press et al. 2022, section 3).

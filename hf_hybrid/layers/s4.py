@@ -19,6 +19,9 @@ from ..kernels.ssm_kernel import dplr_legs, ssm_taps
 from .s4_system import S4Cache, S4System, S4Tensors, frozen_s4_advance, frozen_s4_conv, of_channels
 from .state_space import StateSpaceLayer, each_row
 
+FEW_TOKENS = 32
+"""Tokens after a state up to which a trained system advances by each: more cost more than its powers, made anew."""
+
 
 class S4Base(StateSpaceLayer):
     """Base of S4 and S4D; see `S4` for the arguments.
@@ -116,6 +119,7 @@ class S4Base(StateSpaceLayer):
 
     def clear_cache(self) -> None:
         """Drop cached kernels and spectra; needed only after edits through ``.data``, which leave no trace."""
+        super().clear_cache()
         self._cache.clear()
 
     def extra_repr(self) -> str:
@@ -130,22 +134,43 @@ class S4Base(StateSpaceLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if exports_to_onnx():
             return self._run_exported(u), None
+        recorded, compiled = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        continued = state is not None and not recorded
+        if continued and not compiled and self._goes_by_tokens(u.shape[1]):
+            return self._run_tokens(u, state)
         if self.num_filters > 1:
             return self._system().advance_all(u, state, self.D, return_state)
         tensors = self._tensors()
         arguments = *tensors, self.D, self.discretization, self.max_length
-        trained, convolution = self._is_trained(), state is None and not return_state
-        # the ops of frozen systems hide from torch.export how a kernel is made, which has no symbolic length
-        trained = trained and (torch.is_grad_enabled() or not torch.compiler.is_exporting())
+        convolution = state is None and not return_state
+        # in a graph, the op of frozen systems keeps the constants from the tokens before
+        trained = not (continued and compiled) and self._is_trained()
+        # their ops hide from torch.export how a kernel is made, which has no symbolic length
+        trained = trained and (recorded or not torch.compiler.is_exporting())
         if convolution and not trained:
             return frozen_s4_conv(u, *arguments, False, self._cache.handle), None
-        differentiable = torch.is_grad_enabled() and (u.requires_grad or (state is not None and state.requires_grad))
+        differentiable = recorded and (u.requires_grad or (state is not None and state.requires_grad))
         if not trained and not differentiable:
             return frozen_s4_advance(u, state, *arguments, self._cache.handle)
         system = self._kept_system(trained)
         if convolution:
             return system.convolve(u, self.D, self.max_length), None
         return system.advance(u, state, self.D, self.max_length)
+
+    def _goes_by_tokens(self, length: int) -> bool:
+        return length == 1 or (length <= FEW_TOKENS and self.max_length is None and self._requires_grad())
+
+    def _run_tokens(self, u: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Continue token by token without gradients, with constants from the tokens before."""
+        system = self._for_tokens("system", self._system) if self._requires_grad() else self._kept_system(False)
+        outputs = []
+        for token in u.split(1, dim=1):
+            if self.num_filters > 1:
+                y, state = system.advance_all(token, state, self.D, True)
+            else:
+                y, state = system.advance(token, state, self.D, self.max_length)
+            outputs.append(y)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
 
     def _run_exported(self, u: torch.Tensor) -> torch.Tensor:
         """Convolve with plain operations on real numbers, for ONNX."""

@@ -7,11 +7,12 @@ it.
 B batch · T length · H channels · S copies of (A, B) · M = N/2 modes · C output filters
 """
 
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from ..kernels.ssm_kernel import (
     s4_output,
     s4_state_response,
     s4_step_constants,
+    s4_step_states,
     s4_window_states,
     s4d_block_powers,
     s4d_final_state,
@@ -40,9 +42,11 @@ from ..kernels.ssm_kernel import (
     s4d_step_constants,
     ssm_step,
 )
-from .state_space import fingerprint
+from .state_space import fingerprint, unseen
 
 _MAX_SPECTRA = 4
+_FEW_STEPS = 256
+"""Tokens of all rows up to which a loop over them takes the least time."""
 
 
 class S4Tensors(NamedTuple):
@@ -82,8 +86,11 @@ def _as_complex(pair: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch
     return torch.view_as_complex(pair.to(dtype).contiguous())
 
 
-def _complex_state(state: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if state is None else _as_complex(state, dtype)
+@contextmanager
+def _keeping() -> Iterator[None]:
+    # a training step may later use what a call in inference mode makes
+    with torch.inference_mode(False), unseen():
+        yield
 
 
 class S4System:
@@ -137,9 +144,20 @@ class S4System:
         final_state = s4d_final_state if self.P is None else s4_final_state
         return torch.view_as_real(final_state(u, step, blocks, state))
 
+    def _state_after(self, u: torch.Tensor, dtype: torch.dtype, blocks: Callable[[], Any]) -> torch.Tensor:
+        """Return the state after a sequence `(B, T, H)`, `(B, H, M, 2)`, at the least cost."""
+        step = self.step(dtype)[1]
+        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if self.P is None or self.reuse or u.device.type != "cpu" or recorded:
+            return self._final_state(u, step, blocks(), None)
+        # blocks for this call alone take longer than either of these
+        if u.shape[0] * u.shape[1] <= _FEW_STEPS:
+            return torch.view_as_real(s4_step_states(u, step))
+        states = s4_window_states(u, self.B, self.P, self.w, self.dt, u.shape[1], dtype)
+        return torch.view_as_real(states[:, 0])
+
     def _making(self) -> AbstractContextManager[object]:
-        # a training step may later use what a call in inference mode makes
-        return torch.inference_mode(False) if self.reuse else nullcontext()
+        return _keeping() if self.reuse else nullcontext()
 
     def dtype(self, u: torch.Tensor) -> torch.dtype:
         """Return the real dtype of computations with `u`: the wider of u's and the stored one, at least float32."""
@@ -149,7 +167,8 @@ class S4System:
         """Return the first taps, `(C, H, taps)`, of the longest kernel so far."""
         kernel = self._kernels.get(dtype)
         if kernel is None or kernel.shape[-1] < taps:
-            kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
+            with self._making():
+                kernel = self._kernels[dtype] = self._make_kernel(self.C.to(complex_dtype(dtype)), taps)
         return kernel[..., :taps]
 
     def spectrum(self, length: int, max_length: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -227,10 +246,11 @@ class S4System:
         C, step = self.step(dtype)
         if u.shape[1] == 1:
             return ssm_step(state, u[:, 0], C[:1], step, None if skip is None else skip[None])
-        before, blocks = _complex_state(state, dtype), self.blocks(dtype)
         y = self.convolve(u.to(dtype), skip, max_length)
-        if before is not None:
-            y = y + self._response(before, u.shape[1], C, blocks)[:, 0]
+        if state is None:
+            return y.to(u.dtype), self._state_after(u, dtype, lambda: self.blocks(dtype))
+        before, blocks = _as_complex(state, dtype), self.blocks(dtype)
+        y = y + self._response(before, u.shape[1], C, blocks)[:, 0]
         return y.to(u.dtype), self._final_state(u, step, blocks, before)
 
     def advance_all(
@@ -252,23 +272,26 @@ class S4System:
         if u.shape[1] == 1:
             y, after = ssm_step(state, u[:, 0], C, step, skip)
             return y.transpose(0, 1)[:, :, None], after
-        before, skip = _complex_state(state, dtype), None if skip is None else skip.to(dtype)
+        skip = None if skip is None else skip.to(dtype)
         y = filter_bank_conv(u.to(dtype), self.kernel(u.shape[1], dtype), skip=skip)
-        if before is not None:
-            y = y + self._response(before, u.shape[1], C, self.blocks(dtype)).transpose(0, 1)
-        return y.to(u.dtype), self._final_state(u, step, self.blocks(dtype), before) if return_state else None
+        if state is None:
+            return y.to(u.dtype), self._state_after(u, dtype, lambda: self.blocks(dtype)) if return_state else None
+        before, blocks = _as_complex(state, dtype), self.blocks(dtype)
+        y = y + self._response(before, u.shape[1], C, blocks).transpose(0, 1)
+        return y.to(u.dtype), self._final_state(u, step, blocks, before) if return_state else None
 
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, H, M, 2)` before tokens `stops` of `u`, in ascending order, without outputs."""
-        dtype, start, states, blocks = self.dtype(u), 0, [], None
+        dtype, start, states = self.dtype(u), 0, []
         C, step = self.step(dtype)
+        blocks = functools.cache(lambda: self._make_blocks(dtype, self.C[:1]))
         for stop in stops:
             if stop - start == 1:
                 state = ssm_step(state, u[:, start], C[:1], step)[1]
+            elif state is None:
+                state = self._state_after(u[:, start:stop], dtype, blocks)
             else:
-                if blocks is None:
-                    blocks = self._make_blocks(dtype, self.C[:1])
-                state = self._final_state(u[:, start:stop], step, blocks, _complex_state(state, dtype))
+                state = self._final_state(u[:, start:stop], step, blocks(), _as_complex(state, dtype))
             states.append(state)
             start = stop
         return states

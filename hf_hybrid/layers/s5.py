@@ -145,27 +145,27 @@ class S5(StateSpaceLayer):
         if exports_to_onnx():
             return self._run_exported(u), None
         dtype = torch.promote_types(compute_dtype(u), self.A.dtype)
-        decay, gain = self._discretized()
-        decay, gain = decay.to(complex_dtype(dtype)), gain.to(complex_dtype(dtype))
+        if state is None:
+            decay, inputs, *outputs = self._matrices(dtype)
+        else:
+            decay, inputs, *outputs = self._for_tokens(f"matrices of {dtype}", lambda: self._matrices(dtype))
         initial = None if state is None else torch.view_as_complex(state.to(dtype).contiguous())
         with full_precision(u.device):
             x = u.to(dtype)
             # real and imaginary parts side by side, so that real products read and write complex states
-            Bbar = torch.view_as_real(gain[:, None] * torch.view_as_complex(self.B.to(dtype)))
-            driven = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1))
-            drive = torch.view_as_complex(driven.unflatten(-1, (-1, 2)))
+            drive = torch.view_as_complex(F.linear(x, inputs).unflatten(-1, (-1, 2)))
             last = None
             if shards is not None:
                 states = divided_scan(decay, drive, shards)
             else:
                 states, last = diagonal_scan(decay, drive, initial_state=initial, cu_seqlens=cu_seqlens)
-            y = self._read(torch.view_as_real(states), 0)
+            y = F.linear(torch.view_as_real(states).flatten(-2), outputs[0])
             if self.bidirectional:
                 if shards is not None:
                     states = divided_scan(decay, drive, shards, reverse=True)
                 else:
                     states, _ = diagonal_scan(decay, drive, reverse=True, cu_seqlens=cu_seqlens)
-                y = y + self._read(torch.view_as_real(states), 1)
+                y = y + F.linear(torch.view_as_real(states).flatten(-2), outputs[1])
             if self.D is not None:
                 y = y + self.D.to(dtype) * x
         return y.to(u.dtype), torch.view_as_real(last) if last is not None and return_state else None
@@ -177,9 +177,9 @@ class S5(StateSpaceLayer):
         decay, gain = (z.to(x.dtype) for z in discretize_pairs(self._eigenvalues(), dt, self.discretization))
         Bbar = complex_product(gain[:, None], self.B.to(x.dtype))
         drive = F.linear(x, Bbar.transpose(1, 2).flatten(0, 1)).unflatten(-1, (-1, 2))
-        y = self._read(scan_pairs(decay, drive), 0)
+        y = F.linear(scan_pairs(decay, drive).flatten(-2), self._outputs(0, x.dtype))
         if self.bidirectional:
-            y = y + self._read(scan_pairs(decay, drive, reverse=True), 1)
+            y = y + F.linear(scan_pairs(decay, drive, reverse=True).flatten(-2), self._outputs(1, x.dtype))
         return (y if self.D is None else y + self.D.to(x.dtype) * x).to(u.dtype)
 
     def _eigenvalues(self) -> torch.Tensor:
@@ -193,8 +193,14 @@ class S5(StateSpaceLayer):
         """Abar and Bbar / B, `(P,)`, complex128."""
         return discretize(torch.view_as_complex(self._eigenvalues()), self.log_dt.double().exp(), self.discretization)
 
-    def _read(self, pairs: torch.Tensor, direction: int) -> torch.Tensor:
-        """2 Re C x of every token, `(B, T, H)`, from states `(B, T, P, 2)`."""
-        C = self.C[direction].to(pairs.dtype)
-        rows = torch.stack([2 * C[..., 0], -2 * C[..., 1]], dim=-1)
-        return F.linear(pairs.flatten(-2), rows.flatten(-2))
+    def _matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Abar `(P,)`, complex; Bbar over real coordinates, `(2 P, H)`; and `_outputs` of each direction."""
+        decay, gain = (x.to(complex_dtype(dtype)) for x in self._discretized())
+        Bbar = torch.view_as_real(gain[:, None] * torch.view_as_complex(self.B.to(dtype)))
+        outputs = (self._outputs(direction, dtype) for direction in range(2 if self.bidirectional else 1))
+        return decay, Bbar.transpose(1, 2).flatten(0, 1), *outputs
+
+    def _outputs(self, direction: int, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix of 2 Re C x over real coordinates of states, `(H, 2 P)`."""
+        C = self.C[direction].to(dtype)
+        return torch.stack([2 * C[..., 0], -2 * C[..., 1]], dim=-1).flatten(-2)

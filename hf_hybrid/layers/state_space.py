@@ -4,11 +4,13 @@ B batch · T length · H hidden size
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ..context_parallel import Shards
 from ..kernels.checks import check_choice, check_positive
@@ -78,6 +80,7 @@ class StateSpaceLayer(nn.Module):
         self.output_linear = None if postact is None else nn.Linear(hidden_size, 2 * hidden_size)
         self._names: tuple[str, ...] = ()
         self._kept: Kept | None = None
+        self._kept_for_tokens: dict[str, Kept] = {}
 
     def state_shape(self, batch: int) -> tuple[int, ...]:
         """Return the shape of the state of `batch` sequences."""
@@ -155,17 +158,39 @@ class StateSpaceLayer(nn.Module):
 
     def clear_cache(self) -> None:
         """Drop cached tensors; needed only after edits through ``.data``, which leave no trace."""
-        self._kept = None
+        self._kept, self._kept_for_tokens = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_kept": None, "_kept_for_tokens": {}}
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, and forget what tokens read: compiled calls, which may train, cannot."""
+        self._kept_for_tokens = {}
+        return super().train(mode)
+
+    def _requires_grad(self) -> bool:
+        return any(tensor.requires_grad for _, tensor in self.own_tensors())
 
     def _is_trained(self) -> bool:
         """Return whether an optimizer may change the tensors, and if so drop the cache: fused ones leave no trace."""
-        trained = any(tensor.requires_grad for _, tensor in self.own_tensors())
+        trained = self._requires_grad()
         if trained:
             self.clear_cache()
         return trained
+
+    def _for_tokens(self, name: str, make: Callable[[], Any], *others: torch.Tensor) -> Any:
+        """Return what a function makes of the layer's tensors, and of others, in a call that a sequence goes through.
+
+        It is made once from a prompt to the tokens after it, if no gradient is recorded. A call that starts a sequence
+        or records a gradient forgets it, and so does `train`, since a fused optimizer may have changed the tensors
+        without a trace.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # tracers see no addresses
+            return make()
+        tensors = [*(tensor for _, tensor in self.own_tensors()), *others]
+        kept = self._kept_for_tokens  # another thread may forget it meanwhile
+        found = kept[name] = keep(kept.get(name), tensors, make)
+        return found[2]
 
     def forward(
         self,
@@ -198,6 +223,8 @@ class StateSpaceLayer(nn.Module):
             ValueError: A shape does not fit, or a bidirectional layer gets or returns a state.
         """
         u = self._check_input(hidden_states, attention_mask, state, return_state, shards)
+        if (state is None or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+            self._kept_for_tokens = {}
         if shards is not None:
             if cu_seqlens is not None or state is not None or return_state:
                 raise ValueError("shards must be None with cu_seqlens, state or return_state")
@@ -270,7 +297,19 @@ Kept = tuple[tuple[Any, ...], list[torch.Tensor], Any]
 """A fingerprint, its tensors, which no other tensor can replace at their addresses, and what was made of them."""
 
 
+def unseen() -> AbstractContextManager[object]:
+    """Return a context for what is computed once and kept, so that a selective checkpoint does not see it.
+
+    Such a checkpoint tells operations apart by their number, and computes a layer again without these.
+    """
+    seen = type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+    return _disable_current_modes() if seen else nullcontext()
+
+
 def keep(cache: Kept | None, tensors: Sequence[torch.Tensor], function: Callable[[], Any]) -> Kept:
     """Return the cache if it was made of these tensors as they are now, or else one with the function's result."""
     key = fingerprint(tensors)
-    return cache if cache is not None and cache[0] == key else (key, [x.detach() for x in tensors], function())
+    if cache is not None and cache[0] == key:
+        return cache
+    with unseen():
+        return key, [x.detach() for x in tensors], function()

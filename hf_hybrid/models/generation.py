@@ -8,8 +8,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.utils import logging
 
-from .state_cache import decoder_cache
+from .state_cache import LAYER_TYPE, SLIDING_LAYER_TYPE, decoder_cache
+
+logger = logging.get_logger(__name__)
 
 REREAD = 32
 """Accepted tokens after a checkpoint up to which a model reads them again together with the next candidates."""
@@ -92,6 +95,22 @@ class HybridGenerationMixin(NoContinuousBatching, GenerationMixin):
         """Whether the cache keeps a state, not only keys and values."""
         layer_types = self.config.get_text_config(decoder=True).layer_types
         return not {"full_attention", "sliding_attention"}.issuperset(layer_types)
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: GenerationConfig) -> bool:
+        """Whether transformers compiles the decoding step: if the steps are alike and, with our states, on request.
+
+        Its default records CUDA graphs, which overwrite what an earlier step returned, as new states are.
+        """
+        if not super()._valid_auto_compile_criteria(model_kwargs, generation_config):
+            return False
+        layers = decoder_cache(model_kwargs["past_key_values"]).layers
+        asked = generation_config.compile_config is not None
+        ours = any(getattr(layer, "_layer_type", None) in (LAYER_TYPE, SLIDING_LAYER_TYPE) for layer in layers)
+        if asked and not self._can_compile_fullgraph:
+            logger.warning_once(
+                "compile_config is ignored: this model's decoding steps differ, so no graph serves them."
+            )
+        return self._can_compile_fullgraph and (asked or not ours)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 
@@ -27,10 +26,10 @@ from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
 from ..kernels.precision import compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
-from ..layers.dropout import dropout as drop
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
 from ..layers.state_space import StateSpaceLayer
+from .dense_attention import choose_attention
 from .masks import additive_mask, first_kept, kept_pairs
 from .packing import row_starts
 from .state_cache import cached_length
@@ -38,39 +37,6 @@ from .state_cache import cached_length
 logger = logging.get_logger(__name__)
 
 HIDDEN = -1e30  # a bias that hides a key and stays finite in sums
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dense softmax attention, in the signature of transformers' attention functions.
-
-    Args:
-        module: The attention layer; only its `training` is read.
-        query: `(B, H, T, K)`.
-        key: `(B, H, S, K)`.
-        value: `(B, H, S, K)`.
-        attention_mask: Added to the scores, broadcastable to `(B, H, T, S)`.
-        scaling: Factor on the scores.
-        dropout: Dropout on the probabilities.
-        **kwargs: Ignored.
-
-    Returns:
-        Output `(B, T, H, K)` and probabilities `(B, H, T, S)`.
-    """
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    probabilities = drop(probabilities, dropout, module.training)
-    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
 
 
 def init_shared(module: nn.Module, config: PreTrainedConfig):
@@ -139,6 +105,7 @@ class LocalAttention(nn.Module):
         self.attention_type = config.attention_type if attention_type is None else attention_type
         self.include_self = include_self
         self.is_causal = config.is_decoder
+        self.heads = (config.num_attention_heads, config.head_dim)
         self.scaling = config.head_dim**-0.5 if config.scale_attention and not qk_norm else 1.0
         self.score_scale = None
         if qk_norm:
@@ -161,7 +128,7 @@ class LocalAttention(nn.Module):
 
     def as_value(self, states: torch.Tensor) -> torch.Tensor:
         """Split projected values `(B, T, H K)` into heads, `(B, T, H, K)`."""
-        return states.unflatten(-1, (self.config.num_attention_heads, self.config.head_dim))
+        return states.view(*states.shape[:-1], *self.heads)
 
     def attend(
         self,
@@ -206,6 +173,8 @@ class LocalAttention(nn.Module):
         if local and query.shape[1] == 1 and self.is_causal and not trained and not kwargs.get("output_attentions"):
             output = self._attend_step(query, key, value, bias_table, attention_mask, query_start, key_start)
             return self._only_kept(output, attention_mask), None
+        if self._sees_all(query, key, attention_mask, query_start, key_start):
+            return self._attend_last(query, key, value, bias_table, **kwargs)
         queries = torch.arange(query.shape[1], device=query.device)[:, None] + query_start
         keys = torch.arange(key.shape[1], device=query.device)[None, :] + key_start
         visible = self._visible(queries, keys, attention_mask, cu_seqlens, query.shape[:2])
@@ -221,6 +190,35 @@ class LocalAttention(nn.Module):
         if sees is not None:
             output = output.masked_fill(~sees.transpose(1, 2), 0)
         return self._only_kept(output.flatten(2), attention_mask), probabilities
+
+    def _sees_all(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        query_start: int | torch.Tensor,
+        key_start: int | torch.Tensor,
+    ) -> bool:
+        """Whether the host knows that the query is one token of full attention that sees every key, its own last."""
+        full = self.attention_type == "full" and self.is_causal and self.include_self and attention_mask is None
+        if not full or query.shape[1] > 1 or torch.compiler.is_compiling():
+            return False
+        known = isinstance(query_start, int) and isinstance(key_start, int)
+        return known and query_start - key_start == key.shape[1] - 1
+
+    def _attend_last(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias_table: RelativePositionBias | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`attend` of one token that sees every key, its own last."""
+        bias = None if bias_table is None else self._scaled(bias_table(reach=key.shape[1] - 1), query.device)
+        mask = None if bias is None else bias.to(query.dtype)[None, :, None]
+        output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
+        return output.flatten(2), probabilities
 
     def _only_kept(self, output: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Set outputs `(B, T, H K)` of local attention to zero at masked tokens, as the blocked kernel does."""
@@ -291,7 +289,7 @@ class LocalAttention(nn.Module):
         Arguments and results are those of `attend`, but for the output, `(B, T, H, K)`, and the mask, which is added
         to the scores and broadcastable to `(B, H, T, S)`.
         """
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = choose_attention(self.config, query, mask, self.dropout)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         # never causal: the mask says which keys a query sees
         return attend(
@@ -475,9 +473,8 @@ class LocalSelfAttention(LocalAttention):
         key_start, complete = 0, True
         if past_key_values is not None:
             total, key_start = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
-            complete = (
-                total == hidden_states.shape[1]
-            )  # the cache adds no earlier keys, and a static one no empty ones
+            # the cache adds no earlier keys, and a static one no empty ones
+            complete = total == hidden_states.shape[1]
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         output, probabilities = self.attend(

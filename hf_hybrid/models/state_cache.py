@@ -28,13 +28,15 @@ class StateCacheLayer(CacheLayerMixin):
 
     def __init__(self, **kwargs):
         super().__init__()
+        self.is_compileable = "max_cache_len" in kwargs  # transformers compiles steps only with static caches
         self.state: Any = None
         self.length = 0
 
     def store(self, state: Any, tokens: int):
         """Replace the state by the one after this many more tokens."""
+        if self.state is None:
+            self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
-        self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
         """Do nothing: there are neither keys nor values."""

@@ -69,6 +69,9 @@ def begin(
     config = load_config(model_args, auto_class, preset=data_args.default_preset, role=role, reads=reads)
     own = auto_class._model_mapping.get(type(config), None) if config.model_type in ARCHITECTURES else None
     check_divisible_model(config, own, training_args.context_parallel_size)
+    if own is None and "save" in (training_args.activation_checkpointing_kwargs or {}):
+        rule = f"must be left out with {config.model_type}: only models of hf_hybrid know it"
+        raise ValueError(f"save in --activation_checkpointing_kwargs {rule}")
     _show_log(training_args)
 
     def check() -> str | None:

@@ -248,6 +248,18 @@ def test_gradient_of_one_input_alone(wanted):
     assert_close(torch.autograd.grad(outputs, leaf, weights)[0], expected, "exact")
 
 
+def test_one_token_has_gradients_and_memory_like_many():
+    a, b, initial_state = make(1)
+    for state in (None, initial_state):
+        states, last = diagonal_scan(a, b, initial_state=state)
+        assert len({x.untyped_storage().data_ptr() for x in (b, states, last)}) == 3
+        leaf = a.clone().requires_grad_()
+        states, _ = diagonal_scan(leaf, b, initial_state=state)
+        (gradient,) = torch.autograd.grad(states, leaf, torch.ones_like(states))
+        expected = torch.zeros_like(a) if state is None else state.conj().sum(0)
+        assert_close(gradient, expected, "float64 gradient")
+
+
 # cost
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hf_hybrid.kernels.long_conv import ConvState, long_conv, online_conv, start_online_conv
 from hf_hybrid.kernels.long_conv.reference import long_conv as reference
-from hf_hybrid.kernels.long_conv.step import torch_impl
+from hf_hybrid.kernels.long_conv.step import op, torch_impl
 from tests.tolerances import assert_close
 
 LENGTH = 150
@@ -45,6 +45,30 @@ def test_parts_of_any_size_give_what_the_whole_gives(taps, prompt, splits):
     u, kernel, skip = make(taps)
     actual, _ = decode(u, kernel, skip, prompt, splits)
     assert_close(actual, reference(u, kernel, skip=skip)[:, prompt : prompt + actual.shape[1]], "float64")
+
+
+def test_one_compiled_step_serves_every_position():
+    u, kernel, skip = make(9)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(lambda u, s: online_conv(u, kernel, s, skip=skip), fullgraph=True, backend="aot_eager")
+    state, outputs = start_online_conv(u[:, :7], kernel), []
+    with torch.no_grad():
+        for t in range(7, 40):
+            y, state = step(u[:, t : t + 1], state)
+            outputs.append(y)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # positions 0 and 1 may have their own
+    assert_close(torch.cat(outputs, dim=1), reference(u, kernel, skip=skip)[:, 7:40], "float64")
+    _, expected = decode(u[:, :40], kernel, skip, 7, [1] * 33)
+    assert state.position == expected.position
+    assert_close(state.pending, expected.pending, "float64")
+
+
+def test_opcheck():
+    u, kernel, _ = make(9)
+    pending, inputs, _ = start_online_conv(u[:, :20], kernel)
+    for position in (3, 7):  # within the ring, and at its end
+        torch.library.opcheck(op.online_conv_token, (u[:, :1], kernel, pending, inputs, position))
 
 
 @pytest.mark.parametrize("direct", [1, 4, 64])

@@ -413,6 +413,9 @@ def test_a_step_compiles_without_graph_breaks(backend, monkeypatch):
         ({"visible": torch.ones(3, 6, dtype=torch.bool)}, r"visible must be \(B or 1, S\) of bool .*got \(3, 6\)"),
         ({"visible": torch.ones(4, 6)}, "visible must be .* of torch.float32"),
         ({"sigma": torch.ones(2)}, r"sigma must hold one number, and needs key and state; got \(2,\)"),
+        ({"index": torch.full((4, 3), 30)}, "index must be at least 0 and below 30; got 30 to 30"),
+        ({"index": torch.full((4, 3), -1)}, "index must be at least 0 and below 30; got -1 to -1"),
+        ({"documents": torch.full((4,), 2)}, "documents must be at least 0 and below 2; got 2 to 2"),
     ],
 )
 def test_bad_arguments_of_a_step(changes, message):

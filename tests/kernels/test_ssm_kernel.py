@@ -21,6 +21,7 @@ from hf_hybrid.kernels.ssm_kernel import (
     s4_state_response,
     s4_step,
     s4_step_constants,
+    s4_step_states,
     two_level,
 )
 from tests.tolerances import assert_close
@@ -310,6 +311,7 @@ def test_state_hand_over(length):
     everything, last = reference.s4_scan(torch.cat([a, b], dim=1), *system)
     state = s4_final_state(a, step, blocks)
     assert_close(state, reference.s4_scan(a, *system)[1], "float64")
+    assert_close(s4_step_states(a, step), state, "float64")
     kernel = s4_kernel(*system, length)
     fresh = torch.stack([long_conv(b, kernel[i]) for i in range(2)], dim=1)
     response = s4_state_response(state, length, blocks)

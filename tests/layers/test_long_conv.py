@@ -279,8 +279,8 @@ def test_fused_is_unfused_and_back(name, bidirectional):
 def test_regularised_taps_are_made_once_and_follow_the_kernel(options, monkeypatch):
     layer, other = (LongConv(H, 9, **options).double().eval() for _ in range(2))
     u, made = draw(2, 20, H), []
-    regularise = LongConv._regularised
-    monkeypatch.setattr(LongConv, "_regularised", lambda self, length: made.append(1) or regularise(self, length))
+    make_taps = LongConv._taps
+    monkeypatch.setattr(LongConv, "_taps", lambda self, length: made.append(1) or make_taps(self, length))
     with torch.no_grad():
         y, state = layer(u[:, :12], return_state=True)
         tokens = [y]
@@ -293,6 +293,23 @@ def test_regularised_taps_are_made_once_and_follow_the_kernel(options, monkeypat
         assert_close(layer(u), other(u), "float64")
         assert_close(pickle.loads(pickle.dumps(layer))(u), other(u), "float64")
     assert_close(layer(u), other(u), "float64")  # recording a gradient
+
+
+@pytest.mark.parametrize("build", [LongConv, ShortLongConv])
+def test_a_fused_optimizer_is_seen_in_evaluation(build):
+    layer, u = build(H, 9, squash=0.01).eval(), draw(2, 20, H).float()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        layer(u).square().sum().backward()
+        with torch.no_grad():
+            fresh = copy.deepcopy(layer)  # copies keep nothing
+            assert_close(layer(u), fresh(u), "exact")
+            y, state = layer(u, return_state=True)
+            expected, expected_state = fresh(u, return_state=True)
+            assert_close(y, expected, "exact")
+            tokens = (x(u[:, :1], state=s) for x, s in ((layer, state), (fresh, expected_state)))
+            assert_close(*tokens, "exact")
+        optimizer.step()
 
 
 def test_fused_taps_follow_the_branches():

@@ -318,3 +318,18 @@ def test_initial_values(kind, freeze):
 def test_bad_arguments(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(**{"hidden_size": 6, **options})
+
+
+def test_states_to_follow_are_made_with_blocks_of_one_filter(monkeypatch):
+    layer, u, filters = make(num_filters=3, freeze="none"), draw(2, 12, 6), []
+    make_blocks = system_module.S4System._make_blocks
+    monkeypatch.setattr(
+        system_module.S4System,
+        "_make_blocks",
+        lambda self, *args: filters.append(len(args[1])) or make_blocks(self, *args),
+    )
+    recorded = layer.follow(u, None, [4, 8, 12])
+    assert filters == [1]
+    with torch.no_grad():
+        for state, expected in zip(layer.follow(u, None, [4, 8, 12]), recorded, strict=True):
+            assert_close(state, expected, "float64")

@@ -496,6 +496,50 @@ def test_every_optimizer_step_is_seen(case, training, options):
 
 
 @EACH
+def test_what_tokens_read_is_made_at_the_first_and_forgotten_with_the_sequence(case):
+    layer, u = case.make(freeze="none"), draw(2, 12, SIZE)
+
+    def kept():
+        return {name: entry[2] for name, entry in layer._kept_for_tokens.items()}
+
+    def reads(state):
+        return layer(u[:, :1], state=state, return_state=True)[1]
+
+    with torch.no_grad():
+        _, prompt = layer(u, return_state=True)
+        state = reads(prompt)
+        first = kept()
+        assert first
+        reads(state)
+        assert all(kept()[name] is value for name, value in first.items())
+        getattr(layer, names_of(layer)[0]).mul_(1.25)  # seen in the midst of a sequence, too
+        fresh = copy.deepcopy(layer)
+        assert kept()
+        assert not fresh._kept_for_tokens
+        assert_close(layer(u[:, :1], state=prompt), fresh(u[:, :1], state=prompt), "exact")
+        layer(u)
+        assert not kept()
+        reads(prompt)
+        assert kept()
+    layer(u[:, :1], state=prompt)  # records a gradient
+    assert not kept()
+
+
+@EACH
+@pytest.mark.parametrize("length", [2, 32, 40])
+def test_tokens_after_a_state_without_gradients_are_those_with_them(case, length):
+    """Of a trained layer, after a short prompt and long ones; a few tokens may go one by one."""
+    layer, u, more = case.make(freeze="none"), draw(2, 5 * length, SIZE), draw(2, length, SIZE, seed=2)
+    _, state = layer(u, return_state=True)
+    expected, expected_state = layer(more, state=state, return_state=True)
+    with torch.no_grad():
+        assert_close(layer(u, return_state=True)[1], state, "float64")
+        found, found_state = layer(more, state=state, return_state=True)
+    assert_close(found, expected, "float64")
+    assert_close(found_state, expected_state, "float64")
+
+
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_inference_first_and_training_afterwards(case, dtype):
     layer, u = case.make(dtype=dtype), draw(2, 12, SIZE, dtype=dtype)
@@ -620,9 +664,10 @@ def test_compiles_without_graph_breaks(case, options):
 
 
 @EACH
-def test_decoding_compiles_without_graph_breaks(case):
+@pytest.mark.parametrize("freeze", ["all", "none"])
+def test_decoding_compiles_without_graph_breaks(case, freeze):
     torch._dynamo.reset()
-    layer, u = case.make(), draw(2, 5, SIZE).requires_grad_()
+    layer, u = case.make(freeze=freeze), draw(2, 5, SIZE).requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         _, state = layer(u, return_state=True)
@@ -637,6 +682,25 @@ def test_decoding_compiles_without_graph_breaks(case):
         assert_close(one, other, "float64")
     gradients = [torch.autograd.grad(y.square().sum() + after.square().sum(), u) for y, after in results]
     assert_close(gradients[0][0], gradients[1][0], "float64 gradient")
+
+
+@EACH
+def test_steps_of_compiled_layers_see_a_fused_optimizer(case):
+    torch._dynamo.reset()
+    layer, u = case.make(freeze="none", dtype=torch.float32), draw(2, 5, SIZE, dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for trained in (layer, compiled):
+        for prompt in (layer, compiled):
+            layer.train()
+            trained(u).square().sum().backward()
+            optimizer.step()
+            layer.eval()
+            with torch.no_grad():
+                _, state = prompt(u, return_state=True)
+                expected = copy.deepcopy(layer)(u[:, :1], state=state)
+                for step in (compiled, layer):
+                    assert_close(step(u[:, :1], state=state), expected, "float32")
 
 
 @EACH

@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_hybrid.kernels import local_attention_step
 from hf_hybrid.models.local_attention import LocalSelfAttention
+from hf_hybrid.models.masks import without_padding
 from tests.kernels.interpreter import interpreted
 from tests.models.tiny import DECODER_CASES, DECODERS, tiny_config, tiny_inputs, tiny_model
 from tests.tolerances import assert_close
@@ -121,3 +122,36 @@ def test_masked_tokens_get_the_same_outputs_whatever_computes_them(model_type, c
             assert_close(torch.cat(steps, dim=1), wanted, "float32 decode")
         eager = tiny_model(model_type, "AutoModelForCausalLM", attn_implementation="eager", **options)
         assert_close(eager(ids, attention_mask=mask, use_cache=False).logits, wanted, "float32 decode")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("spade", {}), ("spade", {"global_layers": "none"}), ("bst", {}), ("bst", {"bst_layers": []}), ("chela", {})],
+    ids=str,
+)
+def test_a_mask_that_is_not_for_all_tokens_is_refused_whatever_it_keeps(model_type, fields, static):
+    model = tiny_model(model_type, "AutoModelForCausalLM", **fields)
+    ids = tiny_inputs(model, length=5)["input_ids"]
+    options = {"config": model.config, **({"max_cache_len": 12} if static else {})}
+    cache = (StaticCache if static else DynamicCache)(**options)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for shape in ((2, 4), (2, 9), (1, 6), (3, 6)):
+            for first in (1, 0):  # without padding and with it
+                mask = torch.ones(shape, dtype=torch.long)
+                mask[:, 0] = first
+                message = (
+                    rf"attention_mask must be .* = \(2, 6\), for all tokens so far.*got \({shape[0]}, {shape[1]}\)"
+                )
+                with pytest.raises(ValueError, match=message):
+                    model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_step_does_without_a_mask_that_keeps_all():
+    kept = torch.ones(2, 3, dtype=torch.long)
+    padded = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    assert without_padding(kept) is None
+    assert without_padding(None) is None
+    for mask in (padded, kept[:, None, None], kept.to("meta")):
+        assert without_padding(mask) is mask

@@ -467,6 +467,23 @@ def test_four_dimensional_masks_of_an_encoder_decoder():
         model(**inputs, attention_mask=kept.expand(2, 1, 9, 9))
 
 
+def test_a_documents_mask_of_another_shape_is_refused_whatever_it_keeps():
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    inputs = tiny_inputs(model, length=9, target_length=5)
+    source = inputs.pop("input_ids")
+    encoded = {"encoder_outputs": model.get_encoder()(source)}
+    for tokens in (inputs["decoder_input_ids"], inputs["decoder_input_ids"][:, :1]):
+        for shape in ((2, 8), (1, 9)):
+            for first in (1, 0):
+                mask = torch.ones(shape, dtype=torch.long)
+                mask[:, 0] = first
+                message = (
+                    rf"attention_mask must be .* = \(2, 9\), like the encoder's output; got \({shape[0]}, {shape[1]}\)"
+                )
+                with pytest.raises(ValueError, match=message):
+                    model(**encoded, decoder_input_ids=tokens, attention_mask=mask)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [

@@ -141,6 +141,26 @@ def test_slots_are_the_papers_segments(counts, horizon):
         expected = [min(t * count // horizon, count - 1) for t in range(130)]
         assert found[row].tolist() == expected
         assert len(set(expected)) == len(set(slots[row].tolist()))
+    assert [segments.numbers_at(t) for t in range(130)] == [tuple(of_token) for of_token in slots.T.tolist()]
+
+
+def test_steps_that_read_the_same_slots_share_a_reading():
+    cache = SegmentCache(Segments(size=8, number=4, horizon=12))
+
+    def after(past, batch=2):
+        return cache.reading(1, past=past, batch=batch, heads=3, device=torch.device("cpu"))
+
+    first = after(3)
+    assert first.picked.tolist() == [1, 5, 9, 13, 17, 21]
+    assert after(5) is first
+    assert after(6).picked.tolist() == [2, 6, 10, 14, 18, 22]
+    second = after(8)
+    assert after(8, batch=1) is not second
+    assert copy.deepcopy(cache)._last is None
+    with torch.inference_mode():
+        assert not after(9).picked.is_inference()
+    cache.documents = torch.tensor([1, 0])  # as beams that change places
+    assert after(8).picked.tolist() == [14, 18, 22, 2, 6, 10]
 
 
 def test_skipped_segments_are_told_once(caplog, monkeypatch):

@@ -1,13 +1,15 @@
 """The cache layer for states of any form, by itself."""
 
 import copy
+import logging
 from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_hybrid.models import generation
 from hf_hybrid.models.state_cache import LAYER_TYPE, SlidingStateCacheLayer, StateCacheLayer, state_layer
 
 from ..matrix import some
@@ -201,3 +203,27 @@ def test_decoding_compiles_into_one_graph_if_the_class_says_so(model_type, auto_
     # one graph, and one more where the length becomes a variable; none where transformers knows that it cannot
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs in (1, 2) if model._can_compile_fullgraph else graphs == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "by_itself", "on_request"),
+    [
+        ("spade", {}, True, True),
+        ("chela", {}, False, True),
+        ("chela", {"attention_fn": "laplace", "num_attention_heads": 2}, False, False),
+        ("bst", {"context_shift": "none", "bst_layers": [0, 1]}, False, True),
+        ("bst", {"context_shift": "window", "bst_layers": [0, 1]}, False, False),
+    ],
+)
+def test_on_a_gpu_our_states_are_compiled_only_on_request(
+    model_type, fields, by_itself, on_request, monkeypatch, caplog
+):
+    monkeypatch.setattr(logging.getLogger("hf_hybrid"), "propagate", True)
+    model = tiny_model(model_type, "AutoModelForCausalLM", **fields)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    given = {"past_key_values": StaticCache(config=model.config, max_cache_len=8)}
+    assert model._valid_auto_compile_criteria(given, GenerationConfig()) == by_itself
+    settings = GenerationConfig(compile_config=CompileConfig(mode=None))
+    generation.logger.warning_once.cache_clear()
+    assert model._valid_auto_compile_criteria(given, settings) == on_request
+    assert ("compile_config is ignored" in caplog.text) == (not on_request)

@@ -64,6 +64,8 @@ def test_checkpointed_activations_and_bfloat16(model_type, train):
     plain = train(model_type)
     assert len(set(plain.tolist())) == len(plain) == 3
     assert_close(train(model_type, "--gradient_checkpointing"), plain, "float32 model")
+    kept = ("--activation_checkpointing_kwargs", '{"save": "products"}')
+    assert_close(train(model_type, "--activation_checkpointing", *kept), plain, "float32 model")
     cast = train(model_type, "--bf16")
     assert not torch.equal(cast, plain)
     assert_close(cast, plain, "bfloat16")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_devices
+from ..dispatch import may_run_triton
 from ..packed import check_cu_seqlens
 from . import op
 from .exported import complex_product, scan_pairs
@@ -63,5 +64,9 @@ def diagonal_scan(
     for name, tensor in (("b", None if narrow else b), ("initial_state", initial_state)):
         if tensor is not None and tensor.dtype != a.dtype:
             raise ValueError(f"{name} must have a's dtype {a.dtype}; got {tensor.dtype}")
+    one_token = b.shape[1] == 1 and cu_seqlens is None and not may_run_triton(backend, b)
+    if one_token and initial_state is not None:  # on a CPU calling a custom op costs more than a token
+        x = torch.addcmul(b[:, 0].to(a.dtype), a, initial_state)
+        return x[:, None].to(b.dtype, copy=True), x
     states, final = op.diagonal_scan(a, b, initial_state, cu_seqlens, reverse, False, backend)
     return states, final

@@ -162,13 +162,14 @@ def gradient_dtype(n: Tensor) -> torch.dtype:
 
 def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Advance by one token: `(B, 1, H, K)` and the state before to `(B, 1, H, V)` and the state after."""
-    wide = compute_dtype(query)
-    q, k, v = (x[:, 0].to(wide) for x in (query, key, value))
-    S = k[..., :, None] * v[..., None, :]
-    if state is not None:
-        S = torch.add(state.to(wide), S)
+    batch, _, heads, width = query.shape
+    rows, columns, wide = batch * heads, value.shape[3], compute_dtype(query)
+    q, k = query.to(wide).reshape(rows, 1, width), key.to(wide).reshape(rows, width, 1)
+    v = value.to(wide).reshape(rows, 1, columns)
     with full_precision(query.device):
-        return (q[..., None, :] @ S).movedim(2, 1), S
+        S = torch.bmm(k, v) if state is None else torch.baddbmm(state.to(wide).reshape(rows, width, columns), k, v)
+        output = torch.bmm(q, S)
+    return output.view(batch, 1, heads, columns), S.view(batch, heads, width, columns)
 
 
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..packed import run_each
-from ..precision import compute_dtype, full_precision
+from ..precision import compute_dtype, full_precision, operand_dtype
 from .settings import Settings
 
 _LOG2E = 1.4426950408889634
@@ -78,14 +78,6 @@ def _layout(
     return reach, step, 0, blocks
 
 
-def _operand_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products other than the scores run fastest at the accuracy of the inputs."""
-    if query.dtype in (torch.float32, torch.float64):
-        return query.dtype
-    fast = query.is_cuda or (query.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
-    return query.dtype if fast else torch.float32
-
-
 def _informative(mask: Tensor | None) -> Tensor | None:
     """Return None for a mask that hides nothing."""
     return None if mask is None or bool(mask.all()) else mask
@@ -120,7 +112,7 @@ class _Walk:
         radius, chunk_size, causal, scale, dropout = settings
         self.batch, self.length, self.heads, _ = query.shape
         self.wide = compute_dtype(query)
-        self.low = _operand_dtype(query)
+        self.low = operand_dtype(query)
         self.device, self.scale, self.keep_rate = query.device, scale, 1.0
         self.reach, self.step, self.pad, self.blocks = _layout(self.length, radius, chunk_size, causal)
         self.padded = -(-self.length // self.step) * self.step
@@ -224,7 +216,7 @@ class _Walk:
 
     def add_keys(self, total: Tensor, part: Tensor, at: _Batch) -> None:
         """Add `(strips * number, span, K)` to the keys of a batch of blocks, whose spans may overlap."""
-        part = part.unflatten(0, (total.shape[0], at.number))
+        part = self.widen("part of keys", part).unflatten(0, (total.shape[0], at.number))
         start = self.pad + at.blocks.key + at.first * self.step
         for offset in range(0, at.blocks.span, self.step):
             width = min(self.step, at.blocks.span - offset)
@@ -256,12 +248,16 @@ class _Walk:
         """Return x in the dtype of the fast matrix products."""
         return x if x.dtype == self.low else self.scratch(name, x.shape, self.low).copy_(x)
 
+    def widen(self, name: str, x: Tensor) -> Tensor:
+        """Return x in the dtype of the sums: torch copies and adds faster than it adds two dtypes."""
+        return x if x.dtype == self.wide else self.scratch(name, x.shape, self.wide).copy_(x)
+
     def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """Multiply batches of matrices into scratch memory."""
         return torch.bmm(a, b, out=self.scratch(name, (a.shape[0], a.shape[1], b.shape[2]), self.low))
 
     def keep(self, like: Tensor) -> Tensor:
-        """Draw the dropout mask of the next batch of blocks: 1 with probability keep_rate, else 0.
+        """Draw the dropout mask of the next batch of blocks, for `_drop`: kept with probability keep_rate.
 
         Filling memory from torch's generator is serial and costs as much as a matrix product. So each call fills one
         table of random words, and each batch of blocks scrambles it with its own random constants. A word gives two
@@ -272,8 +268,15 @@ class _Walk:
         words = torch.bitwise_xor(self.table[:count], flip, out=self.scratch("words", (count,), torch.int32))
         words.mul_(factor | 1)
         words.add_(torch.bitwise_right_shift(words, 16, out=self.scratch("high words", (count,), torch.int32)))
-        keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - 2**15)
-        return self.scratch("keep", like.shape, like.dtype).copy_(keep.view_as(like))
+        keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - 2**15).view_as(like)
+        if like.dtype.itemsize == 2:
+            return keep.neg_()  # all bits of a number, or none
+        return self.scratch("keep", like.shape, like.dtype).copy_(keep)
+
+
+def _drop(x: Tensor, keep: Tensor) -> Tensor:
+    """Set to zero in place what a mask drops."""
+    return x.mul_(keep) if keep.dtype == x.dtype else x.view(keep.dtype).bitwise_and_(keep).view(x.dtype)
 
 
 def _each_alone(
@@ -312,9 +315,10 @@ def _forward_alone(
                 largest = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(largest).exp2_()
                 total = weights.sum(-1, keepdim=True)
+                weights = walk.lower("weights", weights)
                 if seed is not None:
-                    weights.mul_(walk.keep(weights))
-                found = walk.matmul("found", walk.lower("weights", weights), _matrices(walk.keys(v, at)))
+                    _drop(weights, walk.keep(weights))
+                found = walk.matmul("found", weights, _matrices(walk.keys(v, at)))
                 place = walk.queries(out, at)
                 torch.div(found.view_as(place), (total * walk.keep_rate).view(*place.shape[:3], 1), out=place)
                 place = walk.queries(norm, at)
@@ -385,8 +389,8 @@ def _differentiate_alone(
                 grads, values = _matrices(walk.queries(g, at)), _matrices(walk.keys(v, at))
                 weights = walk.scores(q, k, at, strips)
                 weights.sub_(walk.queries(norm, at).flatten(0, 1)).exp2_()
-                d_scores = _differentiate_softmax(walk, weights, grads, values, dropped=seed is not None)
-                walk.add_keys(dv, walk.matmul("d_keys", walk.lower("weights", weights).mT, grads), at)
+                d_scores, weights = _differentiate_softmax(walk, weights, grads, values, dropped=seed is not None)
+                walk.add_keys(dv, walk.matmul("d_keys", weights.mT, grads), at)
                 if bias is not None:
                     walk.add_offsets(d_offsets, d_scores, at, strips)
                 scores_low = walk.lower("d_scores", d_scores)
@@ -404,17 +408,19 @@ def _differentiate_alone(
         return d_query, d_key, d_value, d_bias
 
 
-def _differentiate_softmax(walk: _Walk, weights: Tensor, grads: Tensor, values: Tensor, *, dropped: bool) -> Tensor:
-    """Return the gradient of a batch's scores; apply the dropout mask to its weights in place."""
+def _differentiate_softmax(
+    walk: _Walk, weights: Tensor, grads: Tensor, values: Tensor, *, dropped: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a batch's scores, and its weights after dropout for products."""
     d_weights = walk.matmul("d_weights", grads, values.mT)
+    keep = walk.keep(d_weights) if dropped else None
+    if keep is not None:
+        _drop(d_weights, keep)
     d_scores = walk.scratch("d_scores", d_weights.shape, walk.wide)
-    keep = walk.keep(weights) if dropped else None
-    if keep is not None:
-        d_weights = torch.mul(d_weights, keep, out=d_scores)
-    torch._softmax_backward_data(d_weights.to(walk.wide), weights, -1, walk.wide, grad_input=d_scores)
-    if keep is not None:
-        weights.mul_(keep)
-    return d_scores
+    wide = walk.widen("d_scores", d_weights)
+    torch._softmax_backward_data(wide, weights, -1, walk.wide, grad_input=d_scores)
+    weights = walk.lower("weights", weights)
+    return d_scores, weights if keep is None else _drop(weights, keep)
 
 
 def backward(

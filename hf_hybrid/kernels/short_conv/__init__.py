@@ -103,11 +103,11 @@ def short_conv(
     if exports_to_onnx():
         return reference.short_conv(u, kernel, bias, causal=causal, activation=activation, state=state)
     if u.shape[1] == 1 and state is not None and cu_seqlens is None and not forces_triton(backend):
-        y = torch_impl.one_token(torch.cat([state, u], dim=1), kernel, bias, activation == "silu")
-    else:
-        ahead = 0 if causal else past // 2
-        before = state if past else None
-        y = op.short_conv(u, kernel, bias, before, cu_seqlens, ahead, activation == "silu", backend)
+        inputs = torch.cat([state, u], dim=1)
+        after = inputs[:, 1:].clone(memory_format=torch.contiguous_format)
+        return torch_impl.one_token(inputs, kernel, bias, activation == "silu"), after
+    ahead = 0 if causal else past // 2
+    y = op.short_conv(u, kernel, bias, state if past else None, cu_seqlens, ahead, activation == "silu", backend)
     return y, _last_inputs(u, past, state, cu_seqlens) if causal else None
 
 

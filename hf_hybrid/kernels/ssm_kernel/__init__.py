@@ -24,6 +24,7 @@ from .discrete import (
     s4_state_response,
     s4_step,
     s4_step_constants,
+    s4_step_states,
 )
 from .exported import discretize_pairs, ssm_taps
 from .hippo import diagonalize_legs, dplr_legs, hippo_legs
@@ -60,6 +61,7 @@ __all__ = [
     "s4_state_response",
     "s4_step",
     "s4_step_constants",
+    "s4_step_states",
     "s4_window_states",
     "s4d_block_powers",
     "s4d_final_state",

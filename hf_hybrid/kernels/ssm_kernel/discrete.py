@@ -105,6 +105,23 @@ def s4_step(state: Tensor, u: Tensor, C: Tensor, step: S4Step) -> tuple[Tensor, 
     return 2 * (C * state[:, None]).sum(-1).real, state
 
 
+def s4_step_states(u: Tensor, step: S4Step) -> Tensor:
+    """Return the state after the last token of `u`, token by token: O(T N) multiplications per channel, no powers.
+
+    Args:
+        u: `(B, T, H)`, T > 0.
+        step: From `s4_step_constants`, in the state's dtype.
+
+    Returns:
+        `(B, H, M)`, complex.
+    """
+    inputs = u.to(step.input.real.dtype)[..., None]
+    state = step.input * inputs[:, 0]
+    for token in inputs.unbind(1)[1:]:
+        state = step.decay * state + step.column * two_re(step.row * state) + step.input * token
+    return state
+
+
 def s4_output(state: Tensor, C: Tensor) -> Tensor:
     """Read states by all output filters, ``2 Re C_c x``, in one product over real coordinates.
 

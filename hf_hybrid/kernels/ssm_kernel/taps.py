@@ -58,6 +58,5 @@ def taps(C: Tensor, B: Tensor, P: Tensor, w: Tensor, dt: Tensor, length: int, al
             Ct, rate = recomputed(truncated, C[:, part], *system, length)
             parts.append(op.s4_cauchy(Ct, *system[:3], rate, length, numbers, out_dtype, backend))
         else:
-            wide = two_level_kernel(C[:, part], recomputed(s4_step_constants, *system), length)
-            parts.append(wide.to(out_dtype))
+            parts.append(two_level_kernel(C[:, part], recomputed(s4_step_constants, *system), length))
     return torch.cat(parts, dim=1)

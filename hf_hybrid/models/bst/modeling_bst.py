@@ -20,6 +20,7 @@ from ...kernels.packed import longest
 from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
 from ...layers.relative_position import RelativePositionBias
+from ..checkpointing import CheckpointingMixin
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
 from ..heads import (
@@ -30,7 +31,7 @@ from ..heads import (
 )
 from ..inputs import embed_inputs, make_embedding
 from ..local_attention import LocalSelfAttention, init_shared, make_feed_forward
-from ..masks import first_kept
+from ..masks import check_covers, first_kept, mask_so_far
 from ..packing import take_bounds, take_shards
 from ..state_cache import SlidingStateCacheLayer, state_layer
 from .configuration_bst import BstConfig
@@ -81,7 +82,8 @@ class BstLayer(GradientCheckpointingLayer):
         cached = None
         if self.context is not None and past_key_values is not None:
             cached = state_layer(past_key_values, self.layer_idx, SlidingStateCacheLayer)
-            cached.sliding_window = self.config.sliding_window
+            if not cached.is_initialized:
+                cached.sliding_window = self.config.sliding_window
         normed = self.attention_norm(hidden_states)
         mixed, _ = self.attention(
             normed,
@@ -106,7 +108,7 @@ class BstLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
-class BstPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, PreTrainedModel):
+class BstPreTrainedModel(ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, PreTrainedModel):
     """Base class of all Block-State Transformers."""
 
     config: BstConfig
@@ -186,13 +188,10 @@ class BstModel(BstPreTrainedModel):
         shards: Shards | None,
     ) -> Span:
         """Return the span of the next tokens; with a shift and an attention mask, this waits for the device."""
-        batch, length = inputs.shape[:2]
         past = 0 if cache is None or not self.config.bst_layers else cache.get_seq_length(self.config.bst_layers[0])
-        if attention_mask is not None and self.config.bst_layers and attention_mask.shape != (batch, past + length):
-            raise ValueError(
-                f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so far; "
-                f"got {tuple(attention_mask.shape)}"
-            )
+        if attention_mask is not None and self.config.bst_layers:
+            check_covers(attention_mask, inputs, past)
+        attention_mask = mask_so_far(attention_mask, inputs, cache)
         limit = self.config.filter_length
         tokens = longest(inputs, cu_seqlens) if shards is None else shards.longest
         unstructured = self.config.bst_layers and self.config.context_filter == "unstructured"
@@ -212,7 +211,7 @@ class BstModel(BstPreTrainedModel):
                     f"got {self.config.context_shift!r}"
                 )
             if past:
-                starts = [past] * batch if first is None else [past - index for index in first.tolist()]
+                starts = [past] * inputs.shape[0] if first is None else [past - index for index in first.tolist()]
             elif first is not None and not (first.is_meta or torch.compiler.is_compiling()) and not first.any():
                 first = None  # the common case needs no index
         return Span(attention_mask, past, first, starts, cu_seqlens, shards)
@@ -223,6 +222,11 @@ class BstForCausalLM(CausalLMForward, HybridGenerationMixin, BstPreTrainedModel)
 
     With `adaptive_cutoffs` the logits are log-probabilities, and None in training with labels.
     """
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:
+        """Whether one graph serves all decoding steps; with a shift, some of them renew the states of a window."""
+        return not self.config.bst_layers or self.config.context_shift == "none"
 
     def __init__(self, config: BstConfig):
         super().__init__(config)

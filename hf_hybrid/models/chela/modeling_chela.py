@@ -25,6 +25,7 @@ from ...layers.feed_forward import FeedForward
 from ...layers.long_conv import ShortLongConv
 from ...layers.norms import ScaleNorm, apply_norm, make_norm
 from ...layers.state_space import StateSpaceLayer
+from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length
 from ..description import ModelCardMixin
 from ..generation import HybridGenerationMixin
@@ -39,6 +40,7 @@ from ..heads import (
     as_decoder,
 )
 from ..inputs import RealValuesMixin, check_reads_tokens
+from ..masks import check_covers, without_padding
 from ..packing import take_bounds, take_shards
 from ..state_cache import state_layer
 from .configuration_chela import ChelaConfig
@@ -91,7 +93,7 @@ class ChelaLayer(GradientCheckpointingLayer):
         return apply_norm(self.feed_forward_norm, hidden_states, attention_mask, shards)
 
 
-class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
+class ChelaPreTrainedModel(ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
     """Base class of all CHELA models."""
 
     config: ChelaConfig
@@ -102,6 +104,11 @@ class ChelaPreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["mixer"]
     _can_record_outputs = {"hidden_states": ChelaLayer}
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:
+        """Whether one graph serves all decoding steps; Laplace attention keeps more keys after each."""
+        return self.config.attention_fn != "laplace"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -197,14 +204,12 @@ class ChelaModel(ChelaPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         kept = None
         if attention_mask is not None:
-            batch, length, _ = inputs_embeds.shape
+            length = inputs_embeds.shape[1]
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            if attention_mask.shape not in ((batch, length), (batch, past + length)):
-                raise ValueError(
-                    f"attention_mask must be of shape (batch, length) = {(batch, past + length)}, for all tokens so "
-                    f"far, or {(batch, length)}; got {tuple(attention_mask.shape)}"
-                )
+            check_covers(attention_mask, inputs_embeds, past, or_new_alone=True)
             kept = attention_mask[:, -length:].to(torch.bool)
+            if length == 1:
+                kept = without_padding(kept)
         hidden_states = self.dropout(inputs_embeds)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
@@ -21,7 +20,8 @@ from ...layers.s4 import S4
 from ...layers.s4d import S4D
 from ...layers.s5 import S5
 from ...layers.state_space import StateSpaceLayer
-from ..local_attention import LocalSelfAttention, eager_attention_forward, make_feed_forward
+from ..dense_attention import choose_attention
+from ..local_attention import LocalSelfAttention, make_feed_forward
 from ..state_cache import decoder_cache
 from .configuration_spade import SpadeConfig
 
@@ -113,7 +113,7 @@ class SpadeCrossAttention(nn.Module):
             if past_key_values is not None:
                 key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
                 past_key_values.is_updated[self.layer_idx] = True
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = choose_attention(self.config, query, attention_mask, dropout)
         output, probabilities = attend(
             self,
             query,

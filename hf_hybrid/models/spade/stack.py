@@ -20,19 +20,20 @@ from ...context_parallel import Shards, own_positions
 from ...kernels.packed import longest
 from ...layers.dropout import Dropout
 from ...layers.norms import make_norm
+from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length
 from ..description import ModelCardMixin
 from ..heads import StateSpaceModelMixin
 from ..inputs import RealValuesMixin
 from ..local_attention import LocalSelfAttention, init_shared, make_bias_table
-from ..masks import additive_mask, kept_pairs
+from ..masks import additive_mask, kept_pairs, mask_so_far, without_padding
 from ..packing import row_starts, take_bounds, take_shards
 from .configuration_spade import SpadeConfig
 from .conversion_spade import start_from_t5
 from .layer import SpadeCrossAttention, SpadeLayer
 
 
-class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
+class SpadePreTrainedModel(ModelCardMixin, CheckpointingMixin, StateSpaceModelMixin, RealValuesMixin, PreTrainedModel):
     """Base class of all SPADE models."""
 
     config: SpadeConfig
@@ -43,12 +44,16 @@ class SpadePreTrainedModel(ModelCardMixin, StateSpaceModelMixin, RealValuesMixin
     _skip_keys_device_placement = ["past_key_values", "bias_table"]  # a shared table stays on its device
     _keep_in_fp32_modules_strict = ["ssm"]
     _supports_sdpa = True
-    _can_compile_fullgraph = True  # also a decoding step, with a static cache
     _can_record_outputs = {
         "hidden_states": SpadeLayer,
         "attentions": OutputRecorder(LocalSelfAttention, index=1),
         "cross_attentions": OutputRecorder(SpadeCrossAttention, index=1),
     }
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:
+        """Whether one graph serves a forward, and a decoding step with a static cache; dynamo knows no LSTM."""
+        return self.config.ssm_type != "lstm"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -161,20 +166,20 @@ class SpadeStack(SpadePreTrainedModel):
         cu_seqlens = None if shards else take_bounds(kwargs, inputs_embeds, attention_mask, past_key_values)
         if self.config.is_decoder and use_cache and past_key_values is None and cu_seqlens is None and shards is None:
             past_key_values = DynamicCache(config=self.config)
-        has_cross_attention = self.config.is_decoder and self.config.is_encoder_decoder
-        if has_cross_attention and not isinstance(past_key_values, EncoderDecoderCache | None):
+        attention_mask = mask_so_far(attention_mask, inputs_embeds, past_key_values)
+        if self.config.is_encoder_decoder and not isinstance(past_key_values, EncoderDecoderCache | None):
             past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            hidden_states = hidden_states + self._positions(inputs_embeds, past, attention_mask, cu_seqlens, shards)
+            hidden_states = self._add_positions(hidden_states, past_key_values, attention_mask, cu_seqlens, shards)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
 
         if encoder_attention_mask is not None and kwargs.get("source_shards") is None:
-            encoder_attention_mask = self._cross_attention_mask(encoder_attention_mask, hidden_states)
+            masked = (encoder_attention_mask, hidden_states, encoder_hidden_states)
+            encoder_attention_mask = self._cross_attention_mask(*masked)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer for an early exit in generation
             hidden_states = layer(
                 hidden_states,
@@ -198,8 +203,18 @@ class SpadeStack(SpadePreTrainedModel):
         )
 
     @staticmethod
-    def _cross_attention_mask(attention_mask: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the additive mask of cross-attention, `(B, 1, 1 or T, S)`."""
+    def _cross_attention_mask(
+        attention_mask: torch.Tensor, hidden_states: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the additive mask of cross-attention, `(B, 1, 1 or T, S)`; None for a token that sees all."""
+        shape = None if source is None else tuple(source.shape[:2])
+        if shape is not None and attention_mask.dim() == 2 and attention_mask.shape != shape:
+            raise ValueError(
+                f"attention_mask must be of shape (batch, length) = {shape}, like the encoder's output; "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        if hidden_states.shape[1] == 1 and without_padding(attention_mask) is None:
+            return None
         kept = kept_pairs(attention_mask)
         if kept.shape[2] not in (1, hidden_states.shape[1]):
             raise ValueError(
@@ -208,15 +223,16 @@ class SpadeStack(SpadePreTrainedModel):
             )
         return additive_mask(kept, None, hidden_states.dtype, hidden_states.device)
 
-    def _positions(
+    def _add_positions(
         self,
         hidden_states: torch.Tensor,
-        past: int,
+        past_key_values: Cache | None,
         attention_mask: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         shards: Shards | None,
     ) -> torch.Tensor:
-        """Return absolute position embeddings `(B or 1, T, D)`, counted from each sequence's first kept token."""
+        """Add absolute position embeddings to `(B, T, D)`, counted from each sequence's first kept token."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = longest(hidden_states, cu_seqlens) if shards is None else shards.longest
         traced = torch.compiler.is_exporting() and isinstance(past, torch.Tensor)  # then nobody knows its value
         if not traced and past + length > self.config.max_decoder_position_embeddings:
@@ -233,4 +249,4 @@ class SpadeStack(SpadePreTrainedModel):
             positions = torch.arange(hidden_states.shape[1], device=self.embed_positions.weight.device)[None] + past
             if cu_seqlens is not None:
                 positions = positions - row_starts(cu_seqlens, hidden_states.shape[:2])
-        return self.embed_positions(positions)
+        return hidden_states + self.embed_positions(positions)

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length, check_not_empty
 from ..description import ModelCardMixin
 from ..generation import NoContinuousBatching
@@ -32,7 +33,7 @@ from .cross_attention import RAF, RecurrentGate, SegmentedCrossAttention
 from .segments import Reading, SegmentCache, cut
 
 
-class SegmentedPreTrainedModel(ModelCardMixin):
+class SegmentedPreTrainedModel(ModelCardMixin, CheckpointingMixin):
     """Mixin for all models: initialises the parameters that SRformer adds."""
 
     _supports_context_parallel = False
@@ -130,25 +131,18 @@ class SegmentedDecoder(SegmentedPreTrainedModel):
         if horizon is not None and (not isinstance(horizon, int) or horizon < 1):
             raise ValueError(f"decoder_horizon must be a positive integer; got {horizon}")
         cache = None if past_key_values is None else self._segment_cache(past_key_values, horizon)
+        batch, length = inputs.shape[:2]
+        place = {"batch": batch, "heads": self.cross_attention_heads, "device": inputs.device}
+        past = cached_length(past_key_values)
         if cache is not None:
-            segments, documents = cache.segments, cache.documents
-            if cache.rows not in (None, inputs.shape[0]):
+            if cache.rows not in (None, batch):
                 raise ValueError(
-                    f"decoder inputs must have as many rows as past_key_values, {cache.rows}; got {inputs.shape[0]}"
+                    f"decoder inputs must have as many rows as past_key_values, {cache.rows}; got {batch}"
                 )
-        else:
-            documents = self._documents(inputs, source)
-            segments, source = cut(self.config, source, attention_mask, horizon or self.config.decoder_horizon)
-        reading = Reading(
-            segments,
-            inputs.shape[1],
-            past=cached_length(past_key_values),
-            batch=inputs.shape[0],
-            heads=self.cross_attention_heads,
-            documents=documents,
-            device=inputs.device,
-        )
-        return reading, source
+            return cache.reading(length, past=past, **place), source
+        documents = self._documents(inputs, source)
+        segments, source = cut(self.config, source, attention_mask, horizon or self.config.decoder_horizon)
+        return Reading(segments, length, past=past, documents=documents, **place), source
 
     @staticmethod
     def _documents(inputs: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:

@@ -66,6 +66,14 @@ class Segments:
         segments = torch.minimum(positions * counts // self.horizon, counts - 1)
         return torch.where(counts <= self.horizon, segments, positions.clamp_max(self.horizon))
 
+    def numbers_at(self, position: int) -> tuple[int, ...] | None:
+        """Return `slots_at` a position as numbers, of each document or of all; None if the host would have to wait."""
+        if self.counts is not None and self.counts.device.type != "cpu":
+            return None
+        counts = [self.number] if self.counts is None else self.counts.tolist()
+        last = min(position, self.horizon)
+        return tuple(min(position * m // self.horizon, m - 1) if m <= self.horizon else last for m in counts)
+
 
 def cut(
     config: PreTrainedConfig, states: torch.Tensor, attention_mask: torch.Tensor | None, horizon: int
@@ -337,6 +345,34 @@ class SegmentCache(DynamicCache):
         super().__init__()
         self.segments: Segments | None = segments
         self.documents = documents
+        self._last: tuple[tuple, Reading] | None = None
+
+    def __getstate__(self) -> dict:
+        return {**vars(self), "_last": None}
+
+    def reading(
+        self, length: int, *, past: int | torch.Tensor, batch: int, heads: int, device: torch.device
+    ) -> Reading:
+        """Return the reading of tokens after the documents are cached; its arguments are those of `Reading`.
+
+        Steps that read the slots of the step before share its reading.
+        """
+
+        def make() -> Reading:
+            return Reading(
+                self.segments, length, past=past, batch=batch, heads=heads, documents=self.documents, device=device
+            )
+
+        if length > 1 or not isinstance(past, int) or past == 0 or torch.compiler.is_compiling():
+            return make()
+        slots = self.segments.numbers_at(past)
+        if slots is None:
+            return make()
+        key = (slots, batch, heads, device)
+        if self._last is None or self._last[0] != key or self._last[1].documents is not self.documents:
+            with torch.inference_mode(False):  # a step that records a gradient may use it later
+                self._last = key, make()
+        return self._last[1]
 
     def keep(self, layer_idx: int, memory: SegmentMemory) -> None:
         """Store the memory of one layer."""
@@ -379,4 +415,4 @@ class SegmentCache(DynamicCache):
     def reset(self) -> None:
         """Forget the documents."""
         self.layers.clear()
-        self.segments = self.documents = None
+        self.segments = self.documents = self._last = None

@@ -11,6 +11,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.utils.import_utils import is_in_notebook
 
+from hf_hybrid.models.checkpointing import check_saved
 from hf_hybrid.training.flags.checks import check_not_negative_flags, check_positive_flags, flag
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class ScriptTrainingArguments(TrainingArguments):
             accelerator_config: Any = self.accelerator_config
             accelerator_config.dispatch_batches = False
         self._check_reporting()
+        self._check_checkpointing()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # there is no device to copy to
             if self.fp16:
@@ -117,6 +119,17 @@ class ScriptTrainingArguments(TrainingArguments):
             is_available = getattr(integration_utils, f"is_{name.removesuffix('_ml')}_available", None)
             if is_available is not None and not is_available():
                 raise ValueError(f"--report_to {name}: {name} is not installed; install it, or give --report_to none")
+
+    def _check_checkpointing(self) -> None:
+        options = self.activation_checkpointing_kwargs or {}
+        if not isinstance(options, dict):
+            raise ValueError(
+                '--activation_checkpointing_kwargs must be a JSON object, such as \'{"save": "products"}\'; '
+                f"got {options!r}"
+            )
+        check_saved("--activation_checkpointing_kwargs", options)
+        if "save" in options and not self.activation_checkpointing:
+            raise ValueError("save in --activation_checkpointing_kwargs needs --activation_checkpointing")
 
     def _check_sequences_are_whole(self) -> None:
         launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"

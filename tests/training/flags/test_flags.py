@@ -49,6 +49,22 @@ REFUSED = {
     "unknown flag": (["--lerning_rate", "1"], ["--lerning_rate", "Did you mean 'learning_rate'?"]),
     "abbreviated flag": (["--max_source", "5"], ["--max_source", "Did you mean 'max_source_length'?"]),
     "stray value": (["--seed", "1", "2"], ["'2'", "--flag"]),
+    "kept activations": (
+        ["--activation_checkpointing_kwargs", '{"save": "product"}'],
+        ["save in --activation_checkpointing_kwargs", "operations, products; got 'product'. Did you mean 'products'?"],
+    ),
+    "kept activations of no checkpoints": (
+        ["--activation_checkpointing_kwargs", '{"save": "products"}'],
+        ["save in --activation_checkpointing_kwargs needs --activation_checkpointing"],
+    ),
+    "kept activations of another model": (
+        ["--activation_checkpointing", "--activation_checkpointing_kwargs", '{"save": "products"}'],
+        ["save in --activation_checkpointing_kwargs", "left out with t5"],
+    ),
+    "kept activations without JSON": (
+        ["--activation_checkpointing_kwargs", "products"],
+        ["--activation_checkpointing_kwargs must be a JSON object", "got 'products'"],
+    ),
     "strategy": (["--eval_strategy", "step"], ["--eval_strategy", "'step'", "Did you mean 'steps'?"]),
     "dtype": (["--dtype", "float31"], ["--dtype", "float32", "float31"]),
     "model type": (["--model_type", "spad"], ["--model_type", "spad", "Did you mean 'spade'?"]),

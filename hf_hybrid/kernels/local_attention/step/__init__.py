@@ -38,7 +38,8 @@ def local_attention_step(
     o = sum_{j in N(t)} softmax_j(scale * q.k[j] + b[j - t]) v[j],  t = query_start
 
     with the N(t) of `hf_hybrid.kernels.local_attention`, restricted to kept keys j <= t, or j < t. Triton reads only
-    the visible keys, with any strides and without copies; torch reads all S keys.
+    the visible keys, with any strides and without copies. So does torch without a mask, if both positions are ints;
+    otherwise it reads all S keys.
 
     Args:
         query: `(B, 1, H, K)`, float64, float32, bfloat16 or float16.

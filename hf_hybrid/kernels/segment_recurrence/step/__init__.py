@@ -61,16 +61,21 @@ def segment_step(
     differentiated = needs_gradient("segment_step", backend, query, key, value, state, norm, sigma)
     if not differentiated and may_run_triton(backend, query):
         return op.segment_step(query, key, value, state, index, visible, norm, documents, sigma, float(scale), backend)
-    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+    arguments = query, key, value, state, index, visible, norm, documents, sigma, scale
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch_impl.forward(*arguments)
+    try:
+        return torch_impl.forward(*arguments)
+    except IndexError:  # on a CPU torch looks; a GPU asserts
         kept = next(x for x in (key, state) if x is not None)
         _check_within("index", index, kept.shape[:3].numel())
         if norm is not None:
             _check_within("documents", documents, norm.shape[0])
-    return torch_impl.forward(query, key, value, state, index, visible, norm, documents, sigma, scale)
+        raise
 
 
 def _check_within(name: str, index: Tensor | None, size: int) -> None:
-    """Raise ValueError for an index out of range on a CPU, where reading them is cheap; a GPU asserts."""
+    """Raise ValueError for an index out of range."""
     if index is None or index.numel() == 0:
         return
     first, last = (x.item() for x in index.aminmax())

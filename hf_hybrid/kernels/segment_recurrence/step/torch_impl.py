@@ -6,8 +6,7 @@ dim.
 
 import torch
 from torch import Tensor
-
-from ...precision import compute_dtype
+from torch.nn import functional as F
 
 
 def forward(
@@ -27,20 +26,22 @@ def forward(
     q = (query if scale == 1 else query * scale)[:, :, None]
 
     def read(x: Tensor) -> Tensor:
-        return x.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape)
+        """Return the slots of all rows and heads, `(B H, ...)`."""
+        return x.flatten(0, 2).index_select(0, flat)
 
     segmented = recurrent = None
     if key is not None and value is not None:
-        scores = torch.matmul(q, read(key).mT)
-        hidden = None if visible is None else visible.logical_not()[:, None, None]
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(-1, dtype=compute_dtype(scores)).to(value.dtype)
-        if hidden is not None:
-            weights = weights.masked_fill(hidden, 0)  # a segment may have no visible key
-        segmented = torch.matmul(weights, read(value))
+        keys, values = (read(x).unflatten(0, index.shape) for x in (key, value))
+        if visible is None:
+            segmented = F.scaled_dot_product_attention(q, keys, values, scale=1.0)
+        else:
+            lowest = torch.finfo(q.dtype).min
+            mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, lowest)[:, None, None]
+            segmented = F.scaled_dot_product_attention(q, keys, values, mask, scale=1.0)
+            # a segment may have no visible key, and then a mean instead of NaN
+            segmented = segmented.masked_fill(~visible.any(1)[:, None, None, None], 0)
     if state is not None:
-        recurrent = torch.matmul(q, read(state))
+        recurrent = torch.bmm(q.flatten(0, 1), read(state)).unflatten(0, index.shape)
         if norm is not None:
             recurrent = recurrent / (norm if documents is None else norm.index_select(0, documents))
     if segmented is None or recurrent is None:

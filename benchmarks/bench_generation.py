@@ -1,0 +1,125 @@
+"""Measure the tokens that `generate` makes in a second at sizes where Python takes most of the time, on the CPU.
+
+Run it from the repository root::
+
+    python -m benchmarks.bench_generation --out benchmarks/results/generation_cpu.csv     # the kept record
+    python -m benchmarks.bench_generation --report benchmarks/results/generation_cpu.csv  # its table
+
+The models are those of `benchmarks.builders.SIZED`, each of ours beside a peer of equal width and depth; fp32, random
+weights, greedy, with an attention mask and without padding. Each row is measured in a process of its own, and the same
+command goes on where it was stopped. `benchmarks.bench_compare --tasks generate` compares two commits. The columns:
+
+- start: milliseconds of a call for one token: the prompt's or source's forward, and what `generate` prepares;
+- token: milliseconds of each further token, from the difference to a call for `TOKENS` more, the median of `REPEATS`;
+- operators: torch's operators that a token calls.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.bench_models import in_process, limit_memory, what_went_wrong
+from benchmarks.builders import SIZED, SIZES, build_sized
+from benchmarks.record import Row, command_line, conditions, fill, markdown_table
+from benchmarks.workloads import generation
+
+DEFAULT_OUT = Path("runs/bench/generation_cpu.csv")
+PROMPT, TOKENS, REPEATS = 64, 64, 7
+BATCHES = (1, 32)
+KEYS = ("size", "model", "batch")
+MEASURES = ("start_ms", "token_ms", "operators")
+PEERS = ("llama", "t5", "bart")
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def operators(call: Callable[[], object]) -> int:
+    """Return the number of operators that a call runs."""
+    with _Operators() as counted:
+        call()
+    return counted.count
+
+
+def measure(pipe: Connection, size: str, name: str, batch: int, threads: int) -> None:
+    """Send the columns of one cell."""
+    with what_went_wrong(pipe):
+        limit_memory(threads)
+        model = build_sized(name, size)
+        short, long = (generation(model, PROMPT, tokens, batch) for tokens in (1, 1 + TOKENS))
+        long()  # the first one allocates
+        few = generation(model, PROMPT, 5, batch)
+        pipe.send(("operators", (operators(few) - operators(short)) / 4))
+        spent: dict[str, list[float]] = {"start": [], "token": []}
+        for _ in range(REPEATS):
+            times = []
+            for call in (short, long):
+                start = time.perf_counter()
+                call()
+                times.append(1e3 * (time.perf_counter() - start))
+            spent["start"].append(times[0])
+            spent["token"].append((times[1] - times[0]) / TOKENS)
+        for what, values in spent.items():
+            pipe.send((f"{what}_ms", statistics.median(values)))
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure every cell that the file does not have, and return all rows."""
+
+    def sent(size: str, model: str, batch: int) -> list[tuple[str, Any]]:
+        return in_process(measure, (size, model, batch, arguments.threads), arguments.time_limit)
+
+    cells = itertools.product(arguments.sizes, arguments.models, arguments.batches)
+    return fill(arguments, KEYS, MEASURES, cells, sent)
+
+
+def report(rows: list[Row]) -> str:
+    """Return the table of a CSV's rows as Markdown."""
+    header = ["size", "model", "batch", "start, ms", "token, ms", "tokens/s", "of the peer's time", "operators"]
+    lines, peers = [], {}
+    for row in rows:
+        key = (row["size"], row["batch"])
+        keys = [row[name] for name in KEYS]
+        if row["outcome"] != "ok":
+            lines.append([*keys, *["-"] * 4, row["outcome"]])
+            continue
+        token = float(row["token_ms"])
+        if row["model"] in PEERS:
+            peers[key] = token
+        share = f"{token / peers[key]:.2f}" if key in peers else "-"
+        rate = f"{1e3 * int(row['batch']) / token:.0f}"
+        lines.append([*keys, row["start_ms"], row["token_ms"], rate, share, row["operators"]])
+    return f"{conditions(rows[0])}.\n\n{markdown_table(header, lines)}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's arguments."""
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES))
+    parser.add_argument("--models", nargs="+", choices=SIZED, default=SIZED)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=300.0, metavar="SECONDS", help="for one cell")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or print the table of an earlier run."""
+    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

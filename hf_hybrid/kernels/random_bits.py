@@ -1,10 +1,15 @@
-"""Which elements dropout keeps, from words of random bits: on a CPU much faster than numbers drawn one by one."""
+"""How fine dropout's probability is, and what it keeps on a CPU, from words of random bits: faster than numbers alone."""
 
 import torch
 from torch import Tensor
 
 LEVELS = 2**16
 """Of the random numbers: each element has 16 bits."""
+
+
+def dropped_levels(dropout: float) -> int:
+    """Return how many of the `LEVELS` drop an element, never all: a probability below 1 in steps of 2**-16."""
+    return min(round(dropout * LEVELS), LEVELS - 1)
 
 
 def draw_kept(words: Tensor, count: int, dropped: int, generator: torch.Generator) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.precision import compute_dtype, full_precision, operand_dtype
-from ..kernels.random_bits import LEVELS, draw_kept
+from ..kernels.random_bits import LEVELS, draw_kept, dropped_levels
 
 _SCORES = 2**19
 """Scores of a block, small enough for a CPU's cache."""
@@ -51,8 +51,7 @@ def full_attention(
     """
     assert attention_mask is None or not attention_mask.requires_grad
     seed = torch.randint(2**63 - 1, ())
-    dropped = min(round(dropout * LEVELS), LEVELS - 1)
-    output: Tensor = _attention(query, key, value, attention_mask, seed, scale, dropped)[0]
+    output: Tensor = _attention(query, key, value, attention_mask, seed, scale, dropped_levels(dropout))[0]
     return output
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..packed import run_each
 from ..precision import compute_dtype, full_precision, operand_dtype
+from ..random_bits import LEVELS, dropped_levels
 from .settings import Settings
 
 _LOG2E = 1.4426950408889634
@@ -146,8 +147,8 @@ class _Walk:
         self.strips_at_once = max(1, self.budget // largest)
         if seed is not None:
             # Probabilities in steps of 2**-16; dividing by the rounded one keeps the expectation exact.
-            self.dropped = min(round(dropout * 2**16), 2**16 - 1)
-            self.keep_rate = 1 - self.dropped / 2**16
+            self.dropped = dropped_levels(dropout)
+            self.keep_rate = 1 - self.dropped / LEVELS
             self.generator = torch.Generator().manual_seed(int(seed))
             one = max(blocks.rows * blocks.span for blocks in self.blocks)
             most = max(one, min(self.budget, self.batch * self.heads * largest))
@@ -268,7 +269,7 @@ class _Walk:
         words = torch.bitwise_xor(self.table[:count], flip, out=self.scratch("words", (count,), torch.int32))
         words.mul_(factor | 1)
         words.add_(torch.bitwise_right_shift(words, 16, out=self.scratch("high words", (count,), torch.int32)))
-        keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - 2**15).view_as(like)
+        keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - LEVELS // 2).view_as(like)
         if like.dtype.itemsize == 2:
             return keep.neg_()  # all bits of a number, or none
         return self.scratch("keep", like.shape, like.dtype).copy_(keep)

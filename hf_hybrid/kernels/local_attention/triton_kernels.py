@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..launching import Configuration, blocks, capability_of, launch, like_hopper, tuned
 from ..packed import span_arguments
+from ..random_bits import LEVELS, dropped_levels
 from ..triton_kernels import LOG2E, NOTHING, interpreted, tokens_of_span, why_not_heads
 from .settings import Settings
 
@@ -456,7 +457,7 @@ class _Call:
         self.first_column = whole - self.reach
         self.tables: dict[int, tuple[int, dict[str, Any]]] = {}
         self.mask = mask
-        dropped = min(round(dropout * 2**16), 2**16 - 1)
+        dropped = dropped_levels(dropout)
         narrow = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and not interpreted())
         self.arguments: dict[str, Any] = {
             "q": query.contiguous(),
@@ -476,7 +477,7 @@ class _Call:
             "COLUMNS": 0 if bias is None else bias.shape[1],
             "DROPPED": dropped,
             "SCALE": float(scale),
-            "KEEP_RATE": 1 - dropped / 2**16,
+            "KEEP_RATE": 1 - dropped / LEVELS,
             "K": self.width,
             "V": self.value_width,
             "FLOAT32": not narrow,

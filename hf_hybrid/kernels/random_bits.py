@@ -1,4 +1,4 @@
-"""How fine dropout's probability is, and what it keeps on a CPU, from words of random bits: faster than numbers alone."""
+"""How fine the probability of dropout is, and what it keeps on a CPU: words of random bits, not one number each."""
 
 import torch
 from torch import Tensor

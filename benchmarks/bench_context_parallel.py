@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import hf_hybrid
+from benchmarks.workloads import Stored
 from hf_hybrid.context_parallel import Sent, Shards, context_parallel, count_sent, own_part
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 64}
@@ -39,32 +40,6 @@ PROCESSES, TARGETS = 8, 512
 MATMULS = 400e12  # operations per second: 40% of what NVIDIA states for an H100 in bfloat16, dense
 LINKS = {"NVLink": 450e9, "200 Gb/s": 25e9}  # bytes per second of a GPU in one direction: fourth generation; a network
 LATENCY = 20e-6  # seconds
-
-
-class Stored:
-    """Counts the storages that autograd keeps inside a ``with`` block, but for those of some tensors."""
-
-    def __init__(self, *others: torch.Tensor):
-        self.bytes = 0
-        self._seen = {x.untyped_storage().data_ptr() for x in others}
-        self._kept: list[torch.Tensor] = []  # so that no address is used twice
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
-
-    def _pack(self, x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self._kept.append(x.detach())
-            self.bytes += storage.nbytes()
-        return x
-
-    def __enter__(self) -> "Stored":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-        self._kept.clear()
 
 
 def resident(name: str) -> int:

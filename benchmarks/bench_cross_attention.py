@@ -14,7 +14,8 @@ alternate at each length; `benchmarks.bench_models` describes how peak memory is
   output and with cached keys, values and states. The target advances token by token, so SRformer reads one segment
   after another. "preparation" is the work before the first token, including the projections of keys and values.
 - training: forward and backward of one layer's cross-attention from given queries, keys and values, without
-  projections, for one document; targets of 512 tokens.
+  projections, for one document; targets of 512 tokens. Bytes kept for the backward are counted storage by storage,
+  without parameters and without these inputs, and divided by the document's tokens.
 - a training step: peak memory of complete BART models, two layers of that width on each side, 128 target tokens.
 
 The counts of multiply-adds and bytes follow the equations, for one layer and document in 4-byte numbers, forward only;
@@ -34,6 +35,7 @@ import torch
 
 from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
 from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
+from benchmarks.workloads import Stored
 
 WIDTH, HEADS, HEAD_DIM, SEGMENT = 512, 8, 64, 64
 DECODED, BATCH = 128, 8  # tokens of a decoded target, documents
@@ -45,7 +47,7 @@ MODES = ("full", "segmented", "sr")
 DEFAULT_OUT = Path("runs/bench/cross_attention_cpu.csv")
 # fmt: off
 COUNTED = ("training_multiply_adds", "training_bytes", "decoding_multiply_adds", "decoding_bytes")
-MEASURES = ("token_s", "preparation_s", "training_s", "training_peak_mib", "step_s", "step_peak_mib")
+MEASURES = ("token_s", "preparation_s", "training_s", "training_peak_mib", "kept_bytes", "step_s", "step_peak_mib")
 COLUMNS = (
     "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "mode", "length", *COUNTED, *MEASURES,
     "outcome",
@@ -150,7 +152,7 @@ def measure_decoding(pipe: Connection, mode: str, length: int, threads: int) -> 
 
 
 def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> None:
-    """Send the seconds of a layer's cross-attention, forward and backward, and its peak memory in MiB."""
+    """Send the seconds of a layer's cross-attention, forward and backward, its peak memory in MiB, and bytes kept."""
     from hf_hybrid.models.srformer.segments import Reading, cut
 
     with what_went_wrong(pipe):
@@ -163,16 +165,19 @@ def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> 
         source = torch.randn(1, length, WIDTH, requires_grad=True)
         grad = torch.randn(1, TRAINED, WIDTH)
 
-        def step(count: int) -> float:
-            hidden.grad = source.grad = None
-            start = time.perf_counter()
+        def attend(count: int) -> torch.Tensor:
             more, read = {}, source[:, :count]
             if mode != "full":
                 segments, read = cut(attention.config, read, None, TRAINED)
                 more["reading"] = Reading(
                     segments, TRAINED, past=0, batch=1, heads=HEADS, documents=None, device=read.device
                 )
-            attention(hidden, key_value_states=read, **more)[0].backward(grad)
+            return attention(hidden, key_value_states=read, **more)[0]
+
+        def step(count: int) -> float:
+            hidden.grad = source.grad = None
+            start = time.perf_counter()
+            attend(count).backward(grad)
             return time.perf_counter() - start
 
         step(64)
@@ -181,6 +186,9 @@ def measure_training(pipe: Connection, mode: str, length: int, threads: int) -> 
         pipe.send(("training_peak_mib", memory("VmHWM") - idle))
         for _ in range(5):
             pipe.send(("training_s", step(length)))
+        with Stored(hidden, source, *attention.parameters()) as stored:
+            attend(length)
+        pipe.send(("kept_bytes", stored.bytes / length))
 
 
 def measure_step(pipe: Connection, mode: str, length: int, threads: int) -> None:
@@ -247,7 +255,8 @@ def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
     for name in MEASURES:
         values = [float(value) for kind, value in found if kind == name]
         if values:
-            row[name] = f"{max(values):.0f}" if name.endswith("mib") else f"{statistics.median(values):.5g}"
+            whole = name.endswith("mib") or name == "kept_bytes"
+            row[name] = f"{max(values):.0f}" if whole else f"{statistics.median(values):.5g}"
     return row
 
 
@@ -281,6 +290,8 @@ def report(rows: list[Row]) -> str:
     table("decoding: milliseconds of preparation", "preparation_s", 0, 1e-3)
     table(f"training: milliseconds forward and backward, {TRAINED} target tokens", "training_s", 1, 1e-3)
     table("training: peak memory of it, MiB", "training_peak_mib", 0)
+    if any(row.get("kept_bytes") for row in rows):
+        table("training: bytes per token of the document kept for the backward", "kept_bytes", 0)
     table("a whole model's training step: seconds", "step_s", 2)
     table("a whole model's training step: peak memory, MiB", "step_peak_mib", 0)
     return "\n\n".join(parts)

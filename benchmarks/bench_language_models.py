@@ -17,7 +17,8 @@ is counted for the floor. A cell yields:
 
 - training: forward and backward of one sequence, "bf16" under autocast. Ours compute the loss alone (`skip_logits`),
   as the scripts do; the peers have no such thing and hold the logits. The first step at a length is reported apart
-  from the later ones, since a frozen state space model makes and caches its kernel there.
+  from the later ones, since a frozen state space model makes and caches its kernel there. Bytes kept for the backward
+  are counted storage by storage, without parameters, and divided by the tokens.
 - decoding: the time per token over 256 tokens after a prompt of that length, and the bytes of the cache; for "bf16"
   the model is cast.
 """
@@ -53,13 +54,13 @@ from benchmarks.bench_models import (
     what_went_wrong,
 )
 from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
-from benchmarks.workloads import decoding, held_mib
+from benchmarks.workloads import Stored, decoding, held_mib
 
 DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 WINDOW = 512
 DECODED = 256  # tokens
-MEASURES = ("first_step_s", "step_s", "peak_mib", "token_s", "cache_mib")
+MEASURES = ("first_step_s", "step_s", "peak_mib", "kept_bytes", "token_s", "cache_mib")
 # fmt: off
 COLUMNS = (
     "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "model", "precision", "length",
@@ -193,7 +194,7 @@ def count_flops(name: str, length: int) -> float | None:
 def measure_training(
     pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float
 ) -> None:
-    """Send the seconds of the first and of later steps at a length, and the peak memory in MiB."""
+    """Send the seconds of the first and of later steps at a length, the peak memory in MiB, and the bytes kept."""
     started = time.perf_counter()
     with what_went_wrong(pipe):
         limit_memory(threads)
@@ -202,12 +203,14 @@ def measure_training(
         pipe.send(("parameters", model.num_parameters()))
         options = {"use_cache": False} if name in PEERS else {"use_cache": False, "skip_logits": True}
 
+        def loss(count: int) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                return model(input_ids=tokens[:, :count], labels=tokens[:, :count], **options).loss
+
         def step(count: int) -> float:
             model.zero_grad(set_to_none=True)
             start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                loss = model(input_ids=tokens[:, :count], labels=tokens[:, :count], **options).loss
-            loss.backward()
+            loss(count).backward()
             return time.perf_counter() - start
 
         step(16)
@@ -220,6 +223,11 @@ def measure_training(
             if time.perf_counter() - started + first > deadline_s:
                 break
             pipe.send(("step_s", step(length)))
+        if time.perf_counter() - started + first > deadline_s:
+            return
+        with Stored(*model.parameters(), *model.buffers()) as stored:
+            loss(length)
+        pipe.send(("kept_bytes", stored.bytes / length))
 
 
 def measure_decoding(
@@ -274,7 +282,7 @@ def describe(
         values = [float(value) for kind, value in found if kind == name]
         if values:
             value = max(values) if name == "peak_mib" else statistics.median(values)
-            row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib") else f"{value:.5g}"
+            row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib", "kept_bytes") else f"{value:.5g}"
     if rate:
         row |= against_floor(flops, [float(value) for kind, value in found if kind == "step_s"], cell[2], rate)
     return row | {"outcome": bad[0] if bad else "ok"}
@@ -336,6 +344,9 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
 
     parts = growing("training: thousand tokens per second", "step_s", lambda s, value: f"{s / value / 1000:.2f}")
     parts += growing("training: peak memory over the idle process, MiB", "peak_mib", lambda _, value: f"{value:.0f}")
+    if any(row.get("kept_bytes") for row in rows):
+        title = "training: thousand bytes per token kept for the backward"
+        parts += growing(title, "kept_bytes", lambda _, value: f"{value / 1000:.1f}")
     if rates := [float(row["matmul_gflop_per_s"]) for row in rows if row.get("matmul_gflop_per_s")]:
         parts += [
             f"**{precision}, training: fraction of the floor (counted operations at {max(rates):.0f} GFLOP/s)**",

@@ -100,6 +100,32 @@ def generation(model: Any, length: int, tokens: int, batch: int = 1) -> Callable
     return run
 
 
+class Stored:
+    """Counts the storages that autograd keeps inside a ``with`` block, but for those of some tensors."""
+
+    def __init__(self, *others: torch.Tensor):
+        self.bytes = 0
+        self._seen = {x.untyped_storage().data_ptr() for x in others}
+        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._kept.append(x.detach())
+            self.bytes += storage.nbytes()
+        return x
+
+    def __enter__(self) -> "Stored":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        self._kept.clear()
+
+
 def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor that a transformers cache holds."""
     if isinstance(cache, EncoderDecoderCache):

@@ -1,7 +1,14 @@
-"""The position-wise feed-forward network, plain or gated."""
+"""The position-wise feed-forward network, plain or gated, which keeps its wide tensors once for the backward."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from .dropout import Dropout
 
@@ -35,12 +42,93 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.dropout = Dropout(dropout)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Map `(B, T, D)` to `(B, T, D)`."""
-        if self.gate_proj is not None:
-            hidden_states = self.dropout(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-        elif isinstance(self.activation, nn.ReLU):
-            hidden_states = self.dropout.after_relu(self.up_proj(hidden_states))
-        else:
-            hidden_states = self.dropout(self.activation(self.up_proj(hidden_states)))
-        return self.down_proj(hidden_states)
+        wide = [proj(hidden_states) for proj in (self.gate_proj, self.up_proj) if proj is not None]
+        if self._keeps_twice() and _are_plain(self.down_proj, self.activation, self.dropout):
+            return _project(self._activate, self.down_proj, *wide)
+        if self._is_relu():
+            return self.down_proj(self.dropout.after_relu(*wide))
+        return self.down_proj(self.dropout(self._activate(*wide)))
+
+    def _activate(self, first: Tensor, *others: Tensor) -> Tensor:
+        """Return act(up), or act(gate) * up."""
+        activated: Tensor = self.activation(first)
+        return activated * others[0] if others else activated
+
+    def _is_relu(self) -> bool:
+        """Whether what is kept is relu's result alone, since it tells relu's gradient."""
+        return self.gate_proj is None and isinstance(self.activation, nn.ReLU)
+
+    def _keeps_twice(self) -> bool:
+        """Whether autograd would keep both what is activated and the result, and nothing hinders computing it again.
+
+        A compiler decides for itself what its graph computes again. Dropout, a trained activation (PReLU), one in
+        place and the transforms of `torch.func` are left to autograd.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._is_relu():
+            return False
+        drops = self.training and self.dropout.p > 0
+        altered = getattr(self.activation, "inplace", False) or any(True for _ in self.activation.parameters())
+        return not (drops or altered or torch._C._are_functorch_transforms_active())
+
+
+def _are_plain(linear: nn.Module, *others: nn.Module) -> bool:
+    """Whether to call these modules is to call their classes' forward, and the first one is an ordinary linear map."""
+    is_linear = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
+    return is_linear and not _has_any_global_hook() and not any(_is_altered(module) for module in (linear, *others))
+
+
+def _is_altered(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in vars(module)
+
+
+def _project(activate: Callable[..., Tensor], linear: nn.Linear, *inputs: Tensor) -> Tensor:
+    """Compute ``linear(activate(*inputs))`` and keep only the inputs, `(..., F)`, for the backward.
+
+    Autocast casts the weights here, where autograd sees it.
+    """
+    weights: list[Tensor | None] = [linear.weight, linear.bias]
+    autocast: Callable[[], Any] = nullcontext
+    device = inputs[0].device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        autocast = partial(torch.autocast, device, dtype=dtype)
+        weights = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in weights]
+    projected: Tensor = _Projection.apply(activate, autocast, *weights, *inputs)
+    return projected
+
+
+class _Projection(torch.autograd.Function):
+    """y = h W^T + b with h = activate(*inputs), which the backward computes again: dh = dy W, dW = dy^T h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        activate: Callable[..., Tensor],
+        autocast: Callable[[], Any],
+        weight: Tensor,
+        bias: Tensor | None,
+        *inputs: Tensor,
+    ) -> Tensor:
+        ctx.activate, ctx.autocast = activate, autocast
+        ctx.save_for_backward(weight, *inputs)
+        return F.linear(activate(*inputs), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *inputs = ctx.saved_tensors
+        _, _, wants_weight, wants_bias, *wanted = ctx.needs_input_grad
+        with torch.enable_grad(), ctx.autocast():
+            hidden = ctx.activate(*inputs)
+        rows = grad.flatten(0, -2)
+        d_weight = rows.T @ hidden.flatten(0, -2).to(weight.dtype) if wants_weight else None
+        d_bias = rows.sum(0) if wants_bias else None
+        leaves = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
+        found: list[Tensor] = []
+        if leaves:
+            d_hidden = (grad @ weight).to(hidden.dtype)
+            found += torch.autograd.grad(hidden, leaves, d_hidden, create_graph=torch.is_grad_enabled())
+        d_inputs = [found.pop(0) if is_wanted else None for is_wanted in wanted]
+        return None, None, d_weight, d_bias, *d_inputs

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.bench_context_parallel import MODELS, Stored
+from benchmarks.bench_context_parallel import MODELS
+from benchmarks.workloads import Stored
 from hf_hybrid import ChelaForSequencePairClassification, SpadeForSequencePairClassification, kernels
 from hf_hybrid import context_parallel as divided
 from hf_hybrid.context_parallel import Shards, Span, count_sent, fetch, group_of, make_shards, meet

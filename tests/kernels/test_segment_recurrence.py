@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_hybrid.kernels import dispatch, segment_recurrence, segment_step, use_backend
 from hf_hybrid.kernels.segment_recurrence import op, reference, step
@@ -241,6 +244,38 @@ def test_saved_are_the_inputs_alone():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         segment_recurrence(**arguments)
     assert sum(saved.values()) == sum(x.numel() for x in arguments.values())
+
+
+class Held(TorchDispatchMode):
+    """The most elements that what is computed of some inputs holds at once."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        self.storages, self.most = {}, 0
+        self.inputs = {x.untyped_storage()._cdata for x in inputs}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            storage = x.untyped_storage()
+            if storage._cdata not in self.inputs:
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // x.element_size()
+        self.storages = {name: held for name, held in self.storages.items() if not held[0].expired()}
+        self.most = max(self.most, sum(count for _, count in self.storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("case", ["neurons", "surrogate", "own segment", "no neurons"])
+def test_the_backward_holds_three_tensors(case):
+    """Two states and later one, beside the gradients of keys and values; and slices of single segments."""
+    arguments = {**make(batch=1, segments=40, size=8, key_width=8, value_width=8), **CASES[case]}
+    tensors = [arguments[name] for name in ("key", "value", *NEURON)]
+    options = None, arguments.get("source") != "segment", None, bool(arguments.get("surrogate"))
+    grad = torch.ones_like(arguments["key"])
+    with Held(grad, *(x for x in tensors if x is not None)) as held:
+        op.torch_impl.backward(grad, *tensors, *options)
+    size = grad.numel()
+    assert 3 * size <= held.most < 3.25 * size
 
 
 # torch's machinery

@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.workloads import Stored
 from hf_hybrid import (
     ChelaConfig,
     ChelaForCausalLM,
@@ -609,6 +610,23 @@ def test_mixers_tensors_want_no_weight_decay():
     found = {id(p) for p in model.ssm_parameters()}
     assert {name for name, p in model.named_parameters() if id(p) in found} == wanted
     assert all(p.shape[-1] == 12 for p in model.ssm_parameters(dynamics=True))  # the long taps
+
+
+def test_the_backward_keeps_what_the_layers_docstring_says():
+    """Per token; and what the head reads, the final norm's input and the logits. 2 % are left for statistics."""
+    width, inner, layers, vocabulary = 64, 160, 3, 32
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    model = ChelaForCausalLM(ChelaConfig(is_decoder=True, dropout=0.0, num_attention_heads=2, **sizes)).train()
+
+    def kept(length):
+        tokens = torch.ones(1, length, dtype=torch.int64)
+        with Stored(*model.parameters(), *model.buffers()) as stored:
+            model(input_ids=tokens, labels=tokens, use_cache=False, skip_logits=True)
+        return stored.bytes / 4
+
+    per_token = (kept(384) - kept(128)) / 256
+    expected = layers * (14 * width + inner) + 2 * width + vocabulary
+    assert expected <= per_token < 1.02 * expected
 
 
 # errors -----------------------------------------------------------------------------------------------------------

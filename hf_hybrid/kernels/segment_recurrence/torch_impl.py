@@ -96,34 +96,48 @@ def backward(
     clamp: float | None,
     surrogate: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return gradients of key and value in their dtype, and of weight, leak and threshold (None without neurons)."""
-    products = _products(key, value, visited, complement, clamp)
-    wide = products.inputs.dtype
-    d_inputs = grad.to(wide)
+    """Return gradients of key and value in their dtype, and of weight, leak and threshold (None without neurons).
+
+    What is no longer read is written over: besides what it returns, it holds two tensors of the size of all states
+    (then one), with a clamp a mask of it, and copies in the dtype of the sums and of visited keys or values.
+    """
+    inputs, own_within, whole_within = _products(key, value, visited, complement, clamp)
+    d_inputs = grad.to(inputs.dtype)
     d_weight = d_leak = d_threshold = None
     if weight is not None and leak is not None and threshold is not None:
-        w = weight.to(wide)
-        drive = torch.matmul(products.inputs, w.mT)
-        d_leak, d_threshold = _unwind(drive, d_inputs, leak.to(wide), threshold.to(wide), surrogate)
-        d_weight = torch.matmul(drive.flatten(0, 3).mT, products.inputs.flatten(0, 3))
-        d_inputs = torch.matmul(drive, w)
-    d_own = -d_inputs if complement else d_inputs
+        w = weight.to(inputs.dtype)
+        drive = torch.matmul(inputs, w.mT)
+        d_leak, d_threshold = _unwind(drive, d_inputs, leak.to(w.dtype), threshold.to(w.dtype), surrogate)
+        rows, d_drive = inputs.view(-1, len(w)), drive.view(-1, len(w))
+        d_weight = torch.matmul(d_drive.mT, rows)
+        torch.mm(d_drive, w, out=rows)
+        d_inputs = inputs
+        del drive, d_drive
     d_whole = d_inputs.sum(2, keepdim=True) if complement else None
-    if products.own_within is not None:
-        d_own = d_own * products.own_within
-    if d_whole is not None and products.whole_within is not None:
-        d_whole = d_whole * products.whole_within
-    if visited is None and d_whole is not None:
-        d_own, d_whole = d_own + d_whole, None
-    k, v = _visited(key, visited, wide), _visited(value, visited, wide)
-    d_key, d_value = torch.matmul(v, d_own.mT), torch.matmul(k, d_own)
+    d_own = torch.neg(d_inputs, out=inputs) if complement else d_inputs
+    if own_within is not None:
+        d_own = torch.mul(d_own, own_within, out=inputs)
+    if d_whole is not None and whole_within is not None:
+        d_whole.mul_(whole_within)
+    if d_whole is not None and visited is None:
+        d_own.add_(d_whole)
+        d_whole = None
+    d_key = _factor_gradient(value, d_own.mT, None if d_whole is None else d_whole.mT, visited)
+    d_value = _factor_gradient(key, d_own, d_whole, visited)
+    return d_key, d_value, d_weight, d_leak, d_threshold
+
+
+def _factor_gradient(other: Tensor, d_own: Tensor, d_whole: Tensor | None, visited: Tensor | None) -> Tensor:
+    """Return the gradient of key or value from the other one, and those of K[i]^T V[i] and, with visits, of K^T V."""
+    gradient = torch.matmul(_visited(other, visited, d_own.dtype), d_own)
     if visited is not None:
-        d_key = torch.zeros_like(key, dtype=wide).scatter_add_(2, _index(key, visited), d_key)
-        d_value = torch.zeros_like(value, dtype=wide).scatter_add_(2, _index(value, visited), d_value)
-        if d_whole is not None:
-            d_key += torch.matmul(value.to(wide), d_whole.mT)
-            d_value += torch.matmul(key.to(wide), d_whole)
-    return d_key.to(key.dtype), d_value.to(value.dtype), d_weight, d_leak, d_threshold
+        found, shape = gradient, (*other.shape[:4], gradient.shape[4])
+        if d_whole is None:
+            gradient = found.new_zeros(shape)
+        else:
+            gradient = torch.matmul(other.flatten(2, 3).to(d_own.dtype), d_whole[:, :, 0]).view(shape)
+        gradient.scatter_add_(2, _index(gradient, visited), found)
+    return gradient.to(other.dtype)
 
 
 def _unwind(

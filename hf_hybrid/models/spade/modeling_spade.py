@@ -139,6 +139,7 @@ class SpadeModel(SpadePreTrainedModel):
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 inputs_embeds=inputs_embeds,
+                use_cache=False,
                 return_dict=True,
                 **kwargs,
             )

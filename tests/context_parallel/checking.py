@@ -65,7 +65,7 @@ def cases(full: bool) -> Iterator[Case]:
         for size in SIZES:
             for lengths in LAYOUTS[size]:
                 for ends in (None, *(PACKED if operation.packed else ())):
-                    few = lengths != LAYOUTS[size][-1] if size <= 3 else name in KINDS
+                    few = lengths in LAYOUTS[size][:2] if size == 3 else lengths == LAYOUTS[size][-1] and name in KINDS
                     ordinary = few and ends != PACKED[1]
                     if ordinary != full:
                         yield _case(name, lengths, ends)

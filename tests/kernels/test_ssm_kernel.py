@@ -231,7 +231,7 @@ def test_opcheck_of_the_generating_function(length):
         torch.library.opcheck(op.s4_cauchy, (*tensors, length, 1 << 8, dtype, "torch"))
 
 
-@pytest.mark.parametrize("blocks", [(8, 3), (1, 1)])
+@pytest.mark.parametrize("blocks", [(8, 3), pytest.param((1, 1), marks=pytest.mark.full)])
 def test_opcheck(blocks):
     C, B, P, w, dt = random_system(4)
     step = [x.detach().requires_grad_() for x in s4_step_constants(B, P, w, dt)]

@@ -128,7 +128,7 @@ def test_attention_that_draws_a_mask_is_computed_again():
         assert function(None, op, 1, 2, 3, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("saved", some(SAVED, "products"))
 @pytest.mark.parametrize(("model_type", "auto_class"), some(GENERATIVE, GENERATIVE[0]))
 def test_compiled(model_type, auto_class, saved):
     gradients = []

@@ -16,6 +16,7 @@ from hf_hybrid.training import glue, splits
 from hf_hybrid.training.flags.data import GlueArguments
 from hf_hybrid.training.report import glue as report
 from hf_hybrid.training.scores.glue import compute_metrics
+from tests.matrix import some
 from tests.training.conftest import MODELS
 from tests.training.pages import read_page
 
@@ -138,7 +139,7 @@ def test_everything_runs_and_the_checkpoint_predicts_what_was_written(command, t
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("model_type", CLASSIFIERS)
+@pytest.mark.parametrize("model_type", some(CLASSIFIERS, "spade"))
 @pytest.mark.parametrize("label", [_alternating, lambda number, sentences: number / 7], ids=["classes", "numbers"])
 def test_gradient_accumulation_equals_one_large_batch(command, tmp_path, model_type, label):
     logs = {}

@@ -27,6 +27,7 @@ from hf_hybrid.training.flags import run
 from hf_hybrid.training.scores.pretrain import hidden_bytes
 from hf_hybrid.training.trainer.noisy_data import NoisyRows, make_rows
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
+from tests.matrix import some
 from tests.training.conftest import MODELS, NO_DROPOUT
 from tests.training.pages import read_page
 
@@ -87,14 +88,19 @@ def _pieces(path, tokenizer, frame):
 
 @pytest.mark.parametrize(
     ("objective", "model_type"),
-    [
-        ("span_corruption", "spade"),
+    some(
+        [
+            ("span_corruption", "spade"),
+            ("span_corruption", "t5"),
+            ("text_infilling", "spade"),
+            ("text_infilling", "bart"),
+            ("masked_words", "chela"),
+            ("masked_words", "bert"),
+        ],
         ("span_corruption", "t5"),
         ("text_infilling", "spade"),
-        ("text_infilling", "bart"),
         ("masked_words", "chela"),
-        ("masked_words", "bert"),
-    ],
+    ),
 )
 def test_scores_are_those_of_the_saved_model(command, files, tmp_path, objective, model_type):
     """Computed again row by row, with the noise of epoch 0 and seed 0, though the run has another seed."""
@@ -154,7 +160,7 @@ def _assert_equal(folder, other):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("way", ["group_by_length", "random", "streaming"])
+@pytest.mark.parametrize("way", some(["group_by_length", "random", "streaming"], "random", "streaming"))
 def test_a_run_resumed_in_the_middle_of_its_second_epoch_ends_with_the_same_weights(command, tmp_path, way):
     """32 rows, four to a step: the checkpoint is made two steps into the second epoch."""
     flags = ["--streaming"] if way == "streaming" else ["--train_sampling_strategy", way]

@@ -24,6 +24,7 @@ import ctypes
 import gc
 import math
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
@@ -41,6 +42,7 @@ from benchmarks.record import Row, command_line, conditions, exponent, markdown_
 
 WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, TARGET = 256, 4, 64, 1024, 4, 1024, 64
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SLOW_STEP = 5.0  # seconds; above it a process times one step instead of two
 MATMULS = ((4096, 256, 1024), (4096, 1024, 256))  # the feed-forward network's, at 4k tokens
 
@@ -208,10 +210,19 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
         pipe.send(("peak", memory("VmHWM") - idle))
 
 
-def limit_memory(threads: int) -> None:
-    """Limit this process to `threads` threads and `MEMORY_LIMIT` bytes."""
+def limit_memory(threads: int, limit: int = MEMORY_LIMIT) -> None:
+    """Limit this process to a number of threads, and of bytes of private memory."""
     torch.set_num_threads(threads)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def most_memory() -> int:
+    """Return the bytes of two thirds of the memory of the machine, or of the container that this runs in."""
+    memories = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            memories.append(int(path.read_text(encoding="ascii")))
+    return min(memories) * 2 // 3
 
 
 @contextmanager

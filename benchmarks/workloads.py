@@ -25,15 +25,16 @@ def _inputs(model: Any, length: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": labels, "use_cache": False}
 
 
-def training_step(model: Any, length: int, precision: str) -> Callable[[], None]:
+def training_step(model: Any, length: int, precision: str, *, skip_logits: bool = False) -> Callable[[], None]:
     """Return a function that runs forward and backward of one sequence, without an optimizer.
 
     Args:
         model: The model; it is put in training mode.
         length: Tokens of the sequence; an encoder-decoder's target has `TARGET`.
         precision: "fp32", or "bf16" for autocast.
+        skip_logits: Whether a model of ours computes the loss without the logits of all tokens.
     """
-    inputs = _inputs(model.train(), length)
+    inputs = _inputs(model.train(), length) | ({"skip_logits": True} if skip_logits else {})
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -82,7 +82,7 @@ def decoding(model: Any, length: int, batch: int = 1) -> tuple[Callable[[], None
     return step, given[key]
 
 
-def generation(model: Any, length: int, tokens: int, batch: int = 1) -> Callable[[], None]:
+def generation(model: Any, length: int, tokens: int, batch: int = 1, **settings: Any) -> Callable[[], None]:
     """Return a function that generates tokens greedily after a prompt, or from an encoder-decoder's source.
 
     Args:
@@ -90,10 +90,12 @@ def generation(model: Any, length: int, tokens: int, batch: int = 1) -> Callable
         length: Tokens of the prompt or source.
         tokens: Tokens to generate for every row; none of them ends it.
         batch: Rows, without padding.
+        settings: Further arguments of `generate`.
     """
     prompt = random_tokens(model.eval(), batch, length)
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": tokens}
+    given |= settings
 
     def run() -> None:
         model.generate(prompt, **given)

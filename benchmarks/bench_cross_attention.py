@@ -8,7 +8,8 @@ Run it from the repository root::
 
 T5-small's layer: width 512, 8 heads of 64, segments of 64, fp32. "full" is transformers' T5Attention with SDPA and
 without dropout, for which SDPA would store the scores. Each measurement runs in its own process, and the modes
-alternate at each length; `benchmarks.bench_models` describes how peak memory is measured. The measurements:
+alternate at each length; `benchmarks.bench_models` describes how peak memory is measured. Each row is written when it
+is measured, and the same command goes on where it was stopped. The measurements:
 
 - decoding: one layer's cross-attention for one more token of eight documents, with the projections of query and
   output and with cached keys, values and states. The target advances token by token, so SRformer reads one segment
@@ -34,7 +35,17 @@ from typing import Any
 import torch
 
 from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
-from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import (
+    ROUND,
+    Row,
+    command_line,
+    conditions,
+    exponent,
+    fill_rounds,
+    growing_columns,
+    markdown_table,
+    of_rounds,
+)
 from benchmarks.workloads import Stored
 
 WIDTH, HEADS, HEAD_DIM, SEGMENT = 512, 8, 64, 64
@@ -48,11 +59,8 @@ DEFAULT_OUT = Path("runs/bench/cross_attention_cpu.csv")
 # fmt: off
 COUNTED = ("training_multiply_adds", "training_bytes", "decoding_multiply_adds", "decoding_bytes")
 MEASURES = ("token_s", "preparation_s", "training_s", "training_peak_mib", "kept_bytes", "step_s", "step_peak_mib")
-COLUMNS = (
-    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "mode", "length", *COUNTED, *MEASURES,
-    "outcome",
-)
 # fmt: on
+COLUMNS = growing_columns(("mode", "length", ROUND), (*COUNTED, *MEASURES))
 
 
 def count(mode: str, target: int, length: int) -> dict[str, float]:
@@ -227,37 +235,32 @@ def measure_step(pipe: Connection, mode: str, length: int, threads: int) -> None
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure every cell, rewriting the CSV after each round, and return its rows."""
-    common = stamp() | {"threads": str(arguments.threads)}
-    cells = [(mode, length) for length in arguments.lengths for mode in MODES]
-    found: dict[tuple[str, int], list[tuple[str, Any]]] = {cell: [] for cell in cells}
-    rows: list[Row] = []
-    for number in range(arguments.rounds):
-        for cell in cells:
-            targets: list[Callable[..., None]] = [measure_decoding, measure_training]
-            if cell[1] in STEP_LENGTHS:
-                targets.append(measure_step)
-            for target in targets:
-                found[cell] += in_process(target, (*cell, arguments.threads), arguments.time_limit)
-            row = describe(cell, found[cell])
-            print(number + 1, *(row.get(name, "-") for name in ("mode", "length", *MEASURES, "outcome")), flush=True)
-        rows = [common | describe(cell, found[cell]) for cell in cells]
-        write_csv(arguments.out, COLUMNS, rows)
-    return rows
+    """Measure every cell in each round, as far as the file does not have it, and return all rows."""
+    cells = [{"mode": mode, "length": str(length)} for length in arguments.lengths for mode in MODES]
+
+    def measure(cell: Row, number: int) -> Row:
+        mode, length = cell["mode"], int(cell["length"])
+        targets: list[Callable[..., None]] = [measure_decoding, measure_training]
+        if length in STEP_LENGTHS:
+            targets.append(measure_step)
+        sent: list[tuple[str, Any]] = []
+        for target in targets:
+            sent += in_process(target, (mode, length, arguments.threads), arguments.time_limit)
+        return describe(mode, length, sent)
+
+    return fill_rounds(arguments, COLUMNS, ("mode", "length", *MEASURES, "outcome"), cells, measure)
 
 
-def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
+def describe(mode: str, length: int, found: Sequence[tuple[str, Any]]) -> Row:
     """Turn the messages of a cell's processes into its columns: medians, and the largest peak."""
-    mode, length = cell
     bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
-    row = {"mode": mode, "length": str(length), "outcome": bad[0] if bad else "ok"}
-    row |= {name: f"{value:.0f}" for name, value in counted(mode, length).items()}
+    row = {name: f"{value:.0f}" for name, value in counted(mode, length).items()}
     for name in MEASURES:
         values = [float(value) for kind, value in found if kind == name]
         if values:
             whole = name.endswith("mib") or name == "kept_bytes"
             row[name] = f"{max(values):.0f}" if whole else f"{statistics.median(values):.5g}"
-    return row
+    return row | {"outcome": bad[0] if bad else "ok"}
 
 
 # ---- the tables ----
@@ -265,6 +268,7 @@ def describe(cell: tuple[str, int], found: Sequence[tuple[str, Any]]) -> Row:
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
+    rows = of_rounds(rows)
     first = rows[0]
     parts = [f"{conditions(first)}. Width {WIDTH}, {HEADS} heads, segments of {SEGMENT}, fp32."]
     cells = {(row["mode"], int(row["length"])): row for row in rows}

@@ -9,9 +9,11 @@ The models are those of `benchmarks.builders.SIZED`, each of ours beside a peer 
 weights, greedy, with an attention mask and without padding. Each row is measured in a process of its own, and the same
 command goes on where it was stopped. `benchmarks.bench_compare --tasks generate` compares two commits. The columns:
 
+- decoding: "eager", or "compiled" with a static cache, where the model's class says that its decoding step compiles;
 - start: milliseconds of a call for one token: the prompt's or source's forward, and what `generate` prepares;
 - token: milliseconds of each further token, from the difference to a call for `TOKENS` more, the median of `REPEATS`;
-- operators: torch's operators that a token calls.
+- operators: torch's operators that a token calls, where it is not compiled;
+- compile: seconds that the first call takes longer than a later one, where it is compiled; no other column has them.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
 
 from benchmarks.bench_models import in_process, limit_memory, what_went_wrong
 from benchmarks.builders import SIZED, SIZES, build_sized
@@ -34,9 +37,11 @@ from benchmarks.workloads import generation
 DEFAULT_OUT = Path("runs/bench/generation_cpu.csv")
 PROMPT, TOKENS, REPEATS = 64, 64, 7
 BATCHES = (1, 32)
-KEYS = ("size", "model", "batch")
-MEASURES = ("start_ms", "token_ms", "operators")
+EAGER, COMPILED = "eager", "compiled"
+KEYS = ("size", "model", "batch", "decoding")
+MEASURES = ("start_ms", "token_ms", "operators", "compile_s")
 PEERS = ("llama", "t5", "bart")
+BACKEND = "inductor"
 
 
 class _Operators(TorchDispatchMode):
@@ -56,54 +61,76 @@ def operators(call: Callable[[], object]) -> int:
     return counted.count
 
 
-def measure(pipe: Connection, size: str, name: str, batch: int, threads: int) -> None:
+def compiling() -> dict[str, Any]:
+    """Return the arguments of `generate` that compile the decoding step, also on a CPU."""
+    compiled = CompileConfig(fullgraph=True, mode=None, backend=BACKEND)
+    compiled._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": compiled}
+
+
+def measure(pipe: Connection, size: str, name: str, batch: int, decoding: str, threads: int) -> None:
     """Send the columns of one cell."""
     with what_went_wrong(pipe):
         limit_memory(threads)
         model = build_sized(name, size)
-        short, long = (generation(model, PROMPT, tokens, batch) for tokens in (1, 1 + TOKENS))
-        long()  # the first one allocates
-        few = generation(model, PROMPT, 5, batch)
-        pipe.send(("operators", (operators(few) - operators(short)) / 4))
+        settings = compiling() if decoding == COMPILED else {}
+        short, long = (generation(model, PROMPT, tokens, batch, **settings) for tokens in (1, 1 + TOKENS))
+        first = _seconds(long)  # allocates, and compiles; a second call may compile for lengths that vary
+        if decoding == COMPILED:
+            again, later = _seconds(long), _seconds(long)
+            pipe.send(("compile_s", max(0.0, first + again - 2 * later)))
+        else:
+            few = generation(model, PROMPT, 5, batch)
+            pipe.send(("operators", (operators(few) - operators(short)) / 4))
+        short()
         spent: dict[str, list[float]] = {"start": [], "token": []}
         for _ in range(REPEATS):
-            times = []
-            for call in (short, long):
-                start = time.perf_counter()
-                call()
-                times.append(1e3 * (time.perf_counter() - start))
+            times = [1e3 * _seconds(call) for call in (short, long)]
             spent["start"].append(times[0])
             spent["token"].append((times[1] - times[0]) / TOKENS)
         for what, values in spent.items():
             pipe.send((f"{what}_ms", statistics.median(values)))
 
 
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell that the file does not have, and return all rows."""
 
-    def sent(size: str, model: str, batch: int) -> list[tuple[str, Any]]:
-        return in_process(measure, (size, model, batch, arguments.threads), arguments.time_limit)
+    def sent(size: str, model: str, batch: int, decoding: str) -> list[tuple[str, Any]]:
+        return in_process(measure, (size, model, batch, decoding, arguments.threads), arguments.time_limit)
 
-    cells = itertools.product(arguments.sizes, arguments.models, arguments.batches)
+    compile_too = {name for name in arguments.models if build_sized(name, "tiny")._can_compile_fullgraph}
+    cells = [
+        (size, model, batch, decoding)
+        for size, model, batch in itertools.product(arguments.sizes, arguments.models, arguments.batches)
+        for decoding in arguments.decoding
+        if decoding == EAGER or model in compile_too
+    ]
     return fill(arguments, KEYS, MEASURES, cells, sent)
 
 
 def report(rows: list[Row]) -> str:
     """Return the table of a CSV's rows as Markdown."""
-    header = ["size", "model", "batch", "start, ms", "token, ms", "tokens/s", "of the peer's time", "operators"]
+    header = [*KEYS, "start, ms", "token, ms", "tokens/s", "of the peer's time", "operators", "compile, s"]
     lines, peers = [], {}
     for row in rows:
-        key = (row["size"], row["batch"])
+        key = (row["size"], row["batch"], row["decoding"])
         keys = [row[name] for name in KEYS]
         if row["outcome"] != "ok":
-            lines.append([*keys, *["-"] * 4, row["outcome"]])
+            lines.append([*keys, *["-"] * 5, row["outcome"]])
             continue
         token = float(row["token_ms"])
         if row["model"] in PEERS:
             peers[key] = token
         share = f"{token / peers[key]:.2f}" if key in peers else "-"
         rate = f"{1e3 * int(row['batch']) / token:.0f}"
-        lines.append([*keys, row["start_ms"], row["token_ms"], rate, share, row["operators"]])
+        last = (row["operators"] or "-", row["compile_s"] or "-")
+        lines.append([*keys, row["start_ms"], row["token_ms"], rate, share, *last])
     return f"{conditions(rows[0])}.\n\n{markdown_table(header, lines)}"
 
 
@@ -112,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES))
     parser.add_argument("--models", nargs="+", choices=SIZED, default=SIZED)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--decoding", nargs="+", choices=(EAGER, COMPILED), default=(EAGER, COMPILED))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=300.0, metavar="SECONDS", help="for one cell")
 

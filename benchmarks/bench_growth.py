@@ -12,11 +12,13 @@ another machine or other versions began, and does not repeat what ran out of mem
 dropout of the defaults. The tasks, each with its memory:
 
 - step: forward and backward, "bf16" under autocast; peak over the process that holds the model (see
-  `benchmarks.bench_models`);
+  `benchmarks.bench_models`). The loss is computed alone (`skip_logits`), as the scripts do: how the logits of all
+  tokens grow is not what is asked;
 - forward: without gradients, with the logits of all tokens; the same peak; for "bf16" the model is cast;
 - decode: one token after a prompt, or a source, of that length; the cache; for "bf16" the model is cast.
 
-A cell has its own process and is the median of its calls after one that warms up. An exponent is the least-squares
+A cell has its own process and is the median of its calls after one that warms up. The process may hold two thirds of
+the machine's memory, which the column `limit_mib` records. An exponent is the least-squares
 slope of the logarithm over that of the length, over all lengths that were measured: 1 is linear growth, 0 none. The
 exit status is 1, once everything is written, if one is above `LINEAR` and `REASONS` does not say why.
 """
@@ -26,11 +28,20 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_models import PRECISIONS, forget_peak, in_process, limit_memory, memory, what_went_wrong
+from benchmarks.bench_models import (
+    PRECISIONS,
+    forget_peak,
+    in_process,
+    limit_memory,
+    memory,
+    most_memory,
+    what_went_wrong,
+)
 from benchmarks.builders import LONGEST_BART, MODES, OURS, build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table, slope
 from benchmarks.workloads import decoding, forward, held_mib, training_step
@@ -46,6 +57,7 @@ BIDIRECTIONAL = ("chela-bidirectional",)
 CALLS = {"step": 2, "forward": 3, "decode": 64}
 KEYS = ("model", "task", "precision", "length")
 MEASURES = {"seconds": "time", "held_mib": "memory"}
+LIMIT = "limit_mib"
 LINEAR = 1.1
 """Exponents above it are explained."""
 UNEXPLAINED = "not explained yet"
@@ -67,14 +79,15 @@ def measure(
     """Send the seconds of calls of one cell, and the MiB that it holds."""
     started = time.perf_counter()
     with what_went_wrong(pipe):
-        limit_memory(threads)
+        limit_memory(threads, limit := most_memory())
+        pipe.send((LIMIT, limit / 2**20))
         built = build(model)
         if task != "step":
             built = built.to(PRECISIONS[precision])
         if task == "decode":
             call, cache = decoding(built, length)
         else:
-            make = forward if task == "forward" else lambda model, tokens: training_step(model, tokens, precision)
+            make = forward if task == "forward" else partial(training_step, precision=precision, skip_logits=True)
             make(built, 16)()
             built.zero_grad(set_to_none=True)
             call, idle = make(built, length), forget_peak()
@@ -101,7 +114,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         for model, task, precision, length in itertools.product(*asked)
         if length <= LONGEST.get(model, length) and not (task == "decode" and model in BIDIRECTIONAL)
     ]
-    return fill(arguments, KEYS, list(MEASURES), sorted(cells, key=lambda cell: cell[-1]), sent)
+    return fill(arguments, KEYS, [*MEASURES, LIMIT], sorted(cells, key=lambda cell: cell[-1]), sent)
 
 
 def _growth(rows: Sequence[Row]) -> Iterator[tuple[list[str], list[str]]]:
@@ -124,9 +137,11 @@ def _growth(rows: Sequence[Row]) -> Iterator[tuple[list[str], list[str]]]:
 
 def report(rows: list[Row]) -> str:
     """Return the table of exponents, with the reason for each that is above `LINEAR`."""
+    limits = [float(row[LIMIT]) for row in rows if row.get(LIMIT)]
+    limit = f" A process may hold {min(limits) / 1024:.1f} GiB." if limits else ""
     caption = (
         f"{conditions(rows[0])}. Exponents over the lengths that "
-        f"were measured; a note where one is above {LINEAR}, and where the lengths end early."
+        f"were measured; a note where one is above {LINEAR}, and where the lengths end early.{limit}"
     )
     header = ["model", "task", "precision", "lengths", "exponent of time", "exponent of memory", "note"]
     lines = [[*cells, "; ".join(notes)] for cells, notes in _growth(rows)]

@@ -13,10 +13,12 @@ peers are models of transformers in torch alone: Llama with full attention (SDPA
 all layers, Mamba-2, and Qwen3-Next (three layers of the gated delta rule and one of full attention, without experts).
 Each measurement of a cell (a model in one precision at one length) runs in its own process, and the models alternate
 at each length; `benchmarks.bench_models` describes how peak memory is measured and limited, `benchmarks.floors` what
-is counted for the floor. A cell yields:
+is counted for the floor. Each row is written when it is measured, and the same command goes on where it was stopped;
+remove the file to measure everything again. A cell yields:
 
 - training: forward and backward of one sequence, "bf16" under autocast. Ours compute the loss alone (`skip_logits`),
-  as the scripts do; the peers have no such thing and hold the logits. The first step at a length is reported apart
+  as the scripts do; the peers have no such thing and hold the logits. Ours have further rows "with logits". The first
+  step at a length is reported apart
   from the later ones, since a frozen state space model makes and caches its kernel there. Bytes kept for the backward
   are counted storage by storage, without parameters, and divided by the tokens.
 - decoding: the time per token over 256 tokens after a prompt of that length, and the bytes of the cache; for "bf16"
@@ -24,12 +26,13 @@ is counted for the floor. A cell yields:
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ from benchmarks.bench_models import (
     VOCABULARY,
     WIDTH,
     against_floor,
+    against_peers,
     forget_peak,
     in_process,
     limit_memory,
@@ -53,7 +57,17 @@ from benchmarks.bench_models import (
     memory,
     what_went_wrong,
 )
-from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import (
+    ROUND,
+    Row,
+    command_line,
+    conditions,
+    exponent,
+    fill_rounds,
+    growing_columns,
+    markdown_table,
+    of_rounds,
+)
 from benchmarks.workloads import Stored, decoding, held_mib
 
 DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
@@ -61,13 +75,9 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 WINDOW = 512
 DECODED = 256  # tokens
 MEASURES = ("first_step_s", "step_s", "peak_mib", "kept_bytes", "token_s", "cache_mib")
-# fmt: off
-COLUMNS = (
-    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "model", "precision", "length",
-    "parameters", "loss", *MEASURES, *FLOOR, "outcome",
-)
-# fmt: on
-Cell = tuple[str, str, int]  # model, precision, length
+ALONE, LOGITS = "alone", "with logits"
+"""The loss of a training step: computed alone, or with the logits of all tokens."""
+COLUMNS = growing_columns(("model", "precision", "length", "loss", ROUND), ("parameters", *MEASURES, *FLOOR))
 
 
 def _spade(inner: int, **fields: object) -> Any:
@@ -192,7 +202,7 @@ def count_flops(name: str, length: int) -> float | None:
 
 
 def measure_training(
-    pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float
+    pipe: Connection, name: str, precision: str, length: int, loss: str, threads: int, deadline_s: float
 ) -> None:
     """Send the seconds of the first and of later steps at a length, the peak memory in MiB, and the bytes kept."""
     started = time.perf_counter()
@@ -201,16 +211,16 @@ def measure_training(
         model = build_model(name).train()
         tokens = torch.randint(3, VOCABULARY, (1, length))
         pipe.send(("parameters", model.num_parameters()))
-        options = {"use_cache": False} if name in PEERS else {"use_cache": False, "skip_logits": True}
+        options = {"use_cache": False} | ({"skip_logits": True} if loss == ALONE else {})
 
-        def loss(count: int) -> torch.Tensor:
+        def compute(count: int) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 return model(input_ids=tokens[:, :count], labels=tokens[:, :count], **options).loss
 
         def step(count: int) -> float:
             model.zero_grad(set_to_none=True)
             start = time.perf_counter()
-            loss(count).backward()
+            compute(count).backward()
             return time.perf_counter() - start
 
         step(16)
@@ -226,7 +236,7 @@ def measure_training(
         if time.perf_counter() - started + first > deadline_s:
             return
         with Stored(*model.parameters(), *model.buffers()) as stored:
-            loss(length)
+            compute(length)
         pipe.send(("kept_bytes", stored.bytes / length))
 
 
@@ -247,45 +257,47 @@ def measure_decoding(
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure every cell, rewriting the CSV after each round, and return its rows."""
-    common = stamp() | {"threads": str(arguments.threads)}
-    cells: list[Cell] = [(m, p, s) for p in arguments.precisions for s in arguments.lengths for m in arguments.models]
-    found: dict[Cell, list[tuple[str, Any]]] = {cell: [] for cell in cells}
-    flops = {(model, length): count_flops(model, length) for model, _, length in cells}
-    rates = dict.fromkeys(arguments.precisions, 0.0)
-    rows: list[Row] = []
-    for number in range(arguments.rounds):
-        for precision in arguments.precisions:
-            rates[precision] = max(rates[precision], matmul_rate(precision, arguments.threads))
-        for cell in cells:
-            if any(kind == "outcome" and value != "ok" for kind, value in found[cell]):
-                continue
-            for target in (measure_training, measure_decoding):
-                limit = arguments.time_limit
-                found[cell] += in_process(target, (*cell, arguments.threads, limit), limit)
-            row = describe(cell, found[cell])
-            shown = ("model", "precision", "length", *MEASURES, "outcome")
-            print(number + 1, *(row.get(name, "-") for name in shown), flush=True)
-        rows = [common | describe(cell, found[cell], flops[cell[0], cell[2]], rates[cell[1]]) for cell in cells]
-        write_csv(arguments.out, COLUMNS, rows)
-    return rows
+    """Measure every cell in each round, as far as the file does not have it, and return all rows."""
+    lengths = list(map(str, arguments.lengths))
+    cells = [
+        {"model": name, "precision": precision, "length": length, "loss": loss}
+        for precision, length, name in itertools.product(arguments.precisions, lengths, arguments.models)
+        for loss in ((LOGITS,) if name in PEERS else arguments.losses)
+    ]
+
+    @cache
+    def rate(precision: str, number: int) -> float:
+        return matmul_rate(precision, arguments.threads)
+
+    def measure(cell: Row, number: int) -> Row:
+        name, precision, length, limit = cell["model"], cell["precision"], int(cell["length"]), arguments.time_limit
+        shared, speed = (arguments.threads, limit), rate(precision, number)
+        sent = in_process(measure_training, (name, precision, length, cell["loss"], *shared), limit)
+        if name in PEERS or cell["loss"] == ALONE:  # the loss makes no difference to decoding
+            sent += in_process(measure_decoding, (name, precision, length, *shared), limit)
+        return describe(sent, length, count_flops(name, length), speed)
+
+    shown = ("model", "precision", "length", "loss", *MEASURES, "outcome")
+    return fill_rounds(arguments, COLUMNS, shown, cells, measure)
 
 
-def describe(
-    cell: Cell, found: Sequence[tuple[str, Any]], flops: float | None = None, rate: float | None = None
-) -> Row:
+def describe(found: Sequence[tuple[str, Any]], length: int, flops: float | None, rate: float) -> Row:
     """Turn the messages of a cell's processes into its columns: medians, and the largest peak."""
-    row = {"model": cell[0], "precision": cell[1], "length": str(cell[2])}
-    row["loss"] = "with logits" if cell[0] in PEERS else "alone"
-    bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
+    row: Row = {}
     for name in ("parameters", *MEASURES):
         values = [float(value) for kind, value in found if kind == name]
         if values:
             value = max(values) if name == "peak_mib" else statistics.median(values)
             row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib", "kept_bytes") else f"{value:.5g}"
-    if rate:
-        row |= against_floor(flops, [float(value) for kind, value in found if kind == "step_s"], cell[2], rate)
+    row |= against_floor(flops, [float(value) for kind, value in found if kind == "step_s"], length, rate)
+    bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
     return row | {"outcome": bad[0] if bad else "ok"}
+
+
+def _labelled(row: Row) -> Row:
+    """Tell a model of ours that holds the logits from the same one that computes the loss alone."""
+    ours_with = row["model"] not in PEERS and row.get("loss") == LOGITS
+    return row | ({"model": f"{row['model']}, {LOGITS}"} if ours_with else {})
 
 
 def _first_over_later(row: Row) -> Row:
@@ -296,6 +308,7 @@ def _first_over_later(row: Row) -> Row:
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
+    rows = [_labelled(row) for row in of_rounds(rows)]
     first = rows[0]
     caption = (
         f"{conditions(first)}. {LAYERS} layers, width {WIDTH}, "
@@ -306,11 +319,11 @@ def report(rows: list[Row]) -> str:
         caption = (
             f'{conditions(first)}. Width {WIDTH}, {LAYERS} layers (Mamba-2 {LAYERS + 3}; "base": 1024, 12), '
             f"{HEADS} heads, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, random weights, no dropout; peers "
-            "with the logits of all tokens, ours with the loss alone."
+            f"with the logits of all tokens, ours with the loss alone but for rows {LOGITS!r}."
         )
     parts = [caption]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    counts = {row["model"]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
+    counts = {row["model"].split(",")[0]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
     parts.append(f"Parameters: {', '.join(f'{model} {counts[model]:,}' for model in models if model in counts)}.")
     for precision in dict.fromkeys(_precision(row) for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if _precision(row) == precision])
@@ -333,7 +346,8 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
             failed = row.get("outcome", "-").split(":")[0]
             return shape(length, float(row[name])) if row.get(name) else "-" if failed == "ok" else failed
 
-        return [[model, *(cell(model, length) for length in lengths)] for model in models]
+        table = [[model, *(cell(model, length) for length in lengths)] for model in models]
+        return [line for line in table if {*line[1:]} != {"-"}]
 
     def growing(title: str, name: str, shape: Callable[[int, float], str]) -> list[str]:
         table = lines(name, shape)
@@ -348,9 +362,15 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
         title = "training: thousand bytes per token kept for the backward"
         parts += growing(title, "kept_bytes", lambda _, value: f"{value / 1000:.1f}")
     if rates := [float(row["matmul_gflop_per_s"]) for row in rows if row.get("matmul_gflop_per_s")]:
+        rate = f"counted operations at {statistics.median(rates):.0f} GFLOP/s"
         parts += [
-            f"**{precision}, training: fraction of the floor (counted operations at {max(rates):.0f} GFLOP/s)**",
+            f"**{precision}, training: fraction of the floor ({rate})**",
             markdown_table(columns, lines("fraction_of_floor", lambda _, value: f"{value:.3f}")),
+        ]
+    if ratios := _ratios_to_peers(models, lengths, cells):
+        parts += [
+            f"**{precision}, training: ratio to the best peer at that length**",
+            markdown_table(["", *map(str, lengths)], ratios),
         ]
     parts += [
         f"**{precision}, training: first step at a length over later ones**",
@@ -361,12 +381,24 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
     return parts + growing("decoding: MiB held by the cache", "cache_mib", lambda _, value: f"{value:.2f}")
 
 
+def _ratios_to_peers(models: list[str], lengths: list[int], cells: dict[tuple[str, int], Row]) -> list[list[str]]:
+    """Return lines of speed and memory of our models over the best peer's, of those that can be compared."""
+    tokens = {(name, s): s / float(row["step_s"]) for (name, s), row in cells.items() if row.get("step_s")}
+    peaks = {key: float(row["peak_mib"]) for key, row in cells.items() if row.get("peak_mib")}
+    lines = []
+    for own in (model for model in models if model not in PEERS):
+        lines.append([f"{own}, tokens/s", *(against_peers(own, s, PEERS, tokens, max) for s in lengths)])
+        lines.append([f"{own}, memory", *(against_peers(own, s, PEERS, peaks, min) for s in lengths)])
+    return [line for line in lines if {*line[1:]} != {"-"}]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     small = tuple(name for name in MODELS if "base" not in name)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=small, metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
+    parser.add_argument("--losses", nargs="+", choices=(ALONE, LOGITS), default=(ALONE, LOGITS), help="of ours")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, two processes each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process")

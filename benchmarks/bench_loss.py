@@ -13,11 +13,12 @@ process of its own; `benchmarks.bench_models` describes how memory is measured a
 - the peak memory of a first step over what the process holds before it builds the model: with weights, gradients and
   the optimizer's states;
 - the seconds of a second step, unless `--memory-only`.
+
+Each row is written when it is measured, and the same command goes on where it was stopped.
 """
 
 import argparse
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,16 @@ from typing import Any
 import torch
 
 from benchmarks.bench_models import forget_peak, in_process, limit_memory, memory, what_went_wrong
-from benchmarks.record import Row, command_line, conditions, markdown_table, stamp, write_csv
+from benchmarks.record import (
+    ROUND,
+    Row,
+    command_line,
+    conditions,
+    fill_rounds,
+    growing_columns,
+    markdown_table,
+    of_rounds,
+)
 
 DEFAULT_OUT = Path("runs/bench/loss_cpu.csv")
 LAYERS, HEADS = 2, 4
@@ -37,11 +47,7 @@ VOCABULARIES, LENGTHS = (32768, 267744), (4096, 16384)
 KEYS = ("model", "width", "precision", "vocabulary", "length", "loss")
 ARGUMENTS = ("models", "widths", "precisions", "vocabularies", "lengths", "losses")
 MEASURES = ("peak_mib", "step_s")
-# fmt: off
-COLUMNS = (
-    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", *KEYS, *MEASURES, "outcome",
-)
-# fmt: on
+COLUMNS = growing_columns((*KEYS, ROUND), MEASURES)
 
 
 def _spade(**fields: object) -> Any:
@@ -99,38 +105,29 @@ def measure(
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure every cell, rewriting the CSV after each round, and return its rows."""
-    common = stamp() | {"threads": str(arguments.threads)}
+    """Measure every cell in each round, as far as the file does not have it, and return all rows."""
     given = vars(arguments)
-    cells = list(itertools.product(*(given[name] for name in ARGUMENTS)))
-    found: dict[tuple[Any, ...], list[tuple[str, Any]]] = {cell: [] for cell in cells}
-    rows: list[Row] = []
-    for number in range(arguments.rounds):
-        for cell in cells:
-            if not any(kind == "outcome" and value != "ok" for kind, value in found[cell]):
-                found[cell] += in_process(
-                    measure, (*cell, arguments.threads, arguments.memory_only), arguments.time_limit
-                )
-                row = describe(cell, found[cell])
-                print(number + 1, *(row.get(name, "-") for name in (*KEYS, *MEASURES, "outcome")), flush=True)
-        rows = [common | describe(cell, found[cell]) for cell in cells]
-        write_csv(arguments.out, COLUMNS, rows)
-    return rows
+    values = itertools.product(*(given[name] for name in ARGUMENTS))
+    cells = [dict(zip(KEYS, map(str, cell), strict=True)) for cell in values]
+
+    def measured(cell: Row, number: int) -> Row:
+        asked = (cell["model"], int(cell["width"]), cell["precision"], int(cell["vocabulary"]), int(cell["length"]))
+        sizes = (*asked, cell["loss"], arguments.threads, arguments.memory_only)
+        return describe(in_process(measure, sizes, arguments.time_limit))
+
+    return fill_rounds(arguments, COLUMNS, (*KEYS, *MEASURES, "outcome"), cells, measured)
 
 
-def describe(cell: tuple[Any, ...], found: Sequence[tuple[str, Any]]) -> Row:
-    """Turn the messages of a cell's processes into its columns: the median of the seconds, and the largest peak."""
-    row = {name: str(value) for name, value in zip(KEYS, cell, strict=True)}
-    for name, reduce in (("peak_mib", max), ("step_s", statistics.median)):
-        values = [float(value) for kind, value in found if kind == name]
-        if values:
-            row[name] = f"{reduce(values):.5g}" if name == "step_s" else f"{reduce(values):.0f}"
-    bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
-    return row | {"outcome": bad[0] if bad else "ok"}
+def describe(sent: Sequence[tuple[str, Any]]) -> Row:
+    """Turn the messages of a cell's process into its columns."""
+    found = dict(sent)
+    row = {name: f"{float(found[name]):{'.5g' if name == 'step_s' else '.0f'}}" for name in MEASURES if name in found}
+    return row | {"outcome": str(found["outcome"])}
 
 
 def report(rows: list[Row]) -> str:
     """Return a table of each measure: vocabularies down, lengths and losses across."""
+    rows = of_rounds(rows)
     first = rows[0]
     parts = [f"{conditions(first)}. {LAYERS} layers."]
     cells = {tuple(row[name] for name in KEYS): row for row in rows}

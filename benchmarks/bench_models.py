@@ -10,26 +10,30 @@ Run it from the repository root::
 A cell is one model at one source length and precision. Each measurement runs in its own process: it builds the model
 with random weights, takes one training step to warm up (forward and backward, no optimizer) and times further ones.
 The models alternate at each length, round after round, so that disturbances affect all of them. A cell that exceeds
-its time or 8 GiB becomes a row that says so, and is not repeated.
+its time or 8 GiB becomes a row that says so, and is not repeated. Each row is written when it is measured, and the
+same command goes on where it was stopped; remove the file to measure everything again.
 
 Peak memory is the process's peak resident set (VmHWM) minus the resident set after building the model and one step on
 a few tokens: activations, gradients and temporaries, without weights and libraries.
 
 The floor is the time of the step's floating-point operations, as `benchmarks.floors` counts them, at the fastest rate
-of large matrix products in the same run and precision.
+of large matrix products in the same round and precision; the fraction of it is the median over the rounds.
 """
 
 import argparse
 import ctypes
 import gc
+import itertools
 import math
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,10 +41,23 @@ from typing import Any
 import torch
 
 from benchmarks import floors
-from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import (
+    ROUND,
+    Row,
+    command_line,
+    conditions,
+    exponent,
+    fill_rounds,
+    growing_columns,
+    markdown_table,
+    of_rounds,
+)
 
 WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY, TARGET = 256, 4, 64, 1024, 4, 1024, 64
+DROPOUT = 0.1
+"""Of every model, and of attention weights too: a T5 has one rate for both."""
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SLOW_STEP = 5.0  # seconds; above it a process times one step instead of two
 MATMULS = ((4096, 256, 1024), (4096, 1024, 256))  # the feed-forward network's, at 4k tokens
 
@@ -51,15 +68,10 @@ DEFAULT_OUT = Path("runs/bench/models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FLOOR = ("flops", "matmul_gflop_per_s", "floor_tokens_per_s", "fraction_of_floor")
-# fmt: off
-COLUMNS = (
-    "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid",
-    "model", "precision", "length", "repeats", "median_s", "min_s", "max_s",
-    "tokens_per_s", "peak_mib", *FLOOR, "outcome",
+COLUMNS = growing_columns(
+    ("model", "precision", "length", ROUND),
+    ("dropout", "repeats", "median_s", "min_s", "max_s", "tokens_per_s", "peak_mib", *FLOOR),
 )
-# fmt: on
-
-Cell = tuple[str, str, int]  # model, precision, length
 
 
 # --- the models
@@ -67,13 +79,14 @@ Cell = tuple[str, str, int]  # model, precision, length
 
 def t5_fields() -> dict[str, Any]:
     """Return the fields of a T5 of the common width and depth."""
-    shape = {"d_model": WIDTH, "d_kv": HEAD_DIM, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS}
+    shape: dict[str, Any] = {"d_model": WIDTH, "d_kv": HEAD_DIM, "d_ff": INNER, "num_layers": LAYERS}
+    shape |= {"num_heads": HEADS, "dropout_rate": DROPOUT}
     return shape | {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
 
 
 def bart_fields() -> dict[str, Any]:
     """Return the fields of a BART of the common width and depth."""
-    shape: dict[str, Any] = {"d_model": WIDTH, "vocab_size": VOCABULARY}
+    shape: dict[str, Any] = {"d_model": WIDTH, "vocab_size": VOCABULARY, "dropout": DROPOUT}
     for side in ("encoder", "decoder"):
         shape |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": INNER, f"{side}_attention_heads": HEADS}
     return shape
@@ -84,7 +97,7 @@ def _t5_shape(model_type: str, **fields: object) -> Any:
 
 
 def _bart_shape(model_type: str, **fields: object) -> Any:
-    return _config(model_type, **bart_fields(), **fields)
+    return _config(model_type, **bart_fields(), attention_dropout=DROPOUT, **fields)
 
 
 def _spade(**fields: object) -> Any:
@@ -92,7 +105,8 @@ def _spade(**fields: object) -> Any:
 
     shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_decoder_layers": LAYERS}
     heads = {"num_attention_heads": HEADS, "head_dim": HEAD_DIM, "intermediate_size": INNER}
-    return _config("spade", **shape, **heads, **fields)
+    dropout = {"dropout": DROPOUT, "attention_dropout": DROPOUT}
+    return _config("spade", **shape, **heads, **dropout, **fields)
 
 
 def _config(model_type: str, **fields: object) -> Any:
@@ -187,7 +201,8 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
             start = time.perf_counter()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 mask = torch.ones(1, tokens, dtype=torch.long)
-                loss = model(input_ids=source[:, :tokens], attention_mask=mask, labels=labels).loss
+                # with a cache, T5's decoders would copy keys and values of the whole source into it
+                loss = model(input_ids=source[:, :tokens], attention_mask=mask, labels=labels, use_cache=False).loss
             loss.backward()
             return time.perf_counter() - start
 
@@ -208,10 +223,19 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
         pipe.send(("peak", memory("VmHWM") - idle))
 
 
-def limit_memory(threads: int) -> None:
-    """Limit this process to `threads` threads and `MEMORY_LIMIT` bytes."""
+def limit_memory(threads: int, limit: int = MEMORY_LIMIT) -> None:
+    """Limit this process to a number of threads, and of bytes of private memory."""
     torch.set_num_threads(threads)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def most_memory() -> int:
+    """Return the bytes of two thirds of the memory of the machine, or of the container that this runs in."""
+    memories = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            memories.append(int(path.read_text(encoding="ascii")))
+    return min(memories) * 2 // 3
 
 
 @contextmanager
@@ -281,45 +305,26 @@ def matmul_rate(precision: str, threads: int) -> float:
 # --- a run
 
 
-def _summary(outcomes: list[str]) -> str:
-    """Return "ok", the common outcome of all rounds, or the number that failed."""
-    bad = [outcome for outcome in outcomes if outcome != "ok"]
-    if not bad or len(bad) == len(outcomes):
-        return outcomes[0]
-    return f"{bad[0]} in {len(bad)} of {len(outcomes)} rounds"
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure every cell, rewriting the CSV after each round, and return its rows."""
-    common = stamp() | {"threads": str(arguments.threads)}
-    cells: list[Cell] = [(m, p, s) for p in arguments.precisions for s in arguments.lengths for m in arguments.models]
-    seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    peaks: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    outcomes: dict[Cell, list[str]] = {cell: [] for cell in cells}
-    rates = dict.fromkeys(arguments.precisions, 0.0)
-    flops = {(name, length): _count_if_built(name, length) for name, _, length in cells}
-    rows: list[Row] = []
-    for number in range(arguments.rounds):
-        for precision in arguments.precisions:
-            rates[precision] = max(rates[precision], matmul_rate(precision, arguments.threads))
-        for cell in cells:
-            if any(outcome != "ok" for outcome in outcomes[cell]):
-                continue
-            sent = in_process(measure_cell, (*cell, arguments.threads, arguments.time_limit), arguments.time_limit)
-            seconds[cell] += [value for kind, value in sent if kind == "step"]
-            peaks[cell] += [value for kind, value in sent if kind == "peak"]
-            outcomes[cell].append(next(value for kind, value in reversed(sent) if kind == "outcome"))
-            name, precision, length = cell
-            took = f"{statistics.median(seconds[cell]):8.3f} s" if seconds[cell] else " " * 10
-            print(f"{number + 1}  {name:15} {precision} {length:6} {took}  {outcomes[cell][-1]}", flush=True)
-        rows = [
-            common
-            | describe(cell, seconds[cell], peaks[cell], _summary(outcomes[cell]))
-            | against_floor(flops[cell[0], cell[2]], seconds[cell], cell[2], rates[cell[1]])
-            for cell in cells
-        ]
-        write_csv(arguments.out, COLUMNS, rows)
-    return rows
+    """Measure every cell in each round, as far as the file does not have it, and return all rows."""
+    lengths = list(map(str, arguments.lengths))
+    cells = [
+        {"model": name, "precision": precision, "length": length}
+        for precision, length, name in itertools.product(arguments.precisions, lengths, arguments.models)
+    ]
+
+    @cache
+    def rate(precision: str, number: int) -> float:
+        return matmul_rate(precision, arguments.threads)
+
+    def measure(cell: Row, number: int) -> Row:
+        name, precision, length = cell["model"], cell["precision"], int(cell["length"])
+        speed, limit = rate(precision, number), arguments.time_limit
+        sent = in_process(measure_cell, (name, precision, length, arguments.threads, limit), limit)
+        return describe(sent, length, _count_if_built(name, length), speed)
+
+    shown = ("model", "precision", "length", "median_s", "peak_mib", "outcome")
+    return fill_rounds(arguments, COLUMNS, shown, cells, measure)
 
 
 def _count_if_built(name: str, length: int) -> float | None:
@@ -328,18 +333,25 @@ def _count_if_built(name: str, length: int) -> float | None:
     return None
 
 
-def describe(cell: Cell, seconds: list[float], peaks: list[float], outcome: str) -> Row:
-    """Turn the measurements of a cell into its columns; missing ones stay empty."""
-    name, precision, length = cell
-    row = {"model": name, "precision": precision, "length": str(length), "repeats": str(len(seconds))}
-    row["outcome"] = outcome
+def describe(sent: Sequence[tuple[str, Any]], length: int, flops: float | None, rate: float) -> Row:
+    """Turn the messages of a cell's process into its columns; missing ones stay empty.
+
+    Args:
+        sent: The messages.
+        length: Tokens.
+        flops: Operations of a step; None where they are not counted.
+        rate: Operations per second of large matrix products in the same round.
+    """
+    seconds = [float(value) for kind, value in sent if kind == "step"]
+    row = {"repeats": str(len(seconds)), "dropout": str(DROPOUT)}
     if seconds:
         median = statistics.median(seconds)
         row |= {"median_s": f"{median:.4f}", "min_s": f"{min(seconds):.4f}", "max_s": f"{max(seconds):.4f}"}
         row["tokens_per_s"] = f"{length / median:.1f}"
-    if peaks:
+    if peaks := [value for kind, value in sent if kind == "peak"]:
         row["peak_mib"] = f"{max(peaks):.0f}"
-    return row
+    row |= against_floor(flops, seconds, length, rate)
+    return row | {"outcome": next(value for kind, value in reversed(sent) if kind == "outcome")}
 
 
 def against_floor(flops: float | None, seconds: Sequence[float], length: int, rate: float) -> Row:
@@ -347,9 +359,9 @@ def against_floor(flops: float | None, seconds: Sequence[float], length: int, ra
 
     Args:
         flops: Operations of a step; None where they are not counted.
-        seconds: Times of steps.
+        seconds: Times of the steps of one round.
         length: Tokens.
-        rate: Operations per second of large matrix products.
+        rate: Operations per second of large matrix products in the same round.
     """
     row = {"matmul_gflop_per_s": f"{rate / 1e9:.1f}"}
     if flops is not None:
@@ -364,12 +376,15 @@ def against_floor(flops: float | None, seconds: Sequence[float], length: int, ra
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
+    rows = of_rounds(rows)
     first = rows[0]
     parts = [
         f"{conditions(first)}. {LAYERS}+{LAYERS} layers, width "
         f"{WIDTH}, {HEADS} heads, feed-forward {INNER}, vocabulary {VOCABULARY}, {TARGET} target tokens, batch 1, "
         "random weights; forward and backward in training mode."
     ]
+    if rate := first.get("dropout"):  # records without this column have the dropout of each config's defaults
+        parts[0] += f" Dropout {rate}, also of attention weights; BigBird's blocks have none there."
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
     return "\n\n".join(parts)
@@ -398,7 +413,7 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
     peak_lines = lines("peak_mib", lambda value: f"{value:.0f}")
     for line in peak_lines:
         line.append(exponent([(s, peaks[line[0], s]) for s in lengths if (line[0], s) in peaks]))
-    rate = max(float(row["matmul_gflop_per_s"]) for row in rows)
+    rate = statistics.median(float(row["matmul_gflop_per_s"]) for row in rows)
     parts = [
         f"**{precision}: thousand source tokens per second, median**",
         markdown_table(["model", *columns, "time exponent 2k-16k (points)"], speed),
@@ -409,8 +424,9 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
     ]
     ratios = []
     for own in (model for model in models if model in OWN):
-        faster = [_against_peers(own, length, models, tokens, max) for length in lengths]
-        smaller = [_against_peers(own, length, models, peaks, min) for length in lengths]
+        peers = [model for model in models if model not in OWN]
+        faster = [against_peers(own, length, peers, tokens, max) for length in lengths]
+        smaller = [against_peers(own, length, peers, peaks, min) for length in lengths]
         ratios += [[f"{own}, tokens/s", *faster], [f"{own}, memory", *smaller]]
     if ratios:
         parts.append(f"**{precision}: ratio to the best peer at that length**")
@@ -418,14 +434,23 @@ def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
     return parts
 
 
-def _against_peers(
-    own: str, length: int, models: list[str], values: dict[tuple[str, int], float], best: Callable[..., str]
+def against_peers(
+    own: str, length: int, peers: Iterable[str], values: Mapping[tuple[str, int], float], best: Callable[..., str]
 ) -> str:
-    peers = {model: values[model, length] for model in models if model not in OWN and (model, length) in values}
-    if not peers or (own, length) not in values:
+    """Return a model's value over that of the best peer at a length, with the peer's name.
+
+    Args:
+        own: The model.
+        length: Tokens.
+        peers: Models, of which those are compared that were measured.
+        values: Of models and lengths.
+        best: `min` or `max`.
+    """
+    found = {model: values[model, length] for model in peers if (model, length) in values}
+    if not found or (own, length) not in values:
         return "-"
-    peer = best(peers, key=peers.__getitem__)
-    return f"{values[own, length] / peers[peer]:.2f} ({peer})" if peers[peer] else "-"
+    peer = best(found, key=found.__getitem__)
+    return f"{values[own, length] / found[peer]:.2f} ({peer})" if found[peer] else "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.bench_models import PRECISIONS, in_process, limit_memory, what_went_wrong
-from benchmarks.builders import MODES, build
+from benchmarks.builders import MODES, OURS, build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table
 from benchmarks.workloads import training_step
 
@@ -50,6 +50,7 @@ GROUPS = {
     "local_attention_ms": "local attention",
     "linear_attention_ms": "linear attention",
     "full_attention_ms": "full attention",
+    "segments_ms": "recurrence of segments",
     "convolutions_ms": "FFT and long convolutions",
     "short_conv_ms": "short convolutions",
     "state_space_ms": "state space models and filters",
@@ -67,10 +68,13 @@ _SCOPE = "group of a module: "
 _PACKAGE = {
     "local_attention": "local_attention_ms",
     "linear_attention": "linear_attention_ms",
+    "full_attention": "full_attention_ms",
+    "segment_": "segments_ms",
     "short_conv": "short_conv_ms",
     "long_conv": "convolutions_ms",
     "spectral_conv": "convolutions_ms",
     "filter_bank_conv": "convolutions_ms",
+    "online_conv": "convolutions_ms",
     "s4_": "state_space_ms",
     "ssm_": "state_space_ms",
     "frozen_s4_": "state_space_ms",
@@ -94,6 +98,11 @@ _ATEN = {
 }
 _OWN = {f"aten::{name}": group for group, names in _ATEN.items() for name in names.split()}
 _ATTENTION = "aten::scaled_dot_product_attention"
+
+
+def group_of_operator(name: str) -> str | None:
+    """Return the group of one of the package's operators, by its name without the namespace."""
+    return next((group for beginning, group in _PACKAGE.items() if name.startswith(beginning)), None)
 
 
 def name_modules(model: nn.Module) -> None:
@@ -163,7 +172,7 @@ def _group_of(event: Any, namespace: str, forward: Mapping[int, str]) -> str:
             return "full_attention_ms"
         if around.name.startswith(f"{namespace}::"):
             name = around.name.removeprefix(f"{namespace}::")
-            return next((group for beginning, group in _PACKAGE.items() if name.startswith(beginning)), "rest_ms")
+            return group_of_operator(name) or "rest_ms"
         own = own or _OWN.get(around.name)
         around = around.cpu_parent
     return own or _scope_around(event, forward) or "rest_ms"
@@ -235,13 +244,13 @@ def report(rows: list[Row]) -> str:
 def _share(row: Row, group: str) -> str:
     if not row.get(group):
         return "-"
-    total = sum(float(row[name]) for name in GROUPS)
+    total = sum(float(row.get(name) or 0) for name in GROUPS)
     return f"{100 * float(row[group]) / total:.0f} % ({float(row[group]):.0f})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
-    parser.add_argument("--models", nargs="+", choices=(*MODELS, *MODES), default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=dict.fromkeys((*MODELS, *OURS, *MODES)), default=MODELS)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--threads", type=int, default=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from benchmarks.record import Row, read_csv
+from benchmarks.record import Row, in_fp32
 
 RESULTS = Path("benchmarks/results")
 # model of the files -> its name and colour, of Okabe and Ito's colours for the colour-blind; peers are grey
@@ -70,8 +70,7 @@ def overview(results: Path = RESULTS) -> list[Costs]:
 
 
 def _rows(path: Path) -> list[Row]:
-    rows = read_csv(path) if path.exists() else []
-    rows = [row for row in rows if row.get("precision", "fp32") == "fp32"]
+    rows = in_fp32(path) if path.exists() else []
     return [row for row in rows if row["model"] in NAMES and row["outcome"] in ("ok", OUT_OF_MEMORY)]
 
 

@@ -11,9 +11,9 @@ Run it from the repository root, again until all is done; each call goes on wher
 The kernels need torch and Triton; models need transformers; peers and matplotlib are used if installed. Each part is a
 process, so that a failure or a broken device does not affect the others. Rows are written as they are measured, and a
 stop loses one; the page keeps what was measured and says what failed. On a GPU, a kernel of ours that does not run is
-a failure; a peer that does not is none. Each part has a share of the time of all calls, thirty minutes together; what
-is left goes to parts that are not finished. ``plan.json`` beside the results keeps account. The parts, in the order of
-their worth:
+a failure; a peer that does not is none. Each part has a share of the time of all calls, thirty minutes together but
+for some headroom; what is left of a call goes to parts that are not finished. ``plan.json`` beside the results keeps
+account. The parts, in the order of their worth:
 
 - ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; one process per op,
   several in parallel, since compiling takes most of the time;

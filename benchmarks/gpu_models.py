@@ -230,6 +230,7 @@ def _measure(model: Any, name: str, ids: torch.Tensor, loss: str, clock: Clock, 
     if name in OURS and kernels_are_due(clock.device) and not ops:
         raise RuntimeError("no Triton kernel ran")
     step()
+    model.zero_grad(set_to_none=True)  # gradients are part of what a step holds
     peak = clock.peak(step)
     spent = clock.interleaved({"step": step}, rounds)["step"]
     model.zero_grad(set_to_none=True)

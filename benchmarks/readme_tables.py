@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.record import Row, read_csv
+from benchmarks.record import Row, in_fp32
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.bst.configuration_bst import PRESETS as BST
 from hf_hybrid.models.chela.configuration_chela import PRESETS as CHELA
@@ -228,8 +228,7 @@ def _cells(models: dict[str, tuple[str, list[Row]]], cell: Callable[[Row], str])
 
 
 def _rows(name: str) -> list[Row]:
-    rows = [row for row in read_csv(RESULTS / name) if row["length"] == LENGTH and row["outcome"] == "ok"]
-    return [row for row in rows if row.get("precision", "fp32") == "fp32"]
+    return [row for row in in_fp32(RESULTS / name) if row["length"] == LENGTH and row["outcome"] == "ok"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -122,6 +122,11 @@ class GrowingRecord:
     def _keys_of_rows(self) -> set[tuple[str, ...]]:
         return {tuple(row[name] for name in self.keys) for row in self.rows}
 
+    def outcome(self, cell: Row) -> str:
+        """Return how what has some values ended: the first outcome that is not "ok", if there is one."""
+        outcomes = [row["outcome"] for row in self.rows if cell.items() <= row.items()]
+        return next((outcome for outcome in outcomes if outcome != "ok"), "ok")
+
     def __contains__(self, key: tuple[str, ...]) -> bool:
         return key in self._known
 
@@ -179,6 +184,80 @@ def fill(
         record.add(row)
         print(*(row.get(name, "-") for name in (*keys, *measures, "outcome")), flush=True)
     return record.rows
+
+
+ROUND = "round"
+CELL = ("mode", "model", "width", "precision", "vocabulary", "length", "loss")
+"""Columns of which those that a record with rounds has name a cell."""
+
+
+def fill_rounds(
+    arguments: argparse.Namespace,
+    columns: Sequence[str],
+    shown: Sequence[str],
+    cells: Iterable[Row],
+    measure: Callable[[Row, int], Row],
+) -> list[Row]:
+    """Measure what a growing record does not have yet: all cells once, then all of them again, so that they alternate.
+
+    A cell that failed in a round is not measured again.
+
+    Args:
+        arguments: The record's file as ``out``, the number of ``rounds``, and the ``threads`` of each measurement.
+        columns: The columns of the record, `ROUND` among them.
+        shown: Those that are printed.
+        cells: Cells, each as its columns of `CELL`.
+        measure: Takes a cell and the number of a round, and returns further columns, "outcome" among them.
+
+    Returns:
+        All rows of the record, one for each cell and round.
+    """
+    cells, common = list(cells), stamp() | {"threads": str(arguments.threads)}
+    keys = (*(name for name in CELL if name in columns), ROUND)
+    record = GrowingRecord(arguments.out, columns, keys, common)
+    for number in range(1, arguments.rounds + 1):
+        for cell in cells:
+            row = cell | {ROUND: str(number)}
+            if tuple(row[name] for name in keys) in record or record.outcome(cell) != "ok":
+                continue
+            record.add(row | measure(cell, number))
+            print(number, *(record.rows[-1][name] or "-" for name in shown), flush=True)
+    return record.rows
+
+
+def of_rounds(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each cell of a record that `fill_rounds` made; the rows of others, which have no rounds.
+
+    Numbers are medians over the rounds, but memory and ``max_s`` the largest, ``min_s`` the least and ``repeats`` all.
+    """
+    if not rows or ROUND not in rows[0]:
+        return list(rows)
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[name] for name in CELL if name in row), []).append(row)
+    return [_of_cell(found) for found in cells.values()]
+
+
+def in_fp32(path: Path) -> list[Row]:
+    """Return a record's rows in fp32, one for each cell; of a model with several losses those of the loss alone."""
+    rows = [row for row in of_rounds(read_csv(path)) if row.get("precision", "fp32") == "fp32"]
+    alone = {row["model"] for row in rows if row.get("loss") == "alone"}
+    return [row for row in rows if row.get("loss", "alone") == "alone" or row["model"] not in alone]
+
+
+def _of_cell(rounds: list[Row]) -> Row:
+    whole = {"min_s": min, "max_s": max, "repeats": sum}
+    fixed = {*growing_columns(CELL, [ROUND])}
+    row = {name: value for name, value in rounds[0].items() if name != ROUND}
+    for name in row.keys() - fixed:
+        reduce = whole.get(name, max if name.endswith("_mib") else statistics.median)
+        if values := [float(one[name]) for one in rounds if one[name]]:
+            row[name] = f"{reduce(values):.12g}"
+    outcomes = [one["outcome"] for one in rounds]
+    bad = [outcome for outcome in outcomes if outcome != "ok"]
+    if bad:
+        row["outcome"] = bad[0] if len(bad) == len(outcomes) else f"{bad[0]} in {len(bad)} of {len(outcomes)} rounds"
+    return row
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> str:

@@ -25,15 +25,16 @@ def _inputs(model: Any, length: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": labels, "use_cache": False}
 
 
-def training_step(model: Any, length: int, precision: str) -> Callable[[], None]:
+def training_step(model: Any, length: int, precision: str, *, skip_logits: bool = False) -> Callable[[], None]:
     """Return a function that runs forward and backward of one sequence, without an optimizer.
 
     Args:
         model: The model; it is put in training mode.
         length: Tokens of the sequence; an encoder-decoder's target has `TARGET`.
         precision: "fp32", or "bf16" for autocast.
+        skip_logits: Whether a model of ours computes the loss without the logits of all tokens.
     """
-    inputs = _inputs(model.train(), length)
+    inputs = _inputs(model.train(), length) | ({"skip_logits": True} if skip_logits else {})
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -81,7 +82,7 @@ def decoding(model: Any, length: int, batch: int = 1) -> tuple[Callable[[], None
     return step, given[key]
 
 
-def generation(model: Any, length: int, tokens: int, batch: int = 1) -> Callable[[], None]:
+def generation(model: Any, length: int, tokens: int, batch: int = 1, **settings: Any) -> Callable[[], None]:
     """Return a function that generates tokens greedily after a prompt, or from an encoder-decoder's source.
 
     Args:
@@ -89,10 +90,12 @@ def generation(model: Any, length: int, tokens: int, batch: int = 1) -> Callable
         length: Tokens of the prompt or source.
         tokens: Tokens to generate for every row; none of them ends it.
         batch: Rows, without padding.
+        settings: Further arguments of `generate`.
     """
     prompt = random_tokens(model.eval(), batch, length)
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": tokens}
+    given |= settings
 
     def run() -> None:
         model.generate(prompt, **given)

@@ -21,7 +21,7 @@ def measure_here(monkeypatch, *modules):
 
     for module in (bench_models, *modules):
         monkeypatch.setattr(module, "in_process", in_process)
-        monkeypatch.setattr(module, "limit_memory", lambda threads: None)
+        monkeypatch.setattr(module, "limit_memory", lambda threads, limit=0: None)
     monkeypatch.setattr(bench_models, "MATMULS", ((64, 64, 64),))
 
 

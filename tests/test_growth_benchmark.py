@@ -2,13 +2,14 @@
 
 import pytest
 
-from benchmarks import bench_growth, results_page
-from benchmarks.bench_growth import KEYS, LENGTHS, MEASURES, REASONS, report
+from benchmarks import bench_growth, bench_models, results_page
+from benchmarks.bench_growth import KEYS, LENGTHS, LIMIT, MEASURES, REASONS, report
+from benchmarks.builders import build
 from benchmarks.record import GrowingRecord, growing_columns, read_csv, stamp
 from tests.matrix import some
 from tests.measuring import measure_here, shrink_models
 
-COLUMNS = growing_columns(KEYS, MEASURES)
+COLUMNS = growing_columns(KEYS, (*MEASURES, LIMIT))
 
 
 @pytest.fixture
@@ -43,7 +44,38 @@ def test_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch, caps
         if (task, precision) != ("decode", "fp32")
     ]
     assert all(row["outcome"] == "ok" and float(row["seconds"]) > 0 for row in rows)
-    assert "| srformer | decode | bf16 | 32 | - | - |  |" in capsys.readouterr().out
+    limit = bench_models.most_memory() / 2**20
+    assert all(float(row[LIMIT]) == pytest.approx(limit, rel=1e-4) for row in rows)
+    shown = capsys.readouterr().out
+    assert "| srformer | decode | bf16 | 32 | - | - |  |" in shown
+    assert f"A process may hold {limit / 1024:.1f} GiB." in shown
+
+
+@pytest.mark.usefixtures("quick")
+def test_steps_hold_no_logits(monkeypatch):
+    """Of any model: the loss alone is computed."""
+    asked = []
+
+    def watched(name):
+        model = build(name)
+        model.register_forward_pre_hook(lambda _, __, given: asked.append(given.get("skip_logits")), with_kwargs=True)
+        return model
+
+    monkeypatch.setattr(bench_growth, "build", watched)
+    for model in ("bst-sh-s4", "chela-bidirectional", "spade-seq2seq", "srformer-bart"):
+        for task, expected in (("step", True), ("forward", None)):
+            asked.clear()
+            sent = bench_growth.in_process(bench_growth.measure, (model, task, "fp32", 32, 1, 60.0), 60.0)
+            assert sent[-1] == ("outcome", "ok"), (model, task)
+            assert set(asked) == {expected}
+
+
+def test_a_process_may_hold_what_its_container_has(tmp_path, monkeypatch):
+    machine = bench_models.most_memory()
+    monkeypatch.setattr(bench_models, "CONTAINER_LIMITS", (tmp_path / "none", tmp_path / "max", tmp_path / "least"))
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "least").write_text("3000\n")
+    assert bench_models.most_memory() == 2000 < machine
 
 
 def test_every_mode_is_there_up_to_the_length_that_it_can_have(tmp_path, monkeypatch):

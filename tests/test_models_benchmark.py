@@ -8,7 +8,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_attention, bench_language_models, bench_loss, bench_models, floors, results_page
-from benchmarks.record import read_csv
+from benchmarks.record import in_fp32, of_rounds, read_csv
 from tests.measuring import FEW, measure_here, shrink_models
 
 aten = torch.ops.aten
@@ -36,7 +36,70 @@ def test_encoder_decoders_are_measured(tmp_path, monkeypatch):
         assert float(row["flops"]) == pytest.approx(bench_models.count_flops(row["model"], 24), rel=1e-3)
         share = float(row["flops"]) / float(row["matmul_gflop_per_s"]) / 1e9 / float(row["median_s"])
         assert float(row["fraction_of_floor"]) == pytest.approx(share, rel=0.05, abs=1e-3)
-    assert "| spade, tokens/s | " in bench_models.report(rows)
+    shown = bench_models.report(rows)
+    assert "| spade, tokens/s | " in shown
+    assert "Dropout 0.1, also of attention weights" in shown
+
+
+def test_encoder_decoders_drop_alike_and_fill_no_cache(monkeypatch):
+    measure_here(monkeypatch)
+    shrink_models(monkeypatch)
+    monkeypatch.setattr(transformers.DynamicCache, "update", None)
+    for name, make in bench_models.MODELS.items():
+        config = make()
+        chances = {field: getattr(config, field, None) for field in ("dropout_rate", "dropout", "attention_dropout")}
+        assert {value for value in chances.values() if value is not None} == {bench_models.DROPOUT}, name
+        if name != "bigbird":  # whose blocks need more tokens
+            sent = bench_models.in_process(bench_models.measure_cell, (name, "fp32", 32, 1, 60.0), 60.0)
+            assert sent[-1] == ("outcome", "ok"), name
+
+
+def test_an_interrupted_run_goes_on_and_fractions_are_those_of_a_round(tmp_path, monkeypatch):
+    """The second round is slower by half, and so is the machine."""
+    started, rates, stop = [], iter([8e9, 4e9, 4e9]), [3]
+
+    def measured(target, arguments, _limit):
+        if len(started) == stop[0]:
+            raise KeyboardInterrupt
+        started.append(arguments[:3])
+        spent = 0.5 if len(started) < 3 else 1.0
+        return [("step", spent), ("step", spent), ("peak", 10.0 * len(started)), ("outcome", "ok")]
+
+    monkeypatch.setattr(bench_models, "in_process", measured)
+    monkeypatch.setattr(bench_models, "matmul_rate", lambda *_: next(rates))
+    monkeypatch.setattr(bench_models, "count_flops", lambda *_: 2e9)
+    out = tmp_path / "models.csv"
+    flags = ["--models", "led", "spade", "--lengths", "24", "--precisions", "fp32", "--rounds", "2", "--out", str(out)]
+    with pytest.raises(KeyboardInterrupt):
+        bench_models.main(flags)
+    first = read_csv(out)
+    assert [(row["model"], row["round"]) for row in first] == [("led", "1"), ("spade", "1"), ("led", "2")]
+    stop[0] = None
+    assert bench_models.main(flags) == 0
+    assert started == [(name, "fp32", 24) for name in ("led", "spade", "led", "spade")]
+    rows = read_csv(out)
+    assert rows[:3] == first
+    assert [row["fraction_of_floor"] for row in rows] == ["0.500"] * 4
+    led, spade = of_rounds(rows)
+    numbers = ("repeats", "median_s", "min_s", "max_s", "peak_mib")
+    assert [led[name] for name in numbers] == ["4", "0.75", "0.5", "1", "30"]
+    assert (spade["peak_mib"], spade["fraction_of_floor"]) == ("40", "0.5")
+    assert "| led | 0.500 |" in bench_models.report(rows)
+    assert bench_models.main(flags) == 0
+    assert len(started) == 4
+
+
+def test_what_failed_once_is_not_measured_again(tmp_path, monkeypatch):
+    outcomes = iter(["ok", "out of memory"])
+    monkeypatch.setattr(bench_loss, "in_process", lambda *_: [("peak_mib", 7.0), ("outcome", next(outcomes))])
+    flags = ["--vocabularies", "64", "--lengths", "24", "--losses", "plain", "--precisions", "fp32", "--rounds", "3"]
+    out = tmp_path / "loss.csv"
+    assert bench_loss.main([*flags, "--out", str(out)]) == 0
+    rows = read_csv(out)
+    assert [(row["round"], row["outcome"]) for row in rows] == [("1", "ok"), ("2", "out of memory")]
+    (row,) = of_rounds(rows)
+    assert row["outcome"] == "out of memory in 1 of 2 rounds"
+    assert bench_loss.main([*flags, "--out", str(out)]) == 0
 
 
 def test_language_models_are_measured(tmp_path, monkeypatch):
@@ -46,13 +109,24 @@ def test_language_models_are_measured(tmp_path, monkeypatch):
     assert [(row["model"], row["precision"], row["loss"]) for row in rows] == [
         (model, precision, loss)
         for precision in ("fp32", "bf16")
-        for model, loss in (("bst-sh-s4", "alone"), ("llama-sdpa", "with logits"))
+        for model, loss in (("bst-sh-s4", "alone"), ("bst-sh-s4", "with logits"), ("llama-sdpa", "with logits"))
     ]
-    names = ("step_s", "kept_bytes", "token_s", "cache_mib", "flops")
-    assert all(float(row[name]) > 0 for row in rows for name in names)
-    caches = {(row["model"], row["precision"]): float(row["cache_mib"]) for row in rows}
+    assert all(float(row[name]) > 0 for row in rows for name in ("step_s", "kept_bytes", "flops"))
+    ours = [row["loss"] for row in rows if row["model"] == "bst-sh-s4" and row["token_s"]]
+    assert ours == ["alone", "alone"]  # decoding has no loss
+    caches = {(row["model"], row["precision"]): float(row["cache_mib"]) for row in rows if row["cache_mib"]}
     assert caches["llama-sdpa", "bf16"] == pytest.approx(caches["llama-sdpa", "fp32"] / 2, rel=1e-3)
-    assert "**bf16, training: fraction of the floor" in bench_language_models.report(rows)
+    kept = {row["loss"]: float(row["kept_bytes"]) for row in rows[:2]}
+    assert kept["with logits"] > kept["alone"]
+    shown = bench_language_models.report(rows)
+    assert "**bf16, training: fraction of the floor" in shown
+    ratio = float(rows[2]["step_s"]) / float(rows[1]["step_s"])
+    assert f"| bst-sh-s4, with logits, tokens/s | {ratio:.2f} (llama-sdpa) |" in shown
+    assert shown.count("| bst-sh-s4, with logits | ") == 2 * 5  # none of decoding
+    assert {(row["model"], row["loss"]) for row in in_fp32(tmp_path / "measured.csv")} == {
+        ("bst-sh-s4", "alone"),
+        ("llama-sdpa", "with logits"),
+    }
 
 
 def test_a_failed_cell_is_a_row(tmp_path, monkeypatch):

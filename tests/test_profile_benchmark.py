@@ -1,12 +1,17 @@
 """Where a step's time goes: operators belong to one group each, and a tiny step has those that it should."""
 
+import importlib
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import bench_profile, results_page
-from benchmarks.bench_profile import GROUPS, sum_groups
+from benchmarks.bench_profile import GROUPS, group_of_operator, sum_groups
 from benchmarks.record import read_csv
+from hf_hybrid import kernels, layers
+from hf_hybrid.kernels.dispatch import NAMESPACE
 from tests.measuring import measure_here, shrink_models
 
 
@@ -46,10 +51,22 @@ def test_an_operator_belongs_to_the_package_then_to_its_name_then_to_its_module(
     }
 
 
+def test_every_operator_of_the_package_has_a_group():
+    for package in (kernels, layers):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("triton_kernels"):  # which register nothing, and need Triton
+                importlib.import_module(module.name)
+    registered = (name.split(".")[0].split("::") for name in torch._C._dispatch_get_all_op_names())
+    names = {name for namespace, name in registered if namespace == NAMESPACE}
+    assert {"local_attention", "full_attention_backward", "segment_step"} <= names
+    assert [name for name in sorted(names) if group_of_operator(name) not in GROUPS] == []
+
+
 @pytest.mark.parametrize(
     ("model", "groups"),
     [
         ("spade-seq2seq", {"local_attention_ms", "full_attention_ms", "convolutions_ms", "state_space_ms"}),
+        ("srformer", {"full_attention_ms", "segments_ms"}),
         ("chela", {"linear_attention_ms", "convolutions_ms", "short_conv_ms", "state_space_ms"}),
     ],
 )

@@ -10,6 +10,7 @@ from benchmarks import bench_generation, bench_language_models, bench_loading, b
 from benchmarks.bench_tokens import accessed
 from benchmarks.record import read_csv
 from benchmarks.workloads import decoding, generation
+from hf_hybrid import BstForCausalLM
 from tests.measuring import measure_here, shrink_models
 
 
@@ -92,17 +93,32 @@ def test_generation_is_measured_once_beside_a_peer(tmp_path, monkeypatch, capsys
     measure_here(monkeypatch, bench_generation)
     monkeypatch.setitem(builders.SIZES, "tiny", (32, 2))
     monkeypatch.setattr(bench_generation, "TOKENS", 8)
+    monkeypatch.setattr(bench_generation, "BACKEND", "eager")  # the same graphs, without their code
+    torch.compiler.reset()
     out = tmp_path / "generation.csv"
     flags = ["--sizes", "tiny", "--models", "llama", "bst", "--batches", "2", "--threads", "1", "--out", str(out)]
     assert bench_generation.main(flags) == 0
-    llama, bst = read_csv(out)
+    llama, llama_compiled, bst, bst_compiled = read_csv(out)
     assert (llama["model"], bst["model"], bst["batch"], bst["outcome"]) == ("llama", "bst", "2", "ok")
-    assert all(float(row[name]) > 0 for row in (llama, bst) for name in bench_generation.MEASURES)
+    assert (llama_compiled["decoding"], bst_compiled["decoding"], bst_compiled["outcome"]) == (*["compiled"] * 2, "ok")
+    assert all(float(row[name]) > 0 for row in (llama, bst) for name in ("start_ms", "token_ms", "operators"))
+    assert all(float(row["compile_s"]) > 0 and not row["operators"] for row in (llama_compiled, bst_compiled))
+    assert not bst["compile_s"]
     monkeypatch.setattr(bench_generation, "in_process", None)  # nothing is measured again
     assert bench_generation.main(flags) == 0
     share = float(bst["token_ms"]) / float(llama["token_ms"])
-    assert f"| {share:.2f} | {bst['operators']} |" in capsys.readouterr().out
+    assert f"| {share:.2f} | {bst['operators']} | - |" in capsys.readouterr().out
     assert results_page.tables(out) == bench_generation.report(read_csv(out))
+
+
+def test_what_does_not_compile_has_no_row_of_it(tmp_path, monkeypatch):
+    asked = []
+    ended = [("start_ms", 1.0), ("token_ms", 1.0), ("outcome", "ok")]
+    monkeypatch.setattr(bench_generation, "in_process", lambda *a: asked.append(a[1][1:4]) or ended)
+    monkeypatch.setattr(BstForCausalLM, "_can_compile_fullgraph", False)
+    flags = ["--sizes", "tiny", "--models", "spade", "bst", "--batches", "1"]
+    assert bench_generation.main([*flags, "--out", str(tmp_path / "few.csv")]) == 0
+    assert asked == [("spade", 1, "eager"), ("spade", 1, "compiled"), ("bst", 1, "eager")]
 
 
 @pytest.mark.parametrize("name", builders.SIZED)

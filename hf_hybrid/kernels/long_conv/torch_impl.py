@@ -20,10 +20,10 @@ def arranged(x: Tensor | None) -> Tensor | None:
 
 def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Tensor:
     """Return the factor for `multiply`: one spectrum for each channel of a block, or its conjugate."""
-    rows = spectrum.rows
+    rows = spectrum.rows.conj_physical() if adjoint else spectrum.rows
     if spectrum.first or rows.shape[0] != width:
         rows = rows[(spectrum.first + torch.arange(width, device=rows.device)) % rows.shape[0]]
-    return rows.conj_physical() if adjoint else rows
+    return rows
 
 
 def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:

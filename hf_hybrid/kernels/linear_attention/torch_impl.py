@@ -148,9 +148,8 @@ def backward_norm(grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None) -
     d_n, wide_n, d_gate = grad.to(scale.dtype), n.to(scale.dtype), None
     if gate is not None:
         g = gate.to(scale.dtype)
-        opened = torch.sigmoid(g)
-        d_gate = (d_n * wide_n * opened * (1 + g * (1 - opened))).to(gate.dtype)
-        d_n = d_n * g * opened
+        d_gate = torch.ops.aten.silu_backward(d_n * wide_n, g).to(gate.dtype)
+        d_n = d_n * F.silu(g)
     d_o = scale[..., None] * (d_n - wide_n * (wide_n * d_n).mean(-1, keepdim=True))
     return d_o.to(gradient_dtype(n)), d_gate
 

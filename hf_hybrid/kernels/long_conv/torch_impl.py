@@ -130,15 +130,11 @@ def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: B
     """
     y = _with_skip(y, x, around.skip, block)
     g = _gather(grad, block, y.dtype)
-    sigmoid = torch.sigmoid(y) if around.silu else None
     if d_gate is not None:
-        _scatter(g * y if sigmoid is None else g * y * sigmoid, block, d_gate)
+        _scatter(g * (F.silu(y) if around.silu else y), block, d_gate)
     if around.gate is not None:
         g = g * _gather(around.gate, block, y.dtype)
-    if sigmoid is not None:
-        # (y s)' = s (1 + y (1 - s))
-        g = g * sigmoid * (1 + y * (1 - sigmoid))
-    return g
+    return torch.ops.aten.silu_backward(g, y) if around.silu else g
 
 
 def downstream(

@@ -52,12 +52,13 @@ def chunked_loss(
         The sum, a scalar, and the number of labels other than -100, int64.
 
     Note:
-        Tokens without a label are dropped first, except under `torch.compile`, where no shape may depend on data.
+        Tokens without a label are dropped first, except under `torch.compile`, where no shape may depend on data. If
+        there are none, a CPU copies nothing; other devices would have to wait to know.
         Under autocast each chunk casts the weights itself, so that gradients add up in float32 and not in 16 bits.
     """
     labels = labels.to(hidden_states.device)
     counted = labels != IGNORED
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (counted.device.type == "cpu" and bool(counted.all())):
         hidden_states, labels = hidden_states.flatten(0, -2), labels.flatten()
     else:
         hidden_states, labels = hidden_states[counted], labels[counted]

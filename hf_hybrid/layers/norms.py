@@ -2,11 +2,20 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..context_parallel import Shards, add_up
 from ..kernels.checks import check_choice
 from ..kernels.precision import compute_dtype
+from .rms_norm import rms_norm
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's root mean square norm, by `rms_norm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `(..., D)` to `(..., D)`."""
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ScaleNorm(nn.Module):
@@ -29,7 +38,7 @@ class ScaleNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `(..., D)` to `(..., D)`."""
-        normed = F.rms_norm(hidden_states, hidden_states.shape[-1:], eps=self.eps)
+        normed = rms_norm(hidden_states, None, self.eps)
         return normed if self.weight is None else (normed * self.weight).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
@@ -112,9 +121,9 @@ def _is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-NORMS: dict[str, type[nn.LayerNorm] | type[nn.RMSNorm] | type[ScaleNorm] | type[BatchNorm]] = {
+NORMS: dict[str, type[nn.LayerNorm] | type[RMSNorm] | type[ScaleNorm] | type[BatchNorm]] = {
     "layer_norm": nn.LayerNorm,
-    "rms_norm": nn.RMSNorm,
+    "rms_norm": RMSNorm,
     "scale_norm": ScaleNorm,
     "batch_norm": BatchNorm,
 }

@@ -4,10 +4,13 @@ Shapes: H heads · offsets of any shape, in tokens.
 """
 
 import math
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from .state_space import Kept, keep
 
 
 def relative_position_bucket(
@@ -62,29 +65,58 @@ class RelativePositionBias(nn.Embedding):
         self.max_distance = max_distance
         self.bidirectional = bidirectional
         self._past_buckets: torch.Tensor | None = None
+        self._kept: tuple[int, Kept] | None = None
 
-    def forward(self, offsets: torch.Tensor | None = None, *, reach: int | None = None) -> torch.Tensor:
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, and forget what tokens read: compiled calls, which may train, cannot."""
+        self._kept = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def forward(
+        self, offsets: torch.Tensor | None = None, *, reach: int | None = None, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the bias of every head for every offset, in the table's dtype.
 
         Args:
             offsets: Any shape.
-            reach: Instead of offsets: use -reach to 0, as decoding does at every token. Their buckets are cached, so
-                this is one lookup.
+            reach: Instead of offsets: use -reach to 0, as decoding does at every token. Their buckets are cached, and
+                if no gradient is recorded also their biases, until a call with offsets starts another sequence.
+            scale: With `reach`: a number per head, `(H,)`, by whose absolute value the biases are multiplied on its
+                device.
 
         Returns:
             ``(H, *offsets.shape)``, or `(H, reach + 1)`.
         """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (offsets is not None or torch.is_grad_enabled()):
+            self._kept = None
         if offsets is not None:
             return functional.embedding(self._buckets(offsets), self.weight).movedim(-1, 0)
         assert reach is not None
+        if compiling or torch.is_grad_enabled():
+            return self._past(reach, scale)
+        longest = (1 << reach.bit_length()) - 1
+        before, kept = self._kept or (longest, None)  # another thread may forget it meanwhile
+        tensors = [self.weight] if scale is None else [self.weight, scale]
+        kept = keep(kept if before == longest else None, tensors, lambda: self._past(longest, scale))
+        self._kept = longest, kept
+        biases: torch.Tensor = kept[2]
+        return biases[:, longest - reach :]
+
+    def _past(self, reach: int, scale: torch.Tensor | None) -> torch.Tensor:
         device, kept = self.weight.device, self._past_buckets
         if torch.compiler.is_compiling():
-            return self.forward(torch.arange(-reach, 1, device=device))
-        if kept is None or kept.device != device or kept.shape[0] <= reach:
-            with torch.inference_mode(False):  # a training step may use them later
-                kept = self._buckets(torch.arange(1 - (1 << reach.bit_length()), 1, device=device))
-            self._past_buckets = kept
-        return self.weight.index_select(0, kept[kept.shape[0] - reach - 1 :]).t()
+            biases = self.forward(torch.arange(-reach, 1, device=device))
+        else:
+            if kept is None or kept.device != device or kept.shape[0] <= reach:
+                with torch.inference_mode(False):  # a training step may use them later
+                    kept = self._buckets(torch.arange(1 - (1 << reach.bit_length()), 1, device=device))
+                self._past_buckets = kept
+            biases = self.weight.index_select(0, kept[kept.shape[0] - reach - 1 :]).t()
+        return biases if scale is None else biases.to(scale.device) * scale.abs()[:, None].to(biases.dtype)
 
     def recency_biases(self) -> torch.Tensor:
         """Return a table that prefers near keys, with the slopes of ALiBi (Press et al. 2022, section 3).

@@ -215,8 +215,8 @@ class LocalAttention(nn.Module):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`attend` of one token that sees every key, its own last."""
-        bias = None if bias_table is None else self._scaled(bias_table(reach=key.shape[1] - 1), query.device)
-        mask = None if bias is None else bias.to(query.dtype)[None, :, None]
+        bias = None if bias_table is None else bias_table(reach=key.shape[1] - 1, scale=self.score_scale)
+        mask = None if bias is None else bias.to(query.device, query.dtype)[None, :, None]
         output, probabilities = self._attend_all(query, key, value, mask, **kwargs)
         return output.flatten(2), probabilities
 
@@ -320,13 +320,14 @@ class LocalAttention(nn.Module):
         else:
             chunk_size = self.config.chunk_size
             reach = chunk_size - 1
+        bias = None if bias_table is None else bias_table(reach=reach, scale=self.score_scale)
         output = local_attention_step(
             query,
             key,
             value,
             query_start=query_start,
             key_start=key_start,
-            bias=None if bias_table is None else self._scaled(bias_table(reach=reach), query.device),
+            bias=None if bias is None else bias.to(query.device),  # a shared table may be on another one
             radius=radius,
             chunk_size=chunk_size,
             include_self=self.include_self,

@@ -159,6 +159,25 @@ def test_fft_length_grid():
         fft_length(0)
 
 
+def test_transforms_of_one_call_have_more_sizes():
+    sizes = sorted({blocks.fast_size(length) for length in range(1, 1 << 15)})
+    few = [2, *(size for a in range(2, 15) for size in (1 << a, 3 << (a - 1))), 1 << 15]
+    between = [part << a for a in range(9, 12) for part in (9, 10, 15)]
+    assert sizes == sorted([*few, *between])
+    assert sizes == sorted({blocks.fast_size(size) for size in sizes})
+    assert {blocks.fast_size(size, few=True) for size in sizes} == set(few)
+
+
+@pytest.mark.parametrize(("length", "taps"), [(4000, 600), (4500, 620), (7000, 600)])
+def test_sizes_that_are_no_power_of_two(length, taps):
+    u, kernel, reverse, skip = make(length, taps, width=1, batch=1)
+    n_fft = blocks.fast_size(length + taps)
+    assert n_fft % 9 == 0 or n_fft % 5 == 0
+    actual = long_conv(u, kernel, reverse_kernel=reverse, skip=skip)
+    spectrum = kernel_spectrum(kernel, 1 << 14, reverse)
+    assert_close(actual, spectral_conv(u, spectrum, 1 << 14, skip), "float64")
+
+
 @pytest.mark.parametrize("n_fft", [2, 12, 32, 96])
 def test_one_spectrum_serves_every_length_up_to_half(n_fft):
     """With all n_fft/2 taps in each direction no lag wraps onto a tap it should not meet."""

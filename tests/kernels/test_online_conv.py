@@ -81,13 +81,34 @@ def test_where_sums_end_and_transforms_begin_makes_no_difference(direct, monkeyp
         assert_close(actual, reference(u, kernel, skip=skip)[:, 7 : 7 + actual.shape[1]], "float64")
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_channels_of_a_group_share_taps(groups):
-    u, kernel, skip = make(21, groups)
-    expected = reference(u, kernel.repeat(4 // groups, 1), skip=skip)
+@pytest.mark.parametrize("block", [1, 1 << 17])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_channels_of_a_group_share_taps(groups, block, monkeypatch):
+    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", block)  # a few channels at once
+    u, kernel, skip = make(21, groups, width=6)
+    kernel.requires_grad_()
+    expected = reference(u, kernel.repeat(6 // groups, 1), skip=skip)
     assert_close(long_conv(u, kernel, skip=skip), expected, "float64")
     actual, _ = decode(u, kernel, skip, 5, SPLITS["chunks"])
-    assert_close(actual, expected[:, 5 : 5 + actual.shape[1]], "float64")
+    expected = expected[:, 5 : 5 + actual.shape[1]]
+    assert_close(actual, expected, "float64")
+    found, wanted = (torch.autograd.grad(y.square().sum(), kernel)[0] for y in (actual, expected))
+    assert_close(found, wanted, "float64 gradient")
+
+
+def test_shared_taps_are_transformed_once(monkeypatch):
+    transformed = []
+    original = torch.fft.rfft
+
+    def counted(x, n):
+        transformed.append(x.numel() // x.shape[-1])
+        return original(x, n=n)
+
+    u, kernel, _ = make(64, groups=2, batch=1, width=6, length=64)
+    monkeypatch.setattr(torch_impl, "_CPU_BLOCK", 1)
+    monkeypatch.setattr(torch.fft, "rfft", counted)
+    start_online_conv(u, kernel)
+    assert sum(transformed) == 2 + 6
 
 
 @pytest.mark.parametrize(("dtype", "row"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])

@@ -169,6 +169,38 @@ def test_every_chunk_but_the_last_is_computed_twice(chunks, calls):
     assert len(counted) == calls
 
 
+class Called(TorchDispatchMode):
+    """Notes which operations run."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.functions.add(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_tokens_are_dropped_only_if_some_have_no_label(hidden):
+    model, loss_of = make("bias")
+    model.double()
+    states, labels = draw()
+    labels = labels.clamp_min(0)
+    labels[:, :hidden] = -100
+    states = states[:, :-1].requires_grad_()  # as a causal model passes them
+    inputs = [states, *model.parameters()]
+    found = []
+    for compute in (plain, chunked_loss):
+        with Called() as called:
+            addend, count = compute(loss_of, states, labels[:, 1:] if not hidden else labels[:, :-1], 5)
+            found.append([addend, *torch.autograd.grad(addend, inputs)])
+        assert count == ROWS * (LENGTH - 1 - hidden)
+    assert (torch.ops.aten.index.Tensor in called.functions) == bool(hidden)
+    for actual, expected in zip(found[1], found[0], strict=True):
+        assert_close(actual, expected, "float64 gradient")
+
+
 @pytest.mark.parametrize("kind", ["linear", "adaptive, tied"])
 def test_no_label_at_all(kind):
     """Every process must have gradients for the same tensors, also one whose rows have no labels."""

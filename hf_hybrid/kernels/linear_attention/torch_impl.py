@@ -22,9 +22,19 @@ _BLOCK = 64
 """Tokens per block. Larger blocks waste masked scores, smaller products run slower; the fastest on a CPU for heads of
 64 to 256 numbers."""
 
+_NORMED = 1 << 16
+"""Numbers that are normed at a time on a CPU."""
+
 
 def _blocks(length: int) -> list[slice]:
     return [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
+
+
+def _cached(x: Tensor) -> Iterator[slice]:
+    """Cut tokens `(B, T, H, V)` into parts that stay in a CPU's cache while they are normed."""
+    length = x.shape[1]
+    step = max(1, _NORMED * length // max(1, x.numel())) if x.device.type == "cpu" else max(1, length)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def _rows(*tensors: Tensor) -> Iterator[Tensor]:
@@ -134,10 +144,17 @@ def forward_normed(
     """Return outputs, last state and, if `trained`, n (with a gate) and 1 / rms(o)."""
     output, last = forward(query, key, value, state, cu_seqlens)
     # as in `normed`, but keeping what the backward needs
-    scale = output.pow(2).mean(-1, keepdim=True).add(eps).rsqrt()
-    n = (output * scale).to(query.dtype)
-    y, kept = (n, None) if gate is None else (n * F.silu(gate), n)
-    return y, last, *((kept, scale[..., 0]) if trained else (None, None))
+    y, scale = torch.empty_like(output, dtype=query.dtype), output.new_empty(output.shape[:3])
+    kept = torch.empty_like(y) if trained and gate is not None else None
+    for at in _cached(output):
+        o = output[:, at]
+        r = o.square().mean(-1).add_(eps).rsqrt_()
+        n = (o * r[..., None]).to(y.dtype)
+        scale[:, at] = r
+        if kept is not None:
+            kept[:, at] = n
+        y[:, at] = n if gate is None else n * F.silu(gate[:, at])
+    return y, last, kept, scale if trained else None
 
 
 def backward_norm(grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -145,14 +162,16 @@ def backward_norm(grad: Tensor, n: Tensor, scale: Tensor, gate: Tensor | None) -
 
     dn = grad silu(g),  do = (dn - n mean(n dn)) / rms(o),  dg = grad n silu'(g)
     """
-    d_n, wide_n, d_gate = grad.to(scale.dtype), n.to(scale.dtype), None
-    if gate is not None:
-        g = gate.to(scale.dtype)
-        opened = torch.sigmoid(g)
-        d_gate = (d_n * wide_n * opened * (1 + g * (1 - opened))).to(gate.dtype)
-        d_n = d_n * g * opened
-    d_o = scale[..., None] * (d_n - wide_n * (wide_n * d_n).mean(-1, keepdim=True))
-    return d_o.to(gradient_dtype(n)), d_gate
+    d_o = torch.empty_like(n, dtype=gradient_dtype(n), memory_format=torch.contiguous_format)
+    d_gate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
+    for at in _cached(n):
+        d_n, wide_n = grad[:, at].to(scale.dtype), n[:, at].to(scale.dtype)
+        if gate is not None and d_gate is not None:
+            g = gate[:, at].to(scale.dtype)
+            d_gate[:, at] = torch.ops.aten.silu_backward(d_n * wide_n, g)
+            d_n = d_n * F.silu(g)
+        d_o[:, at] = scale[:, at, :, None] * (d_n - wide_n * (wide_n * d_n).mean(-1, keepdim=True))
+    return d_o, d_gate
 
 
 def gradient_dtype(n: Tensor) -> torch.dtype:

@@ -46,7 +46,7 @@ def fft_length(length: int) -> int:
         ValueError: The length is not positive.
     """
     check_positive(length=length)
-    return fast_size(2 * length)
+    return fast_size(2 * length, few=True)
 
 
 def _check_taps(name: str, taps: torch.Tensor, width: int | None) -> None:

@@ -17,6 +17,9 @@ _CPU_BLOCK = 1 << 19
 _GPU_BLOCK = 1 << 27
 """Real numbers per block elsewhere, where only memory limits it."""
 
+_FINE = 4096
+"""Size up to which more sizes of transforms would save little, and sequences of similar length share one."""
+
 
 class Sequences(NamedTuple):
     """Sequences with the same transform length.
@@ -74,12 +77,19 @@ class Spectrum(NamedTuple):
     first: int
 
 
-def fast_size(smallest: int) -> int:
-    """Return the smallest of 2, 4, 6, 8, 12, 16, 24, ... that is at least `smallest`."""
+def fast_size(smallest: int, *, few: bool = False) -> int:
+    """Return a length of fast transforms that is at least `smallest`.
+
+    It is the smallest of 2, 4, 6, 8, 12, 16, 24, ...; beyond 4096, unless `few` sizes are wanted, 9, 10 and 15 eighths
+    of each power of two are among them.
+    """
     power = 2
     while power < smallest:
         power *= 2
-    return power // 4 * 3 if power > 4 and power // 4 * 3 >= smallest else power
+    for sixteenths in (12,) if few or power <= _FINE else (9, 10, 12, 15):
+        if power > 4 and power * sixteenths // 16 >= smallest:
+            return power * sixteenths // 16
+    return power
 
 
 def block_steps(u: Tensor, n_fft: int) -> tuple[int, int]:

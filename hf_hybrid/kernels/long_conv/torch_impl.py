@@ -20,10 +20,22 @@ def arranged(x: Tensor | None) -> Tensor | None:
 
 def factor(spectrum: Spectrum, width: int, adjoint: bool) -> Tensor:
     """Return the factor for `multiply`: one spectrum for each channel of a block, or its conjugate."""
-    rows = spectrum.rows
+    rows = spectrum.rows.conj_physical() if adjoint else spectrum.rows
     if spectrum.first or rows.shape[0] != width:
         rows = rows[(spectrum.first + torch.arange(width, device=rows.device)) % rows.shape[0]]
-    return rows.conj_physical() if adjoint else rows
+    return rows
+
+
+def _padded(x: Tensor, block: Block, length: int, dtype: torch.dtype) -> Tensor:
+    """Return a block of `(B, T, D)` in memory of its own, `(b, d, length)`, zeros after each sequence."""
+    sequences, rows, channels = block
+    padded = torch.zeros(rows.stop - rows.start, block.width, length, dtype=dtype, device=x.device)
+    if sequences.bounds is None:
+        padded[..., : sequences.length] = x[rows, :, channels].transpose(1, 2)
+        return padded
+    for row, tokens in zip(padded, sequences.bounds[rows], strict=True):
+        row[:, : tokens.stop - tokens.start] = x[0, tokens, channels].mT
+    return padded
 
 
 def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -31,11 +43,7 @@ def _gather(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     sequences, rows, channels = block
     if sequences.bounds is None:
         return x[rows, :, channels].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
-    found = sequences.bounds[rows]
-    gathered = torch.zeros(len(found), block.width, sequences.length, dtype=dtype, device=x.device)
-    for row, tokens in zip(gathered, found, strict=True):
-        row[:, : tokens.stop - tokens.start] = x[0, tokens, channels].mT
-    return gathered
+    return _padded(x, block, sequences.length, dtype)
 
 
 def _scatter(y: Tensor, block: Block, out: Tensor) -> None:
@@ -49,9 +57,11 @@ def _scatter(y: Tensor, block: Block, out: Tensor) -> None:
 
 
 def prologue(u: Tensor, gate: Tensor | None, block: Block, dtype: torch.dtype) -> Tensor:
-    """Return a read-only block of the inputs times their gate, zeros after each sequence."""
-    x = _gather(u, block, dtype)
-    return x if gate is None else x * _gather(gate, block, dtype)
+    """Return a block of the inputs times their gate, `(b, d, n_fft)`, zeros after each sequence."""
+    x = _padded(u, block, block.sequences.n_fft, dtype)  # which a transform would copy again to pad it
+    if gate is not None:
+        x[..., : block.sequences.length].mul_(_gather(gate, block, dtype))
+    return x
 
 
 def multiply(x: Tensor, factor: Tensor, out: Tensor, add: bool = False) -> Tensor:
@@ -89,11 +99,12 @@ def correlate(inputs: Tensor, gradients: Tensor, groups: int | None, first: int)
 
 def _with_skip(y: Tensor, x: Tensor | None, skip: Tensor | None, block: Block) -> Tensor:
     """Return a convolution's tokens, with the skip connection added in place."""
-    y = y[..., : block.sequences.length]
+    length = block.sequences.length
+    y = y[..., :length]
     if skip is None:
         return y
     assert x is not None
-    return y.addcmul_(x, skip[block.channels, None].to(y.dtype))
+    return y.addcmul_(x[..., :length], skip[block.channels, None].to(y.dtype))
 
 
 def epilogue(y: Tensor, x: Tensor | None, around: Around, block: Block, out: Tensor) -> None:
@@ -119,15 +130,11 @@ def upstream(y: Tensor, x: Tensor | None, around: Around, grad: Tensor, block: B
     """
     y = _with_skip(y, x, around.skip, block)
     g = _gather(grad, block, y.dtype)
-    sigmoid = torch.sigmoid(y) if around.silu else None
     if d_gate is not None:
-        _scatter(g * y if sigmoid is None else g * y * sigmoid, block, d_gate)
+        _scatter(g * (F.silu(y) if around.silu else y), block, d_gate)
     if around.gate is not None:
         g = g * _gather(around.gate, block, y.dtype)
-    if sigmoid is not None:
-        # (y s)' = s (1 + y (1 - s))
-        g = g * sigmoid * (1 + y * (1 - sigmoid))
-    return g
+    return torch.ops.aten.silu_backward(g, y) if around.silu else g
 
 
 def downstream(
@@ -165,4 +172,5 @@ def downstream(
     if not trains_skip:
         return None
     assert x is not None
-    return (x * d_y).sum((0, 2))
+    length = block.sequences.length
+    return (x[..., :length] * d_y[..., :length]).sum((0, 2))

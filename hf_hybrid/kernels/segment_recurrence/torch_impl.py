@@ -55,13 +55,15 @@ def _products(key: Tensor, value: Tensor, visited: Tensor | None, complement: bo
     return _Products(own, own_within, whole_within)
 
 
-def _membranes(drive: Tensor, leak: Tensor, threshold: Tensor) -> None:
-    """Turn P W^T into the membranes m before their reset, in place."""
+def _membranes(drive: Tensor, leak: Tensor, threshold: Tensor, fire: bool = False) -> None:
+    """Turn P W^T into the membranes m before their reset, or into what they `fire`, max(0, m / threshold - 1)."""
     after = torch.zeros_like(drive[:, :, 0])
     for membrane in drive.unbind(2):
         membrane.add_(after.mul_(leak))
-        fired = (membrane / threshold).sub_(1).gt_(0)
-        torch.addcmul(membrane, fired, threshold, value=-1, out=after)
+        y = (membrane / threshold).sub_(1).clamp_min_(0)
+        torch.addcmul(membrane, y.sign(), threshold, value=-1, out=after)
+        if fire:
+            membrane.copy_(y)
 
 
 def forward(
@@ -79,8 +81,7 @@ def forward(
     if weight is not None and leak is not None and threshold is not None:
         wide = states.dtype
         states = torch.matmul(states, weight.to(wide).mT)
-        _membranes(states, leak.to(wide), threshold.to(wide))
-        states.div_(threshold.to(wide)).sub_(1).clamp_min_(0)
+        _membranes(states, leak.to(wide), threshold.to(wide), fire=True)
     return states.to(key.dtype)
 
 

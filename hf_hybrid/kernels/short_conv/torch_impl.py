@@ -92,9 +92,7 @@ def _differentiate(
     g = grad.to(wide)
     if silu:
         y = _convolve(x, taps, None if bias is None else bias.to(wide), ahead)
-        gate = torch.sigmoid(y)
-        # (y s)' = s (1 + y (1 - s))
-        g = g * gate * (1 + y * (1 - gate))
+        g = torch.ops.aten.silu_backward(g, y)
     # the adjoint's tap at lag -j is the tap at lag j
     grad_u = _convolve(g.contiguous(), taps.flip(1), None, kernel.shape[1] - 1 - ahead)
     grad_taps, grad_bias = torch.zeros_like(taps.mT), torch.zeros_like(taps[:, 0])

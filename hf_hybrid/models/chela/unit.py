@@ -161,7 +161,7 @@ class ChelaUnit(nn.Module):
         )
         output_gate = torch.sigmoid(self.output_gate_proj(mixed))
         attended = self.dropout(attended)
-        output = residual + output_gate * (attended - residual)
+        output = torch.addcmul(residual, output_gate, attended - residual)
         return output, ChelaState(mixer_state, attention_state) if return_state else None
 
     def _gate(self, mixed: torch.Tensor) -> torch.Tensor:
@@ -187,8 +187,8 @@ class ChelaUnit(nn.Module):
         if cu_seqlens is not None:
             mixed, value, gate = (x.flatten(0, 1)[None] for x in (mixed, value, gate))
         heads = (*mixed.shape[:2], self.config.num_attention_heads, mixed.shape[2] // self.config.num_attention_heads)
-        query = (mixed * self.query_alpha + self.query_beta).to(value.dtype)
-        key = (mixed * self.key_alpha + self.key_beta).to(value.dtype)
+        query = torch.addcmul(self.query_beta, mixed, self.query_alpha).to(value.dtype)
+        key = torch.addcmul(self.key_beta, mixed, self.key_alpha).to(value.dtype)
         if self.config.attention_fn == "laplace_feature":
             query, key = laplace(query), laplace(key)
         if kept is not None:  # β gives padding a key

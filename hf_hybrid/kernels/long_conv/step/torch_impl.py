@@ -121,10 +121,15 @@ def _contribution(x: torch.Tensor, kernel: torch.Tensor, count: int) -> torch.Te
 def _transformed(x: torch.Tensor, kernel: torch.Tensor, n_fft: int, wanted: slice) -> torch.Tensor:
     """Return some outputs of the circular convolution on a ring of n_fft, computed a few channels at a time."""
     budget = _CPU_BLOCK if x.device.type == "cpu" else x.numel()
-    parts, step = [], max(1, budget // n_fft)
-    taps = _taps(kernel, 0, min(n_fft, kernel.shape[1]), x)
-    for rows, channels in zip(taps.split(step), x.split(step, dim=2), strict=True):
-        spectrum = torch.fft.rfft(rows, n=n_fft)
-        signal = torch.fft.rfft(channels.transpose(1, 2).contiguous(), n=n_fft)
-        parts.append(torch.fft.irfft(signal * spectrum, n=n_fft)[..., wanted].transpose(1, 2))
+    parts, step, width, groups = [], max(1, budget // n_fft), x.shape[2], kernel.shape[0]
+    taps = kernel[:, :n_fft].to(x.dtype)
+    shared = None
+    if groups < width:  # one transform of the taps for all channels, in parts of whole groups
+        shared, step = torch.fft.rfft(taps, n=n_fft), step + -step % groups
+    for start in range(0, width, step):
+        at = slice(start, start + step)
+        spectrum = torch.fft.rfft(taps[at], n=n_fft) if shared is None else shared
+        signal = torch.fft.rfft(x[:, :, at].transpose(1, 2).contiguous(), n=n_fft)
+        product = signal.unflatten(1, (-1, spectrum.shape[0])) * spectrum
+        parts.append(torch.fft.irfft(product.flatten(1, 2), n=n_fft)[..., wanted].transpose(1, 2))
     return torch.cat(parts, dim=2)

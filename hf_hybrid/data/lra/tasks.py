@@ -165,7 +165,7 @@ LRA: dict[str, LraTask] = {
         vocab_size=len(LISTOPS_TOKENS),
         counts=(20_000, 4_000, 4_000),
         read=_listops,
-        draw=_drawn_listops(20, 200),
+        draw=_drawn_listops(100, 200),
     ),
     # the published program validates on the test split
     "lra_text": LraTask(

@@ -1,14 +1,15 @@
 """Cache folders that several processes can request at once; each is built once."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-__all__ = ["cache_root", "cached_folder", "save_quietly"]
+__all__ = ["cache_root", "cached_folder", "locked", "save_quietly"]
 
 
 def cache_root(cache_dir: str | None = None) -> Path:
@@ -22,6 +23,26 @@ def cache_root(cache_dir: str | None = None) -> Path:
 
         cache_dir = str(config.HF_DATASETS_CACHE)
     return Path(cache_dir).expanduser() / "hf_hybrid"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of the cache, which need not exist; other processes wait.
+
+    Raises:
+        ValueError: The parent folder is not writable.
+    """
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(folder) + ".lock").acquire()
+    except OSError as error:
+        raise ValueError(
+            f"cache_dir must be a writable folder; got {str(folder.parent)!r} ({error.strerror or error})"
+        ) from error
+    with lock:
+        yield
 
 
 def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
@@ -40,18 +61,9 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
     Raises:
         ValueError: The parent folder is not writable.
     """
-    from filelock import FileLock
-
     if folder.is_dir():
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(folder) + ".lock").acquire()
-    except OSError as error:
-        raise ValueError(
-            f"cache_dir must be a writable folder; got {str(folder.parent)!r} ({error.strerror or error})"
-        ) from error
-    with lock:
+    with locked(folder):
         if not folder.is_dir():
             unfinished = folder.with_name(f".{folder.name}-unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)  # a killed process may have left one

@@ -4,6 +4,7 @@ import collections
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hf_hybrid.data.lra import (
     LISTOPS_TOKENS,
     LRA,
     PATHFINDER,
+    DrawingStopped,
     Pathfinder,
     check_tokenizer,
     draw_listops,
@@ -27,6 +29,7 @@ from hf_hybrid.data.lra import (
     lra_tokenizer,
     parse_listops,
     pathfinder,
+    tasks,
 )
 from hf_hybrid.data.lra.readers import (
     byte_ids,
@@ -294,6 +297,27 @@ def test_official_reviews(tmp_path):
         load_lra("lra_text", "test", data_dir=tmp_path)
 
 
+def test_some_official_reviews_of_the_training_split_validate(tmp_path):
+    for split in ("train", "test"):
+        for label in ("neg", "pos"):
+            folder = tmp_path / "aclImdb" / split / label
+            folder.mkdir(parents=True)
+            for number in range(40):
+                (folder / f"{number}_1.txt").write_text(f"{split} {label} {number}")
+
+    def words(split):
+        rows = load_lra("lra_text", split, data_dir=tmp_path)
+        return [tuple(bytes(value - 3 for value in row).decode().split()) for row in rows.inputs]
+
+    train, validation, test = map(words, SPLITS)
+    assert (len(train), len(validation), len(test)) == (76, 4, 80)
+    assert {split for split, _, _ in train + validation} == {"train"}
+    assert len({*train, *validation}) == 80
+    assert [label for _, label, _ in validation] == ["neg", "pos"] * 2
+    assert train[::2] != sorted(train[::2])
+    assert words("validation") == validation
+
+
 def test_pairs_of_documents(tmp_path):
     folder = tmp_path / "lra_release" / "lra_release" / "tsv_data"
     folder.mkdir(parents=True)
@@ -486,10 +510,45 @@ def test_other_vocabularies_are_refused():
 def test_drawn_rows_are_drawn_once(tmp_path, monkeypatch):
     wanted = load_lra("lra_listops_200", "test", count=4, seed=3)
     first = load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
-    monkeypatch.setattr(kept, "load_lra", lambda *_, **__: pytest.fail("drawn again"))
+    monkeypatch.setattr(kept, "draw_shard", lambda *_, **__: pytest.fail("drawn again"))
     again = load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
     for found in (first, again):
         assert [row.tolist() for row in found.inputs] == [row.tolist() for row in wanted.inputs]
         assert found.labels.tolist() == wanted.labels.tolist()
     with pytest.raises(pytest.fail.Exception, match="drawn again"):
         load_lra_once("lra_listops_200", "test", count=4, seed=4, cache_dir=str(tmp_path))
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(tasks, "_SHARD", 3)
+
+
+@pytest.mark.parametrize("name", ["lra_listops_200", "lra_pathfinder_16"])
+def test_rows_are_the_same_for_any_number_of_processes(name, tmp_path, small_parts):
+    wanted = load_lra(name, "validation", count=8, seed=1)
+    few = load_lra(name, "validation", count=4, seed=1)
+    found = [
+        load_lra_once(name, "validation", count=8, seed=1, cache_dir=str(tmp_path / str(number)), processes=number)
+        for number in (1, 2)
+    ]
+    for rows in found:
+        assert [row.tolist() for row in rows.inputs] == [row.tolist() for row in wanted.inputs]
+        assert {row.dtype for row in rows.inputs} == {np.dtype(np.int16 if "listops" in name else np.float32)}
+        assert rows.labels.tolist() == wanted.labels.tolist()
+        assert [row.tolist() for row in rows.inputs[:4]] == [row.tolist() for row in few.inputs]
+    assert len({row.tobytes() for row in wanted.inputs}) == 8  # each part has a seed of its own
+
+
+def test_drawing_stops_between_parts_and_goes_on(tmp_path, small_parts, monkeypatch):
+    ask = partial(load_lra_once, "lra_listops_200", "test", count=7, cache_dir=str(tmp_path))
+    clock = iter((0.0, 0.0, 9.0))
+    monkeypatch.setattr(kept, "time", type("Clock", (), {"monotonic": lambda: next(clock)}))
+    with pytest.raises(DrawingStopped, match="lra_listops_200, test: 2 of 3 parts are drawn"):
+        ask(until=5.0)
+    (folder,) = (path for path in (tmp_path / "hf_hybrid" / "lra").iterdir() if path.is_dir())
+    assert sorted(path.name for path in folder.iterdir()) == ["00000.npz", "00001.npz"]
+    assert len(ask().labels) == 7
+    assert ask(until=0.0).labels.tolist() == load_lra("lra_listops_200", "test", count=7).labels.tolist()
+    with np.load(folder / "00002.npz") as part:
+        assert (part["inputs"].dtype, part["labels"].dtype) == (np.int8, np.int8)

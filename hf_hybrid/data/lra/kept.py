@@ -1,16 +1,25 @@
-"""Rows of the Long Range Arena that are drawn once, and kept in a cache."""
+"""Rows of the Long Range Arena that are drawn once, part by part, and kept in a cache."""
 
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from hf_hybrid.data.cache import cache_root, cached_folder
-from hf_hybrid.data.lra.tasks import LraRows, load_lra
+from hf_hybrid.data.cache import cache_root, locked
+from hf_hybrid.data.drawing import Array
+from hf_hybrid.data.lra.tasks import LraRows, draw_shard, find_lra, load_lra, rows_of_shards, shards_of
 from hf_hybrid.version import __version__
 
-__all__ = ["load_lra_once"]
+__all__ = ["DrawingStopped", "load_lra_once"]
 
-_FILE = "rows.npz"
+_ARRAYS = ("inputs", "ends", "labels")
+_Shard = tuple[str, str, int, int, int]
+
+
+class DrawingStopped(Exception):
+    """The time for drawing was over; what was drawn is kept, and the next call goes on."""
 
 
 def load_lra_once(
@@ -21,8 +30,10 @@ def load_lra_once(
     count: int | None = None,
     seed: int = 0,
     cache_dir: str | None = None,
+    processes: int = 1,
+    until: float | None = None,
 ) -> LraRows:
-    """Do as `load_lra`, and keep what is drawn: the published sets take minutes.
+    """Do as `load_lra`, and keep what is drawn: the published sets take minutes to hours.
 
     Args:
         name: A key of `LRA`.
@@ -31,18 +42,67 @@ def load_lra_once(
         count: Most rows; all, or those of the published split, when None.
         seed: Seed of drawn rows.
         cache_dir: Where they are kept; the cache of `datasets` when None.
+        processes: How many draw; the rows are the same for any number. More than one is for programs that start with
+            ``if __name__ == "__main__"``.
+        until: Time of `time.monotonic` after which no further part is begun; None for any.
 
     Raises:
         ValueError: As `load_lra`, or the cache cannot be written to.
+        DrawingStopped: The time is over.
     """
-    if data_dir is not None:
+    if find_lra(name, split, data_dir) is not None:
         return load_lra(name, split, data_dir=data_dir, count=count)
+    folder = cache_root(cache_dir) / "lra" / f"{name}-{split}-{count or 'all'}-{seed}-{__version__}"
+    shards = [(name, split, seed, *shard) for shard in enumerate(shards_of(name, split, count))]
+    if any(not _file(folder, shard).exists() for shard in shards):
+        with locked(folder):
+            folder.mkdir(exist_ok=True)
+            missing = [shard for shard in shards if not _file(folder, shard).exists()]
+            _draw(folder, missing, min(processes, len(missing)), until)
+            left = sum(not _file(folder, shard).exists() for shard in missing)
+        if left:
+            raise DrawingStopped(f"{name}, {split}: {len(shards) - left} of {len(shards)} parts are drawn")
+    return rows_of_shards(_read(_file(folder, shard)) for shard in shards)
 
-    def build(folder: Path) -> None:
-        rows = load_lra(name, split, count=count, seed=seed)
-        ends = np.cumsum([len(row) for row in rows.inputs])
-        np.savez(folder / _FILE, inputs=np.concatenate(rows.inputs), ends=ends, labels=rows.labels)
 
-    key = f"{name}-{split}-{count or 'all'}-{seed}-{__version__}"
-    with np.load(cached_folder(cache_root(cache_dir) / "lra" / key, build) / _FILE, allow_pickle=False) as kept:
-        return LraRows(np.split(kept["inputs"], kept["ends"][:-1]), kept["labels"])
+def _file(folder: Path, shard: _Shard) -> Path:
+    return folder / f"{shard[3]:05}.npz"
+
+
+def _read(path: Path) -> tuple[Array, Array, Array]:
+    with np.load(path, allow_pickle=False) as kept:
+        inputs, ends, labels = (kept[name] for name in _ARRAYS)
+    return inputs, ends, labels
+
+
+def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | None) -> None:
+    """Draw and keep parts until the time is over."""
+    if processes < 2:
+        for shard in shards:
+            if _is_over(until):
+                return
+            _draw_one(folder, shard)
+        return
+    waiting, running = iter(shards), set[Future[None]]()
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        while True:
+            while len(running) < processes and not _is_over(until) and (shard := next(waiting, None)) is not None:
+                running.add(pool.submit(_draw_one, folder, shard))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+
+
+def _is_over(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
+
+
+def _draw_one(folder: Path, shard: _Shard) -> None:
+    """Draw a part, and write its file as a whole."""
+    path = _file(folder, shard)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as stream:
+        np.savez_compressed(stream, **dict(zip(_ARRAYS, draw_shard(*shard), strict=True)))
+    unfinished.replace(path)

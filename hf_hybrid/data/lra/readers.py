@@ -84,8 +84,15 @@ def _label(value: Any, labels: int, where: str) -> int:
     return int(number)
 
 
-def read_reviews(path: Path) -> Iterator[tuple[str, int]]:
+def read_reviews(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterator[tuple[str, int]]:
     """Yield film reviews and labels: a folder with ``pos`` and ``neg``, as in aclImdb, or a file with text and label.
+
+    Args:
+        path: The folder, whose reviews come in a random order that is always the same, or the file.
+        share: Beginning and end of the reviews of each label that are read of a folder, as shares of all.
+
+    Yields:
+        A text and its label.
 
     Raises:
         ValueError: A folder or column is missing, or a label is not 0 or 1.
@@ -95,8 +102,7 @@ def read_reviews(path: Path) -> Iterator[tuple[str, int]]:
         if missing := [folder for folder in folders if not folder.is_dir()]:
             raise ValueError(f"data_dir must hold the folders neg and pos of aclImdb; {missing[0]} is missing")
         # in turn, so that the first rows have both labels
-        files = zip_longest(*(sorted(folder.glob("*.txt")) for folder in folders))
-        for both in files:
+        for both in zip_longest(*(_some_files(folder, share) for folder in folders)):
             for label, file in enumerate(both):
                 if file is not None:
                     yield file.read_text(encoding="utf-8"), label
@@ -108,6 +114,12 @@ def read_reviews(path: Path) -> Iterator[tuple[str, int]]:
             )
         label = {"neg": 0, "pos": 1, "negative": 0, "positive": 1}.get(row["label"], row["label"])
         yield str(row["text"]), _label(label, 2, f"{path}, row {number}")
+
+
+def _some_files(folder: Path, share: tuple[float, float]) -> list[Path]:
+    files = sorted(folder.glob("*.txt"))
+    start, end = (round(len(files) * part) for part in share)
+    return [files[place] for place in np.random.default_rng(0).permutation(len(files))[start:end]]
 
 
 def read_pathfinder(

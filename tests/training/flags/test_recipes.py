@@ -41,7 +41,8 @@ def test_megas_are_those_of_its_commands():
     warmups = dict(zip(TASKS, (3_000, 10_000, 10_000, 9_000, 50_000), strict=True))
     for task in TASKS:
         recipe = find_recipe("mega", task)
-        assert round(updates[task] * recipe.batch_size / LRA[task].counts[0]) == recipe.epochs
+        rows = 25_000 if task == "lra_text" else LRA[task].counts[0]  # of which a part validates here
+        assert round(updates[task] * recipe.batch_size / rows) == recipe.epochs
         assert recipe.warmup == warmups[task] / updates[task]
         assert sizes("mega", task) == sizes("chela", task)
         config = config_of("mega", task)

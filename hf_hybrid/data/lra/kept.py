@@ -4,6 +4,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,8 +87,8 @@ def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | Non
     waiting, running = iter(shards), set[Future[None]]()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         while True:
-            while len(running) < processes and not _is_over(until) and (shard := next(waiting, None)) is not None:
-                running.add(pool.submit(_draw_one, folder, shard))
+            while len(running) < processes and not _is_over(until) and (following := next(waiting, None)) is not None:
+                running.add(pool.submit(_draw_one, folder, following))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -104,5 +105,6 @@ def _draw_one(folder: Path, shard: _Shard) -> None:
     path = _file(folder, shard)
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as stream:
-        np.savez_compressed(stream, **dict(zip(_ARRAYS, draw_shard(*shard), strict=True)))
+        arrays: dict[str, Any] = dict(zip(_ARRAYS, draw_shard(*shard), strict=True))
+        np.savez_compressed(stream, **arrays)
     unfinished.replace(path)

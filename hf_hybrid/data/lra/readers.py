@@ -118,8 +118,13 @@ def read_reviews(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
 
 def _some_files(folder: Path, share: tuple[float, float]) -> list[Path]:
     files = sorted(folder.glob("*.txt"))
-    start, end = (round(len(files) * part) for part in share)
-    return [files[place] for place in np.random.default_rng(0).permutation(len(files))[start:end]]
+    return [files[place] for place in np.random.default_rng(0).permutation(len(files))[_places(len(files), share)]]
+
+
+def _places(count: int, share: tuple[float, float]) -> slice:
+    """Return where a share of some rows begins and ends."""
+    start, end = (round(count * part) for part in share)
+    return slice(start, end)
 
 
 def read_pathfinder(
@@ -155,8 +160,7 @@ def read_pathfinder(
                 raise ValueError(f"{file}, line {number}: the image must exist; {place} does not")
             if place.stat().st_size:
                 listed.append((place, _label(words[3], 2, f"{file}, line {number}")))
-    start, end = (round(len(listed) * part) for part in share)
-    for place, label in listed[start:end]:
+    for place, label in listed[_places(len(listed), share)]:
         yield _image(place, size), label
 
 
@@ -201,8 +205,7 @@ def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
     rows = np.concatenate(records)
     if rows[:, 0].max() > 9:
         raise ValueError(f"{path}: labels must be from 0 to 9; got {rows[:, 0].max()}")
-    start, end = (round(len(rows) * part) for part in share)
-    for row in rows[start:end]:
+    for row in rows[_places(len(rows), share)]:
         grey = _GREY @ row[1:].reshape(3, -1).astype(np.float64)
         yield grey.astype(np.uint8).reshape(32, 32), int(row[0])
 

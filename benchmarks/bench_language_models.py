@@ -308,7 +308,9 @@ def _first_over_later(row: Row) -> Row:
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
-    rows = [_labelled(row) for row in of_rounds(rows)]
+    rows = of_rounds(rows)
+    counts = {row["model"]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
+    rows = [_labelled(row) for row in rows]
     first = rows[0]
     caption = (
         f"{conditions(first)}. {LAYERS} layers, width {WIDTH}, "
@@ -323,7 +325,6 @@ def report(rows: list[Row]) -> str:
         )
     parts = [caption]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    counts = {row["model"].split(",")[0]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
     parts.append(f"Parameters: {', '.join(f'{model} {counts[model]:,}' for model in models if model in counts)}.")
     for precision in dict.fromkeys(_precision(row) for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if _precision(row) == precision])

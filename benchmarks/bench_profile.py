@@ -244,7 +244,7 @@ def report(rows: list[Row]) -> str:
 def _share(row: Row, group: str) -> str:
     if not row.get(group):
         return "-"
-    total = sum(float(row.get(name) or 0) for name in GROUPS)
+    total = sum(float(row[name]) for name in GROUPS)
     return f"{100 * float(row[group]) / total:.0f} % ({float(row[group]):.0f})"
 
 

@@ -23,7 +23,8 @@ def build(name: str, *, dropout: bool = True) -> Any:
 
     Args:
         name: The model.
-        dropout: Whether a language model has the dropout of its defaults; encoder-decoders always do.
+        dropout: Whether a language model has the dropout of its defaults; an encoder-decoder always
+            has `bench_models.DROPOUT`.
     """
     if name.startswith("spade-seq2seq"):
         return bench_models.build_model(name.replace("-seq2seq", ""))

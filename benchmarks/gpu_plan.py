@@ -11,6 +11,8 @@ from typing import Any
 SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 90, "sanitizer": 150, "lra": 300}
 """Each part's share of the time of all calls, including its start; the most worthwhile part first."""
 
+LATER = "out of time"
+"""How outcomes of what a later call goes on with begin."""
 EVERY = 5.0
 """Seconds between two notes of what a part has spent."""
 

@@ -48,14 +48,13 @@ import torch
 from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_sanitizer, gpu_tuning
 from benchmarks.gpu_cases import Case, cases, checked_cases
 from benchmarks.gpu_kernels import DTYPES, Clock, check, dtypes_of, fingerprint, kernels_are_due, measure_ceilings
-from benchmarks.gpu_plan import Plan
+from benchmarks.gpu_plan import LATER, Plan
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import GrowingRecord, Row, markdown_table, read_csv, short_hash, stamp, version_of, write_csv
 
 FAILURES = ("wrong", "not the same", "raised", "refused")
 ABSENT = ("not done", "not installed")
 """How outcomes of what is missing begin; a later call looks for it again."""
-LATER = "out of time"
 BROKEN, NOT_DONE, FAILED = 5, 3, 4
 """Exit statuses: the device is broken for this process; the next call measures what is missing; rows failed."""
 
@@ -165,9 +164,9 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     path = arguments.csv or arguments.out / f"{part}.csv"
     record = _record(part, path, device)
-    status = 0
+    status, begun = 0, {_cell(part, row) for row in record.rows if row["outcome"].startswith(LATER)}
     for key, measure in PARTS[part](device, arguments, record.rows):
-        if _cell(part, key) in record:
+        if _cell(part, key) in record and _cell(part, key) not in begun:
             continue
         if time.monotonic() - started > arguments.seconds:
             status = NOT_DONE
@@ -182,6 +181,8 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
         record.add(*rows)
         for row in rows:
             print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
+        if any(row["outcome"].startswith(LATER) for row in rows):  # a result so far
+            status = NOT_DONE
         if any("CUDA error" in row["outcome"] for row in rows):
             status = BROKEN
             break

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_kernels import DTYPES, Clock
+from benchmarks.gpu_plan import LATER
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import Row
 
 LOSS_COLUMNS = ("vocabulary", "tokens", "dtype", "loss", "ms", "peak_mib", "error", "outcome")
-LRA_COLUMNS = ("task", "model", "accuracy", "validation", "steps", "minutes", "parameters", "outcome")
+LRA_COLUMNS = ("task", "model", "accuracy", "validation", "steps", "of_recipe", "minutes", "parameters", "outcome")
 LRA_TASK, LRA_MODELS = "lra_listops", ("CHELA", "SPADE (S4 + chunk)")
 WIDTH = 768
 _ALLOWED = {"fp32": 1e-4, "bf16": 2e-2}
@@ -122,7 +123,7 @@ def _reference(states: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def lra(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
-    """Yield a cell for each model; it has a row once all epochs are done, which later calls go on with."""
+    """Yield a cell for each model; its row is of what is trained so far, and later calls go on with it."""
     out = (arguments.csv or arguments.out / "lra.csv").parent / "lra"
     until = time.monotonic() + min(arguments.seconds, 3600.0)
     for model in LRA_MODELS[: 1 if arguments.small else None]:
@@ -133,7 +134,7 @@ def _train(model: str, arguments: argparse.Namespace, until: float, out: Path) -
     """Train a model in what is left of the time, less what it takes to save and to test."""
     minutes = max(0.1, (until - time.monotonic()) / 60 - (0 if arguments.small else 1))
     flags = ["--task", LRA_TASK, "--model", model, "--minutes", f"{minutes:.2f}", "--device", arguments.device]
-    flags += ["--output_dir", str(out), *(["--small"] if arguments.small else [])]
+    flags += ["--finish", "--output_dir", str(out), *(["--small"] if arguments.small else [])]
     ran = subprocess.run([sys.executable, "-m", "benchmarks.lra", *flags], stderr=subprocess.PIPE, text=True)
     if ran.returncode:
         yield {"outcome": f"raised: {' '.join(ran.stderr.strip().splitlines()[-1:])}"[:160]}
@@ -144,4 +145,6 @@ def _train(model: str, arguments: argparse.Namespace, until: float, out: Path) -
     if done.exists():
         result = json.loads(done.read_text(encoding="utf-8"))
         names = ("accuracy", "validation", "steps", "minutes", "parameters")
-        yield {name: str(result[name]) for name in names} | {"outcome": "ok"}
+        share = f"{100 * result['of_recipe']:.3g} %"
+        outcome = "ok" if result["of_schedule"] == 1 else f"{LATER}: {share} of the recipe"
+        yield {name: str(result[name]) for name in names} | {"of_recipe": share, "outcome": outcome}

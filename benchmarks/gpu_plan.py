@@ -14,6 +14,8 @@ SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 
 HEADROOM = 150
 """Seconds of thirty minutes that no part has: for the starts of calls, and for what is measured again after tuning."""
 
+LATER = "out of time"
+"""How outcomes of what a later call goes on with begin."""
 EVERY = 5.0
 """Seconds between two notes of what a part has spent."""
 

@@ -5,19 +5,26 @@ tasks are drawn without any::
 
     python -m benchmarks.lra --task lra_listops --model CHELA --minutes 9        # again and again, until it is done
     python -m benchmarks.lra --task lra_image --model "SPADE (S4 + chunk)" --data_dir path/to/data --minutes 9
+    python -m benchmarks.lra --task lra_listops --model CHELA --fraction 0.1     # a tenth of the recipe's updates
     python -m benchmarks.lra --task lra_pathfinder_16 --model CHELA --small      # a rehearsal on a CPU
 
 A run is a folder, ``OUTPUT_DIR/TASK/MODEL-SEED``. When its minutes are over, it saves a checkpoint there and ends; the
 same command goes on from it, also on another machine to which the folder was copied, with the batches that would have
 come next. The checkpoint holds a hash of the recipe and of the rows to train on and to validate, and others are
-refused. Drawn data are kept in ``OUTPUT_DIR/data``. After the last epoch, the weights of the epoch with the best
-validation are tested. Nothing needs the network.
+refused. Data are drawn on all cores, in parts that are kept in ``OUTPUT_DIR/data``: a slice whose minutes they take
+ends between two parts. After the last epoch, the weights of the epoch with the best validation are tested.
+
+Where the time is not enough for a recipe, ``--fraction`` trains with a schedule of so many of its updates, whose
+learning rate falls to zero at its end, and ``--finish`` tests what there is when the minutes are over; the run can go
+on all the same. The title of the row and ``result.json`` say which share of the recipe was trained. Nothing needs the
+network.
 """
 
 import argparse
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +40,7 @@ from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
 from benchmarks.record import markdown_table, short_hash
 from benchmarks.train_one import slug
 from hf_hybrid.data.drawing import split_generator
-from hf_hybrid.data.lra import LRA, load_lra_once
+from hf_hybrid.data.lra import LRA, DrawingStopped, load_lra_once
 from hf_hybrid.training.collating import long_range_collator
 from hf_hybrid.training.flags.recipes import LongRangeRecipe
 from hf_hybrid.training.long_range import LongRangeRows
@@ -81,12 +88,13 @@ class LongRangeRun:
         count = _SMALL_ROWS if arguments.small else dict.fromkeys(_SMALL_ROWS, arguments.rows)
         known, cache = LRA[arguments.task], str(Path(arguments.output_dir, "data"))
         where: dict[str, Any] = {"data_dir": arguments.data_dir, "seed": arguments.seed, "cache_dir": cache}
+        where |= {"processes": os.cpu_count() or 1, "until": self.entered + 60 * arguments.minutes}
         reads = "input_values" if known.vocab_size is None else "input_ids"
         self.rows = {
             split: LongRangeRows(load_lra_once(self.task, split, count=count[split], **where), reads, known.length)
             for split in dict.fromkeys(("train", "validation", arguments.tested))
         }
-        self.tested = arguments.tested
+        self.tested, self.fraction = arguments.tested, arguments.fraction
         torch.manual_seed(arguments.seed)
         self.model = classifier_of(self.recipe, self.task).to(self.device)
         rates = {"lr": self.recipe.learning_rate, "weight_decay": self.recipe.weight_decay}
@@ -98,7 +106,7 @@ class LongRangeRun:
         self.best: dict[str, Any] = {"validation": -1.0}
         config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
         data = [digest(self.rows[split]) for split in ("train", "validation")]
-        self.hash = short_hash([arguments.task, arguments.model, asdict(self.recipe), config, data])
+        self.hash = short_hash([arguments.task, arguments.model, asdict(self.recipe), self.fraction, config, data])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -108,10 +116,15 @@ class LongRangeRun:
     @property
     def steps(self) -> int:
         """All updates."""
+        return max(1, math.ceil(self.fraction * self.steps_of_recipe))
+
+    @property
+    def steps_of_recipe(self) -> int:
+        """Updates of the whole recipe on these rows."""
         return self.recipe.epochs * self.steps_per_epoch
 
     def train(self, minutes: float) -> bool:
-        """Train until so many minutes after the beginning of the slice, and save; return whether all epochs are done.
+        """Train until so many minutes after the beginning of the slice, and save; return whether all is done.
 
         Reading or drawing the data is part of the slice, and no part of the minutes of training.
         """
@@ -119,9 +132,11 @@ class LongRangeRun:
         while self.step < self.steps:
             for batch in self._rest_of_epoch():
                 self._update(batch)
-                if self.step % self.steps_per_epoch == 0:
-                    self._end_epoch()
-                if time.monotonic() - self.entered > 60 * minutes and self.step < self.steps:
+                if self.step % self.steps_per_epoch == 0 or self.step == self.steps:
+                    self.validate()
+                if self.step == self.steps:
+                    break
+                if time.monotonic() - self.entered > 60 * minutes:
                     self.save(began)
                     return False
         self.save(began)
@@ -149,10 +164,12 @@ class LongRangeRun:
         self.optimizer.zero_grad()
         self.step += 1
 
-    def _end_epoch(self) -> None:
+    def validate(self) -> None:
+        """Validate the present weights, and keep them if they are the best ones so far."""
         validation = self.accuracy("validation")
         self.history.append({"step": self.step, "validation": validation})
-        print(f"epoch {self.step // self.steps_per_epoch} of {self.recipe.epochs}: {validation:.4f}", flush=True)
+        epoch = self.step / self.steps_per_epoch
+        print(f"epoch {epoch:.4g} of {self.recipe.epochs}: {validation:.4f}", flush=True)
         if validation > self.best["validation"]:
             weights = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
             self.best = {"validation": validation, "weights": weights}
@@ -202,9 +219,12 @@ class LongRangeRun:
         )
 
     def test(self) -> dict[str, Any]:
-        """Test the best weights, and write and return the result."""
+        """Test the best weights, the present ones among them, and write and return the result."""
+        if not self.history or self.history[-1]["step"] < self.step:
+            self.validate()
         self.model.load_state_dict(self.best["weights"])
-        counts = {"steps": self.step, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
+        shares = {"of_recipe": self.step / self.steps_of_recipe, "of_schedule": self.step / self.steps}
+        counts = {"steps": self.step, **shares, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
         scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
         parameters = self.model.num_parameters()
         result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
@@ -221,7 +241,12 @@ def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe) 
     lines = [[f"**{model}**, here", f"{result['parameters']:,}", f"{100 * result['accuracy']:.2f}"]]
     split = "" if result["tested"] == "test" else f", on the {result['tested']} split"
     lines += [[name, "", f"{of[task]:.2f}"] for name, of in PAPERS.items() if task in of]
-    title = f"{task}: {result['examples']:,} examples, {recipe.epochs} epochs, {result['minutes']:.1f} minutes{split}"
+    trained = f"{100 * result['of_recipe']:.3g} % of the recipe's {recipe.epochs} epochs"
+    if result["of_schedule"] < 1:
+        trained += f", stopped after {100 * result['of_schedule']:.3g} % of its schedule"
+    elif result["of_recipe"] < 1:
+        trained += ", in a schedule of so many"
+    title = f"{task}: {result['examples']:,} examples, {trained}, {result['minutes']:.1f} minutes{split}"
     return f"{title} ({recipe.source})\n\n" + markdown_table(["model", "parameters", "accuracy (%)"], lines)
 
 
@@ -241,10 +266,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")
+    parser.add_argument("--fraction", type=float, default=1.0, help="share of the recipe's updates to train (all)")
+    parser.add_argument("--finish", action="store_true", help="test what there is when the minutes are over")
     parser.add_argument("--small", action="store_true", help="a tiny model, few rows, two epochs: a rehearsal")
     arguments = parser.parse_args(argv)
     if not arguments.minutes > 0:
         parser.error(f"--minutes must be positive; got {arguments.minutes}")
+    if not 0 < arguments.fraction <= 1:
+        parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
     name = f"{slug(arguments.model)}-{arguments.seed}{'-small' if arguments.small else ''}"
     folder = arguments.output_dir / arguments.task / name
     try:
@@ -252,9 +281,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.resume()
     except ValueError as error:
         parser.error(str(error))
+    except DrawingStopped as stopped:
+        print(f"{stopped}; the same command goes on")
+        return 0
     if not run.train(arguments.minutes):
         print(f"step {run.step} of {run.steps} after {run.minutes:.1f} minutes; the same command goes on")
-        return 0
+        if not arguments.finish:
+            return 0
     print("\n" + row(arguments.model, arguments.task, run.test(), run.recipe))
     return 0
 

@@ -7,23 +7,30 @@ done with states of several sizes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 
 from benchmarks.recall_models import MODELS, ablation_reach, state_numbers
 from benchmarks.recall_order import kept, mean_of, share
-from benchmarks.recall_run import BINS, RECIPES, STATE_TASKS, shape_of
-from benchmarks.record import read_csv
+from benchmarks.recall_run import BINS, LEARNT, RECIPES, STATE_TASKS, is_done_by, shape_of
+from benchmarks.record import Row, read_csv
 from hf_hybrid.data.recall import RECALL
 
 RESULTS = Path("benchmarks/results")
-# a task's colour, of Okabe and Ito's colours for the colour-blind
+UNLEARNT = "not learnt"
+_LINE = 60
+# a task's colour, of Okabe and Ito's colours for the colour-blind, and two of Tol's
 TASKS = {
     "aggregate": "#0072b2",
     "majority": "#56b4e9",
     "latch": "#009e73",
     "key_value": "#d55e00",
     "mqar": "#cc79a7",
+    "needle": "#e69f00",
+    "in_context_recall": "#000000",
+    "noisy_recall": "#882255",
+    "selective_copying": "#999933",
     "few_facts": "#009e73",
     "facts": "#0072b2",
     "sparse_facts": "#d55e00",
@@ -41,6 +48,8 @@ class Recall:
         chances: Task → accuracy of a guess.
         trained: Task → length of its training sequences, or number of segments.
         reach: How far the model without its global part reaches; None where that is nearer than all distances.
+        missing: Why a curve is missing or says little → tasks, or tasks with the name of the model without its global
+            part: "not learnt", "diverged" or "not done".
     """
 
     title: str
@@ -49,48 +58,81 @@ class Recall:
     chances: Mapping[str, float]
     trained: Mapping[str, int]
     reach: int | None
+    missing: Mapping[str, Sequence[str]]
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines that say what is missing."""
+        return [line for why, names in self.missing.items() for line in wrap(f"{why}: {'; '.join(names)}", _LINE)]
 
 
 def recall(results: Path = RESULTS) -> list[Recall]:
-    """Return a panel for each architecture that was measured with its ablation; none without measurements."""
+    """Return a panel for each architecture that was measured, also without its ablation; none without measurements.
+
+    Own tasks are drawn whether they are learnt or not, published ones if the model or its ablation has learnt them.
+    """
     path = results / "recall.csv"
     rows = read_csv(path) if path.exists() else []
     panels = []
     for ablation, kind in MODELS.items():
-        tasks, chances, trained = {}, {}, {}
-        for task in TASKS:
-            models = {}
-            for model in filter(None, (kind.ablation_of, ablation)):
-                own = kept(rows, task, model)
-                points = [(least, mean_of(own, f"at_{least}")) for least in BINS]
-                models[model] = [(least, value) for least, value in points if value is not None]
-                chances[task] = mean_of(own, "chance") or 0.0
-            if kind.ablation_of and all(models.values()):
-                tasks[task] = models
-                segment = RECIPES[task].sizes.get("segment_size", 1)
-                trained[task] = RECALL[task].length // segment
-        if tasks:
-            unit = "segments" if kind.is_encoder_decoder else "tokens"
-            kept_chances = {task: chances[task] for task in tasks}
-            known = (tasks, kept_chances, trained, ablation_reach(ablation))
-            panels.append(Recall(str(kind.ablation_of), unit, *known))
+        if kind.ablation_of and any(row["model"] in (kind.ablation_of, ablation) for row in rows):
+            panels.append(_panel(rows, kind.ablation_of, ablation))
     return panels
+
+
+def _panel(rows: Sequence[Row], title: str, ablation: str) -> Recall:
+    tasks, chances, trained = {}, {}, {}
+    missing: dict[str, list[str]] = {}
+    for task in (task for task in TASKS if is_done_by(task, title)):
+        runs = {model: kept(rows, task, model) for model in (title, ablation)}
+        found = {model: _missing(own) for model, own in runs.items()}
+        for model, why in found.items():
+            if why is not None and (model == title or why != UNLEARNT):
+                missing.setdefault(why, []).append(_label(task, model, title))
+        curves = {model: points for model, own in runs.items() if (points := _points(own))}
+        if curves and (RECIPES[task].is_own or None in found.values()):
+            tasks[task] = curves
+            chances[task] = mean_of([row for own in runs.values() for row in own], "chance") or 0.0
+            trained[task] = RECALL[task].length // RECIPES[task].sizes.get("segment_size", 1)
+    unit = "segments" if MODELS[title].is_encoder_decoder else "tokens"
+    return Recall(title, unit, tasks, chances, trained, ablation_reach(ablation), missing)
+
+
+def _points(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    found = [(least, mean_of(rows, f"at_{least}")) for least in BINS]
+    return [(least, value) for least, value in found if value is not None]
+
+
+def _missing(rows: Sequence[Row]) -> str | None:
+    """Return why a model's curve is missing or says little; None if it has learnt the task."""
+    if not rows:
+        return "not done"
+    if all(row["outcome"] == "diverged" for row in rows):
+        return "diverged"
+    return UNLEARNT if (share(rows) or 0.0) <= LEARNT else None
+
+
+def _label(task: str, model: str, title: str) -> str:
+    return task if model == title else f"{task}, {model.partition(', ')[2]}"
 
 
 def draw_recall(axes: Axes, panel: Recall) -> None:
     """Draw a panel: solid lines with the global part, dashed ones without it, dots for guessing.
 
-    Distances that training has are filled, those of longer tests hollow; a vertical line is the ablation's reach.
+    Distances that training has are filled, those of longer tests hollow; a vertical line is the ablation's reach. The
+    legend also names what was not learnt, diverged or was not done.
     """
     for task, models in panel.tasks.items():
         style = {"color": TASKS[task], "marker": "o", "markersize": 4}
-        for (model, points), line in zip(models.items(), ("-", "--"), strict=True):
+        for model, points in models.items():
             distances, accuracies = zip(*points, strict=True)
-            name = f"{task}" if model == panel.title else f"{task}, {model.partition(', ')[2]}"
+            line, name = "-" if model == panel.title else "--", _label(task, model, panel.title)
             filled = [place for place, distance in enumerate(distances) if distance < panel.trained[task]]
             axes.plot(distances, accuracies, line, **style, markerfacecolor="white", label=name)
-            axes.plot(distances, accuracies, "", **style, markevery=filled)
+            axes.plot(distances, accuracies, " ", **style, markevery=filled)
         axes.axhline(panel.chances[task], color=TASKS[task], linestyle=":", linewidth=0.8)
+    for line in panel.notes:
+        axes.plot([], [], " ", label=line)
     if panel.reach is not None:
         axes.axvline(panel.reach, color="#8c959f", linewidth=0.8)
     axes.set_xscale("log", base=2)
@@ -109,11 +151,13 @@ class States:
         title: The task.
         models: Architecture → numbers that it keeps of a sequence, and share of right far answers, sorted; several
             points if it was measured with several sizes of its state.
+        seeds: The same of every single seed.
         chance: Accuracy of a guess.
     """
 
     title: str
     models: Mapping[str, Sequence[tuple[int, float]]]
+    seeds: Mapping[str, Sequence[tuple[int, float]]]
     chance: float
 
 
@@ -124,6 +168,7 @@ def states(results: Path = RESULTS) -> list[States]:
     panels = []
     for task in STATE_TASKS:
         models: dict[str, list[tuple[int, float]]] = {}
+        seeds: dict[str, list[tuple[int, float]]] = {}
         chance = 0.0
         for name, kind in MODELS.items():
             own = kept(rows, task, name)
@@ -131,20 +176,27 @@ def states(results: Path = RESULTS) -> list[States]:
             if accuracy is not None and kind.ablation_of is None:
                 size = state_numbers(name, shape_of(task, RECIPES[task]))
                 models.setdefault(kind.state_of or name, []).append((size, accuracy))
+                single = [(size, value) for row in own if (value := share([row])) is not None]
+                seeds.setdefault(kind.state_of or name, []).extend(single)
                 chance = mean_of(own, "chance") or 0.0
         if any(len(points) > 1 for points in models.values()):
-            panels.append(States(task, {name: sorted(points) for name, points in models.items()}, chance))
+            both = ({name: sorted(points) for name, points in found.items()} for found in (models, seeds))
+            panels.append(States(task, *both, chance))
     return panels
 
 
 def draw_states(axes: Axes, panel: States) -> None:
-    """Draw a panel: a line for each architecture with several sizes, a point for each other one, dots for guessing."""
+    """Draw a panel: a line for each architecture with several sizes, a point for each other one, dots for guessing.
+
+    They are means; every seed is a small point of its own.
+    """
     colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
     for (name, points), colour in zip(panel.models.items(), colours, strict=False):
         sizes, accuracies = zip(*points, strict=True)
         axes.plot(
-            sizes, accuracies, "-" if len(points) > 1 else "", color=colour, marker="o", markersize=4, label=name
+            sizes, accuracies, "-" if len(points) > 1 else " ", color=colour, marker="o", markersize=4, label=name
         )
+        axes.plot(*zip(*panel.seeds[name], strict=True), " ", color=colour, marker=".", markersize=3, alpha=0.6)
     axes.axhline(panel.chance, color="#8c959f", linestyle=":", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_ylim(-0.03, 1.03)

@@ -152,14 +152,8 @@ MODELS: dict[str, Kind] = {
     ),
     "T5": Kind(_t5, is_encoder_decoder=True, encodes=False),
     "LongT5": Kind(_longt5, is_encoder_decoder=True),
-    **{
-        f"BST, N {size}": Kind(_bst, fields={"state_size": size}, state_of="BST", has_seeds=False)
-        for size in (8, 32, 64)
-    },
-    **{
-        f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE", has_seeds=False)
-        for size in (8, 32)
-    },
+    **{f"BST, N {size}": Kind(_bst, fields={"state_size": size}, state_of="BST") for size in (8, 32, 64)},
+    **{f"SPADE, N {size}": Kind(_spade, fields={"ssm_state_size": size}, state_of="SPADE") for size in (8, 32)},
 }
 """The models by name. An ablation follows its model. BST has N 16, SPADE N 64, if they do not say it."""
 

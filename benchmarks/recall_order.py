@@ -6,15 +6,15 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from benchmarks.recall_models import MODELS
-from benchmarks.recall_run import LEARNT, RECIPES, Run, is_done_by
+from benchmarks.recall_run import LEARNT, RECIPES, STABLE, Run, is_done_by
 from benchmarks.record import Row
 
-GATE = ("Llama", "CHELA")
+GATE = ("Llama", "CHELA", "Mamba-2")
 """The models that do a published task first: if they do not learn it, the others have one run each."""
 AT_CHANCE = 0.02
 """Share of right answers above guessing that still counts as guessed."""
 SLOWER = "slower"
-"""Outcome of a run that ended, untested, because another rate had solved the task in as few steps."""
+"""Outcome of a run that ended, untested, because another rate had solved the task in far fewer steps."""
 
 # ---- rows ----
 
@@ -25,17 +25,28 @@ def rows_of(rows: Sequence[Row], task: str, model: str) -> list[Row]:
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """Return the best of rows with one seed: of those that solve the task that which takes the fewest steps.
+    """Return the best of rows with one seed: that of the lowest rate which solves the task in about the fewest steps.
 
-    If none does, that with the most right answers in validation; None if the loss of all was not finite.
+    About are `STABLE` times as many, since the fastest rate is often the highest that does not diverge, which it may
+    do with another seed. If none solves it, that with the most right answers in validation; None if the loss of all
+    was not finite.
     """
-    return min((row for row in rows if row["outcome"] == "ok"), key=_rank, default=None)
+    tested = [row for row in rows if row["outcome"] == "ok"]
+    if solved := [row for row in tested if row["solved_step"]]:
+        most = STABLE * fewest_steps(solved)
+        return min((row for row in solved if int(row["solved_step"]) <= most), key=_rate)
+    return min(
+        tested, key=lambda row: (-float(row["validation_accuracy"]), float(row["validation_loss"])), default=None
+    )
 
 
-def _rank(row: Row) -> tuple[float, ...]:
-    if row["solved_step"]:
-        return 0.0, float(row["solved_step"]), float(row["validation_loss"])
-    return 1.0, -float(row["validation_accuracy"]), float(row["validation_loss"])
+def _rate(row: Row) -> float:
+    return float(row["learning_rate"])
+
+
+def fewest_steps(rows: Sequence[Row]) -> int:
+    """Return the fewest steps in which one of some rows has solved its task."""
+    return min(int(row["solved_step"]) for row in rows if row["solved_step"])
 
 
 def kept(rows: Sequence[Row], task: str, model: str) -> list[Row]:
@@ -62,12 +73,22 @@ def share(rows: Sequence[Row]) -> float | None:
 
 
 def is_unlearnt(rows: Sequence[Row], task: str) -> bool:
-    """Return whether no model that was tried has learnt a published task."""
-    shares = [share(kept(rows, task, model)) for model in MODELS]
+    """Return whether no run of a published task has learnt it, with whichever rate and seed."""
+    shares = [share([row]) for model in MODELS for row in rows_of(rows, task, model)]
     return not RECIPES[task].is_own and all(found is None or found <= LEARNT for found in shares)
 
 
 # ---- the order of work ----
+
+
+def seeds_of(task: str, model: str, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds of a model on a task: the first alone where several are not worth their time.
+
+    Copies with another size of the state have several on own tasks.
+    """
+    kind, recipe = MODELS[model], RECIPES[task]
+    are_worth = kind.has_seeds and recipe.has_seeds and (kind.state_of is None or recipe.is_own)
+    return seeds if are_worth else seeds[:1]
 
 
 def todo(
@@ -76,7 +97,7 @@ def todo(
     """Yield the runs that are missing and can start.
 
     The first seed searches the learning rate, and the others take the best. A published task begins with `GATE`; until
-    a model learns it, each other one has one run at the middle rate. Ablations on own tasks, and copies with another
+    a run learns it, each other model has one run at the middle rate. Ablations on own tasks, and copies with another
     size of the state, take the rate of their model.
     """
     done = {_key(row) for row in rows}
@@ -98,13 +119,12 @@ def todo(
 
 def _runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """Return the runs of a model that can start or are done."""
-    kind, is_own = MODELS[model], RECIPES[task].is_own
-    seeds = seeds if kind.has_seeds and RECIPES[task].has_seeds else seeds[:1]
+    kind, is_own, seeds = MODELS[model], RECIPES[task].is_own, seeds_of(task, model, seeds)
     leader = kind.state_of or (kind.ablation_of if is_own else None)
     of_leader = rows_of(rows, task, leader or model)
     own = [row for row in of_leader if row["seed"] == str(seeds[0])]
     best = best_row(own)
-    overtaken = int(best["solved_step"]) if best is not None and best["solved_step"] else None
+    overtaken = int(STABLE * fewest_steps(own)) if best is not None and best["solved_step"] else None
     search = [Run(task, leader or model, seeds[0], rate, overtaken=overtaken) for rate in rates]
     if best is None or not {row["learning_rate"] for row in own}.issuperset(rates):
         return search

@@ -37,6 +37,8 @@ ENDING = 0.1
 """Steps that follow once a task is solved, as a share of all: the learning rate falls linearly to zero."""
 LEARNT = 0.5
 """Share of right answers, of far ones if there are any, above which a model has learnt a task."""
+STABLE = 1.5
+"""Most times the fewest steps in which a lower rate may solve a task and be preferred to the fastest."""
 LONGER_TOKENS = 2**18
 """Tokens of all tests of a greater length."""
 WEIGHT_DECAY, BETA2 = 0.1, 0.98
@@ -103,7 +105,7 @@ class Run:
         seed: The seed.
         rate: The learning rate.
         most: Updates after which it ends, if those of the recipe are more: an ablation has as many as its model.
-        overtaken: Updates in which another rate has solved the task; a run that has not by then ends untested.
+        overtaken: Updates after which a run that has not solved the task ends untested, since another rate has.
     """
 
     task: str
@@ -159,16 +161,21 @@ def drawn_hash(task: str, sizes: tuple[tuple[str, Any], ...]) -> str:
 
 
 def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
-    """Return a hash of everything that determines a task's runs of a model, except seed and learning rate."""
+    """Return a hash of everything that determines a task's runs of a model, except seed and learning rate.
+
+    The code that trains and tests is part of it.
+    """
     config = fitted(model, shape_of(task, recipe)).to_dict()
     config.pop("transformers_version", None)
     constants = [FAR, FACTORS, BINS, VALIDATION, ENOUGH, ENDING, LEARNT, LONGER_TOKENS, WEIGHT_DECAY, BETA2]
-    constants += [_SCHEDULE, _WARMUP, _CLIP, _CHECKS]
+    constants += [STABLE, _SCHEDULE, _WARMUP, _CLIP, _CHECKS]
     known = RECALL[task]
     defaults = {name: field.default for name, field in inspect.signature(known.function).parameters.items()}
     data = [defaults, dict(known.sizes), known.train, known.test, drawn_hash(task, tuple(recipe.sizes.items()))]
-    more = [inspect.getsource(part) for part in (Compressor, sinusoids)] if task == "compression" else []
-    return short_hash([task, data, asdict(recipe), config, constants, more])
+    code: list[Any] = [optimizer_of, separate_ssm_parameters, train, _update, _validated, _batches, rows_of, _logits]
+    code += [accuracies, _tests, *((Compressor, sinusoids) if task == "compression" else ())]
+    sources = [inspect.getsource(part) for part in code]
+    return short_hash([task, data, asdict(recipe), config, MODELS[model].encodes, constants, sources])
 
 
 # ---- training ----

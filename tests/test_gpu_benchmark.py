@@ -333,6 +333,11 @@ def test_a_cell_without_rows_is_not_done(tmp_path, monkeypatch):
     key = {"task": "lra_listops", "model": "CHELA"}
     monkeypatch.setitem(gpu.PARTS, "lra", lambda *_: [(key, list)])
     assert gpu.run_part("lra", part_arguments(tmp_path)) == gpu.NOT_DONE
+    for share in ("2 %", "4 %"):  # goes on, and has a row of what there is
+        rows = [{"of_recipe": share, "outcome": f"{gpu.LATER}: {share} of the recipe"}]
+        monkeypatch.setitem(gpu.PARTS, "lra", lambda *_, rows=rows: [(key, lambda: rows)])
+        assert gpu.run_part("lra", part_arguments(tmp_path)) == gpu.NOT_DONE
+        assert [row["of_recipe"] for row in read_csv(tmp_path / "lra.csv")] == [share]
     monkeypatch.setitem(gpu.PARTS, "lra", lambda *_: [(key, lambda: [{"outcome": "raised: CUDA error"}])])
     assert gpu.run_part("lra", part_arguments(tmp_path)) == gpu.BROKEN
 

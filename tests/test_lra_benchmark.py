@@ -89,6 +89,41 @@ def test_drawing_the_data_is_part_of_a_slice(small, tmp_path, monkeypatch, capsy
     assert "step 1 of 6 after 0.0 minutes" in capsys.readouterr().out
 
 
+def test_a_slice_that_drawing_fills_ends(small, monkeypatch, capsys):
+    def stopped(name, split, **more):
+        assert more["processes"] >= 1
+        assert more["until"] > 0
+        raise lra.DrawingStopped("lra_listops_200, train: 2 of 3 parts are drawn")
+
+    monkeypatch.setattr(lra, "load_lra_once", stopped)
+    assert small("one") == 0
+    assert capsys.readouterr().out == "lra_listops_200, train: 2 of 3 parts are drawn; the same command goes on\n"
+
+
+def test_what_there_is_can_be_tested_when_the_minutes_are_over(small, tmp_path, capsys):
+    assert small("whole") == 0
+    assert small("cut", "--minutes", "1e-9", "--finish") == 0
+    title = "16.7 % of the recipe's 2 epochs, stopped after 16.7 % of its schedule"
+    assert title in capsys.readouterr().out
+    result = json.loads((folder_of(tmp_path, "cut") / lra.RESULT).read_text())
+    assert (result["steps"], result["of_recipe"], [point["step"] for point in result["history"]]) == (1, 1 / 6, [1])
+    assert small("cut") == 0  # goes on as if it had not been tested
+    results = [json.loads((folder_of(tmp_path, name) / lra.RESULT).read_text()) for name in ("whole", "cut")]
+    assert [{**result, "minutes": 0} for result in results] == [{**results[0], "minutes": 0}] * 2
+
+
+def test_a_part_of_the_recipe_has_a_schedule_of_its_own(small, tmp_path, capsys):
+    small("half", "--fraction", "0.6")
+    assert "66.7 % of the recipe's 2 epochs, in a schedule of so many, " in capsys.readouterr().out
+    checkpoint = torch.load(folder_of(tmp_path, "half") / lra.CHECKPOINT)
+    assert checkpoint["schedule"]["_last_lr"] == [0.0] * len(checkpoint["schedule"]["_last_lr"])
+    assert [point["step"] for point in checkpoint["history"]] == [3, 4]
+    for fraction, message in (("1", "must have the recipe and the rows of"), ("0", "--fraction must be above 0 and")):
+        with pytest.raises(SystemExit):
+            small("half", "--fraction", fraction)
+        assert message in capsys.readouterr().err
+
+
 def test_checkpoints_of_other_recipes_and_broken_ones_are_refused(small, tmp_path, monkeypatch, capsys):
     small("one", "--minutes", "1e-9")
     path = folder_of(tmp_path, "one") / lra.CHECKPOINT
@@ -129,6 +164,8 @@ def test_models_without_a_recipe_are_refused(tmp_path, capsys):
         main(["--task", "lra_speech", "--model", "S4", "--output_dir", str(tmp_path)])
     assert "--recipe s4 has no settings for --task_name lra_speech; it has some for" in capsys.readouterr().err
     assert PAPERS["CHELA, its paper"]["lra_text"] == 91.10
+    assert PAPERS["S4 (Gu et al. 2022)"]["lra_pathfinder"] == 86.05
+    assert "lra_listops" not in PAPERS["CHELA, S4D, its paper"]  # table 6 has few tasks
 
 
 def test_missing_files_are_named_before_training(tmp_path, capsys):
@@ -149,7 +186,7 @@ def test_a_folder_without_a_test_split_is_scored_by_its_validation_split(tmp_pat
         main(command)
     assert "or test with the ending .jsonl" in capsys.readouterr().err
     assert main([*command, "--tested", "validation"]) == 0
-    assert "20 examples, 2 epochs" in (table := capsys.readouterr().out)
+    assert "20 examples, 100 % of the recipe's 2 epochs" in (table := capsys.readouterr().out)
     assert "minutes, on the validation split (a rehearsal)" in table
 
 

@@ -45,7 +45,7 @@ def load_lra_once(
         cache_dir: Where they are kept; the cache of `datasets` when None.
         processes: How many draw; the rows are the same for any number. More than one is for programs that start with
             ``if __name__ == "__main__"``.
-        until: Time of `time.monotonic` after which no further part is begun; None for any.
+        until: Time of `time.monotonic` after which no part but a first one is begun; None for any.
 
     Raises:
         ValueError: As `load_lra`, or the cache cannot be written to.
@@ -77,15 +77,16 @@ def _read(path: Path) -> tuple[Array, Array, Array]:
 
 
 def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | None) -> None:
-    """Draw and keep parts until the time is over."""
+    """Draw and keep parts until the time is over, at least one, so that every call comes nearer to the end."""
     if processes < 2:
-        for shard in shards:
-            if _is_over(until):
+        for number, shard in enumerate(shards):
+            if number and _is_over(until):
                 return
             _draw_one(folder, shard)
         return
-    waiting, running = iter(shards), set[Future[None]]()
+    waiting = iter(shards)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        running: set[Future[None]] = {pool.submit(_draw_one, folder, next(waiting))}
         while True:
             while len(running) < processes and not _is_over(until) and (following := next(waiting, None)) is not None:
                 running.add(pool.submit(_draw_one, folder, following))

@@ -16,6 +16,7 @@ HEADROOM = 150
 
 LATER = "out of time"
 """How outcomes of what a later call goes on with begin."""
+
 EVERY = 5.0
 """Seconds between two notes of what a part has spent."""
 

@@ -397,8 +397,8 @@ def test_without_data_a_small_run_on_documentation(command, tmp_path, monkeypatc
     assert (metrics["train_samples"], metrics["eval_samples"], metrics["eval_tokens"]) == (8, 4, 60)
     rate = recorded_rate(AutoConfig.from_pretrained(tmp_path / "out"))
     assert [record.message for record in caplog.records if "learning_rate" in record.message] == [
-        f"--learning_rate is {rate.value:g}, at which a new spade model of about this size learns (recorded for "
-        f"{rate.size})."
+        f"--learning_rate is {rate.value:g}, recorded for a new spade model of about this size "
+        f"({rate.size}: {rate.source})."
     ]
     clm.main([*argv, "--max_steps", "2", "--resume_from_checkpoint", "auto"])
     history = _read(tmp_path / "out" / "trainer_state.json")["log_history"]
@@ -407,7 +407,7 @@ def test_without_data_a_small_run_on_documentation(command, tmp_path, monkeypatc
 
 def test_a_new_model_at_the_rate_of_fine_tuning_is_warned_of_once(command, tmp_path, caplog):
     clm.main(command("spade", ["train"], "--do_train", "--max_steps", "1"))
-    assert caplog.text.count("transformers' rate for fine-tuning: a new spade model") == 1
+    assert caplog.text.count("transformers' rate for fine-tuning: for a new spade model") == 1
     caplog.clear()
     argv = command("spade", ["train"], "--do_train", "--max_steps", "1", "--overwrite_output_dir")
     shutil.copytree(tmp_path / "out", tmp_path / "model")

@@ -44,6 +44,7 @@ RATES: dict[str, tuple[Rate, ...]] = {
     ),
     "chela": (
         Rate("preset tiny", 256, 4e-3, "measured"),
+        Rate("the default size", 512, 1e-3, "measured"),
         Rate("preset wikitext103", 1024, 5e-3, "the paper's table 8"),
         Rate("preset enwik8", 512, 5e-3, "the paper's table 8"),
         Rate("preset listops", 80, 1e-3, "the paper's table 7"),
@@ -98,17 +99,19 @@ def fit_learning_rate(
     if data_args.is_small_run and "learning_rate" not in given:
         training_args.learning_rate = rate.value
         logger.info(
-            "--learning_rate is %g, at which a new %s model of about this size learns (recorded for %s).",
+            "--learning_rate is %g, recorded for a new %s model of about this size (%s: %s).",
             rate.value,
             config.model_type,
             rate.size,
+            rate.source,
         )
     elif training_args.learning_rate == FINE_TUNING_RATE:
         logger.warning(
-            "--learning_rate is %g, transformers' rate for fine-tuning: a new %s model of about this size learns at "
-            "%g (recorded for %s).",
+            "--learning_rate is %g, transformers' rate for fine-tuning: for a new %s model of about this size %g is "
+            "recorded (%s: %s).",
             training_args.learning_rate,
             config.model_type,
             rate.value,
             rate.size,
+            rate.source,
         )

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
 from hf_hybrid.models.peft_targets import METHODS
+from hf_hybrid.starters import folder_of_starter
 from hf_hybrid.training.flags.checks import check_choice_flag, flag
 from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 
@@ -24,7 +25,8 @@ class ModelArguments:
     """Flags of model and tokenizer: a checkpoint, or an architecture to train from scratch."""
 
     model_name_or_path: str | None = flag(
-        None, "Checkpoint folder or Hub id. Leave out to train --model_type from scratch."
+        None,
+        "Checkpoint folder, Hub id, or a starter: spade-en-tiny. Leave out to train --model_type from scratch.",
     )
     model_type: str | None = flag(None, "Architecture to train from scratch, such as spade, t5 or led.")
     init_from: str | None = flag(
@@ -78,6 +80,9 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "config_name", "tokenizer_name"):
+            if (source := getattr(self, name)) is not None:
+                setattr(self, name, folder_of_starter(source))
         self._check_init_from()
         self._check_peft()
         if self.model_name_or_path is None and self.model_type is None and self.config_name is None:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer,
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from hf_hybrid import peft_config
+from hf_hybrid.starters import folder_of_starter, name_of_starter
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.errors import one_line
 from hf_hybrid.training.flags.model import ModelArguments
@@ -72,7 +73,7 @@ def adapter_base(model_args: ModelArguments) -> Base | None:
                 f"write its new path into base_model_name_or_path in {path}"
             )
         base = os.path.abspath(beside[0])  # the whole folder was moved or pushed
-    return Base(str(base), config.get("revision") or "main")
+    return Base(folder_of_starter(str(base)), config.get("revision") or "main")
 
 
 def adapter_folder(model_args: ModelArguments) -> Path | None:
@@ -177,7 +178,7 @@ def attach_adapter(
         if resume_from is not None and Path(base).is_dir():  # its random weights were drawn then, and stay frozen
             model.load_state_dict(type(model).from_pretrained(base, dtype=model.dtype).state_dict())
     elif Path(base).is_dir():
-        base = os.path.abspath(base)
+        base = name_of_starter(os.path.abspath(base))
     adapted = _attach_new(model, model_args, task_type=task_type)
     config = adapted.peft_config["default"]
     config.base_model_name_or_path = base
@@ -251,7 +252,7 @@ def attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base
             f"--model_name_or_path {name}: neither the adapter nor its base has {len(lacking)} of the weights of "
             f"{type(model).__name__}, such as {lacking[0]}"
         )
-    adapted.peft_config["default"].base_model_name_or_path = base.name
+    adapted.peft_config["default"].base_model_name_or_path = name_of_starter(base.name)
     return adapted
 
 

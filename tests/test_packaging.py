@@ -24,6 +24,10 @@ def built(tmp_path_factory) -> dict[str, Path]:
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_SOURCE)
     (folder / "tree" / "runs" / "demo").mkdir(parents=True)
     (folder / "tree" / "runs" / "demo" / "model.safetensors").touch()
+    for compiled in ("__pycache__/__init__.cpython-311.pyc", "spade-en-tiny/__pycache__/x.cpython-311.pyc"):
+        path = folder / "tree" / "hf_hybrid" / "starters" / compiled
+        path.parent.mkdir(parents=True)
+        path.touch()
     builder = ProjectBuilder(folder / "tree", runner=quiet_subprocess_runner)
     return {kind: Path(builder.build(kind, folder / "dist")) for kind in ("sdist", "wheel")}
 
@@ -59,5 +63,4 @@ def test_the_sdist_holds_what_a_wheel_is_built_from(built):
 
 
 def test_both_are_small_with_their_starters(built):
-    assert sum(path.stat().st_size for path in built.values()) < 25_000_000 * 2
     assert all(path.stat().st_size < 25_000_000 for path in built.values())

@@ -165,16 +165,21 @@ def test_a_new_model_takes_its_size_and_tokenizer(run, tmp_path):
     assert not torch.allclose(trained.get_input_embeddings().weight, started.get_input_embeddings().weight, atol=0.1)
 
 
-def test_an_adapter_names_its_starter(run, tmp_path, capsys):
-    """The package lies elsewhere on another machine."""
+def test_an_adapter_names_its_starter(run, tmp_path, capsys, monkeypatch):
+    """The package lies elsewhere on another machine. Saving must not ask the Hub for the name."""
     first, second = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *asked: pytest.fail(str(asked)))
+    (tmp_path / "here" / NAME).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     run(first, "--model_name_or_path", NAME, "--peft", "lora", "--do_train", "--report", "false")
     run(second, "--model_name_or_path", str(first), "--do_train", "--do_eval", "--report", "false")
     for folder in (first, second):
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        assert config["base_model_name_or_path"] == NAME
+        for place in (folder, folder / "checkpoint-1"):
+            config = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+            assert config["base_model_name_or_path"] == NAME
+            for path in (path for path in place.iterdir() if path.suffix in (".json", ".md")):
+                assert str(starter(NAME)) not in path.read_text(encoding="utf-8"), path
         card = (folder / "README.md").read_text(encoding="utf-8")
-        assert str(starter(NAME)) not in card
         loaded = {}
         exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], loaded)
         weights = load_file(folder / "adapter_model.safetensors")
@@ -182,6 +187,7 @@ def test_an_adapter_names_its_starter(run, tmp_path, capsys):
         assert weights
         for key, weight in weights.items():
             assert torch.equal(found[key.replace(".weight", ".default.weight")], weight), key
+    monkeypatch.chdir(tmp_path / "here")  # a folder of the starter's name is not what the adapter was trained on
     assert hf_hybrid_main(["summarize", str(second), TEXT, "--max_new_tokens", "4"]) == 0
     assert capsys.readouterr().out
 
@@ -196,3 +202,14 @@ def test_commands_take_the_name(tmp_path, capsys):
     assert "bridge" in row["summary"]  # it copies what is not hidden
     with pytest.raises(ValueError, match=f"{NAME} is an encoder-decoder .*: use hf-hybrid summarize"):
         hf_hybrid_main(["classify", NAME, str(tmp_path / "page.txt")])
+
+
+def test_a_name_that_is_nearly_a_starters_is_explained(run, tmp_path):
+    for flag in ("--model_name_or_path", "--config_name"):
+        with pytest.raises(ValueError, match=rf"{flag} spade_en_tiny: no configuration .* Did you mean '{NAME}'\?$"):
+            run(tmp_path / "out", flag, "spade_en_tiny", "--do_train")
+    with pytest.raises(ValueError, match=rf"there is no folder spade-tiny here, .* Did you mean '{NAME}'\?$"):
+        hf_hybrid_main(["summarize", "spade-tiny", TEXT])
+    with pytest.raises(ValueError, match="no configuration") as raised:
+        run(tmp_path / "out", "--model_name_or_path", "me/spade-en-tiny", "--do_train")
+    assert "Did you mean" not in str(raised.value)

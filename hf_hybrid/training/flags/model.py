@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
 from hf_hybrid.models.peft_targets import METHODS
-from hf_hybrid.starters import folder_of_starter
+from hf_hybrid.starters import STARTERS, folder_of_starter
 from hf_hybrid.training.flags.checks import check_choice_flag, flag
 from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 
 INIT_TARGETS = {"t5": ("spade", "srformer_t5"), "bart": ("srformer_bart",)}
 INIT_SOURCES = tuple(INIT_TARGETS)
+_STARTERS = ", ".join(STARTERS)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -26,7 +27,7 @@ class ModelArguments:
 
     model_name_or_path: str | None = flag(
         None,
-        "Checkpoint folder, Hub id, or a starter: spade-en-tiny. Leave out to train --model_type from scratch.",
+        f"Checkpoint folder, Hub id, or a starter ({_STARTERS}). Leave out to train --model_type from scratch.",
     )
     model_type: str | None = flag(None, "Architecture to train from scratch, such as spade, t5 or led.")
     init_from: str | None = flag(
@@ -41,11 +42,11 @@ class ModelArguments:
         "Fields of a new model's configuration, as 'hidden_size=64,layer_types=[a,b]' or a JSON object; "
         "'preset=tiny' takes a named size if the architecture has it, and other fields change it.",
     )
-    config_name: str | None = flag(None, "Configuration folder or Hub id, if not the model's.")
+    config_name: str | None = flag(None, "Configuration folder, Hub id or starter, if not the model's.")
     tokenizer_name: str | None = flag(
         None,
-        "Tokenizer folder or Hub id. Default: the checkpoint's; for a new model, one is trained on the training split "
-        "and saved with the model.",
+        "Tokenizer folder, Hub id or starter. Default: the checkpoint's; for a new model, one is trained on the "
+        "training split and saved with the model.",
     )
     tokenizer_type: str | None = flag(
         None,

@@ -101,7 +101,7 @@ def _without_adapters(model: Any) -> PreTrainedModel:
 
 def _loading(model: PreTrainedModel, place: str, adapters: Mapping[str, Any] | None) -> str:
     """Return Python lines that load a model; an adapter of a starter names it, and only this package finds it."""
-    base = next((str(config.base_model_name_or_path) for config in (adapters or {}).values()), "")
+    base = next((name_of_starter(str(config.base_model_name_or_path)) for config in (adapters or {}).values()), "")
     if base not in STARTERS:
         return loading_lines(model, place)
     loader = auto_class_of(model)

@@ -12,11 +12,19 @@ from benchmarks.comparison import best_rate
 from benchmarks.record import read_csv
 from hf_hybrid import BstConfig, ChelaConfig, SpadeConfig
 from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.starters import STARTERS, starter
+from hf_hybrid.training import demo
 from hf_hybrid.training.flags.command_line import given_flags, parse_arguments
 from hf_hybrid.training.flags.data import ClmArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
-from hf_hybrid.training.model.learning_rates import FINE_TUNING_RATE, RATES, fit_learning_rate, recorded_rate
+from hf_hybrid.training.model.learning_rates import (
+    FINE_TUNING_RATE,
+    RATES,
+    STARTER_RATES,
+    fit_learning_rate,
+    recorded_rate,
+)
 
 ROOT = Path(__file__).parents[3]
 SEARCHED = "an encoder-decoder of two layers"
@@ -163,6 +171,29 @@ def test_a_new_model_that_is_trained_as_if_it_were_old_gets_one_warning(fitted, 
             f"size {recorded('spade', 'preset tiny'):g} is recorded (preset tiny: measured).",
         )
     ]
+
+
+def test_starters_have_a_rate_of_their_own():
+    assert STARTER_RATES.keys() == {*STARTERS}
+    assert STARTER_RATES[demo.SHORT.start].value == demo.SHORT.training["learning_rate"]
+
+
+@pytest.mark.parametrize("adapter", [(), ("--peft", "lora")], ids=["whole", "adapter"])
+@pytest.mark.parametrize("by", [str, starter], ids=["name", "folder"])
+def test_a_starter_that_is_trained_as_if_it_were_large_gets_one_warning(fitted, caplog, by, adapter):
+    caplog.set_level(logging.INFO)
+    flags = ("--do_train", "--model_name_or_path", str(by("spade-en-tiny")), *adapter)
+    assert fitted(TINY, *flags, *FILE) == FINE_TUNING_RATE
+    said_of = "spade-en-tiny 0.001 is recorded (fine-tuning: make demo)."
+    assert said(caplog) == [
+        (logging.WARNING, f"--learning_rate is 5e-05, transformers' rate for fine-tuning: for {said_of}")
+    ]
+    assert fitted(TINY, *flags) == STARTER_RATES["spade-en-tiny"].value  # a run without data
+    said_of = "spade-en-tiny (fine-tuning: make demo)."
+    assert said(caplog) == [(logging.INFO, f"--learning_rate is 0.001, recorded for {said_of}")]
+    assert fitted(TINY, *flags, *FILE, "--learning_rate", "1e-4") == 1e-4
+    assert fitted(TINY, "--do_eval", *flags[1:], *FILE) == FINE_TUNING_RATE
+    assert said(caplog) == []
 
 
 @pytest.mark.parametrize(

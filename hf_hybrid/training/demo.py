@@ -1,10 +1,10 @@
 """``make demo``: fine-tune a starter to summarize, offline, and show what it has learnt.
 
 ``python -m hf_hybrid.training.demo [--long]`` trains on ``embedded:docstrings`` with `summarization.main`: the
-starter, and in as many steps a model of the same size from scratch. Then it compares them on the test split with three
-things that need no training: a model before its first step, a random training summary, and the first words of the
-document.
-Lengths are counted in steps, so that all machines do the same. The exit code is 1 if a check does not hold.
+starter, and in as many steps, hence as much time, a model of the same size from scratch. Then it compares them on the
+test split with three things that need no training: a model before its first step, a random training summary, and the
+first words of the document. Lengths are counted in steps, so that all machines do the same. The exit code is 1 if a
+check does not hold.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
     Returns:
         The content of ``demo_results.json``: ``table``, ``checks``, ``passed``, ``samples``, ``checkpoint``,
-        ``test_documents``, and ``training_seconds``, None if training was interrupted.
+        ``test_documents``, and ``training_seconds`` of each trained model, None if its training was interrupted.
 
     Raises:
         ValueError: The folder holds other files than a demo's, or an interrupted demo of another recipe.
@@ -141,7 +141,7 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     _check_folder(folder, recipe)
     _clear_folder(folder, recipe)
     checkpoint = folder / _FOLDERS[TRAINED]
-    resumed = bool(complete_checkpoints(checkpoint))
+    resumed = {name: bool(complete_checkpoints(folder / _FOLDERS[name])) for name in (TRAINED, SCRATCH)}
     try:
         metrics = {name: summarization.main(_argv(recipe, folder, name)) for name in (TRAINED, SCRATCH, UNTRAINED)}
     except KeyboardInterrupt as interrupt:
@@ -164,7 +164,10 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "samples": _samples(documents, references, texts[TRAINED]),
         "checkpoint": str(checkpoint),
         "test_documents": len(documents),
-        "training_seconds": None if resumed else metrics[TRAINED]["train_runtime"],
+        "training_seconds": {
+            name: None if was_interrupted else metrics[name]["train_runtime"]
+            for name, was_interrupted in resumed.items()
+        },
     }
     load_lines = (
         "import hf_hybrid; from transformers import AutoModelForSeq2SeqLM",
@@ -313,8 +316,9 @@ def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Seq
     )
     checks = [(check, ["yes" if holds else "no"]) for check, holds in results["checks"].items()]
     learnt = "It has learnt to summarize." if results["passed"] else "It has not learnt enough."
-    seconds = results["training_seconds"]
     facts = {"start": recipe.start} | recipe.flags | recipe.training
+    facts |= {f"{name}, from scratch": value for name, value in recipe.scratch.items()}
+    seconds = {name: value for name, value in results["training_seconds"].items() if value is not None}
     page = Page(
         title=f"Demo: {recipe.start}",
         summary=f"A starter, fine-tuned to summarize, compared with what knows less. {learnt}",
@@ -329,7 +333,7 @@ def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Seq
         ],
         curves=panels,
         code=load_lines,
-        measured={} if seconds is None else {"training, in seconds": seconds},
+        measured={f"{name}, in seconds": value for name, value in seconds.items()},
         environment=environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     )
     guarded(REPORT_FILE, lambda: write_page(page, folder / REPORT_FILE))
@@ -350,14 +354,22 @@ def scores_and_checks(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def training_time(results: dict[str, Any]) -> str:
+    """Return how long the training of ``demo_results.json`` took; "" if it was interrupted."""
+    seconds = results["training_seconds"]
+    if None in seconds.values():
+        return ""
+    times = " and ".join(f"{value / 60:.1f} minutes ({name})" for name, value in seconds.items())
+    return f"Training took {times}, validation included."
+
+
 def _report(results: dict[str, Any], load_lines: Sequence[str], *, curves: str | None) -> str:
     verdict = "The model has learnt to summarize." if results["passed"] else "THE MODEL HAS NOT LEARNT ENOUGH."
     lines = ["# Demo", "", scores_and_checks(results), "", verdict, "", "## Samples", ""]
     for sample in results["samples"]:
         lines += [f"- document:  {sample['document']} ...", f"  - reference: {sample['reference']}"]
         lines += [f"  - summary:   {sample['summary']}"]
-    seconds = results["training_seconds"]
-    lines += ["", "## The model", ""] + ([] if seconds is None else [f"Trained in {seconds:.0f} s.", ""])
+    lines += ["", "## The model", "", *([time, ""] if (time := training_time(results)) else [])]
     lines += ["Load it with", "", "```python", *load_lines, "```", ""]
     if curves is not None:
         lines += [f"![loss and ROUGE over the steps]({curves})", ""]

@@ -59,7 +59,7 @@ REPORTS = {
     "products_ms": bench_profile,
     "precision": bench_models,
 }
-PLANNED = {
+PLANNED = {f"starter_{task}.csv" for task in ("dialogsum", "scitldr", "sst2")} | {
     module.DEFAULT_OUT.name
     for module in (
         bench_checkpointing,

@@ -108,8 +108,10 @@ class SpadeConfig(PreTrainedConfig):
         dropout: Dropout on embeddings and on the output of every sub-layer.
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
-        initializer_range: Standard deviation of initial weights; ``hidden_size ** -0.5`` when None, which keeps
-            projections as large as their inputs at every width.
+        initializer_range: Standard deviation of initial weights. When None, ``hidden_size ** -0.5``, which keeps
+            projections as large as their inputs at every width, and in a post-norm encoder-decoder ``0.4 ** 0.5``
+            times as much, so that what a layer adds is small beside its normalised input (Nguyen and Salazar 2019,
+            SmallInit).
         is_encoder_decoder: Whether the model has an encoder and a decoder.
         is_decoder: Whether this is a causal stack: a language model, or the view of a decoder.
         use_cache: Whether decoding returns its cache of keys, values and states.
@@ -344,8 +346,10 @@ class SpadeConfig(PreTrainedConfig):
             ssm_l_max=4096 if self.ssm_type == "hyena" else None,
             ssm_num_copies=1 if "ssm_num_copies" in SSM_FIELDS.get(self.ssm_type, ()) else None,
             classifier_dropout=self.dropout,
-            initializer_range=self.hidden_size**-0.5 if self.hidden_size > 0 else None,
         )
+        if self.hidden_size > 0:
+            scale = 0.4**0.5 if self.is_encoder_decoder and self.norm_position == "post" else 1.0
+            fill_defaults(self, initializer_range=scale * self.hidden_size**-0.5)
 
     def _spell_out_layers(self):
         self.global_layers = _layer_list("global_layers", self.global_layers, self.num_hidden_layers)

@@ -69,7 +69,7 @@ SHORT = Recipe(
         "num_attention_heads": 2,
         "intermediate_size": 512,
         "local_radius": 16,
-        "norm_position": "pre",  # learns faster than post-norm from scratch
+        "norm_position": "pre",
         "dropout": 0.05,
         "attention_dropout": 0.0,
     },

@@ -4,6 +4,7 @@ import random
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -156,14 +157,28 @@ def tokenize_texts(
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(f"column {column!r} must hold text in every row; got {type(text).__name__}: {text!r:.80}")
-    tokens: list[Any] = []
+    parts = [_cut_long(text) if are_lines else [text] for text in texts]
+    encoded: list[Any] = []
     ends = not are_lines and tokenizer.init_kwargs.get("separate_documents", False)
     options = {"split_special_tokens": True} if as_text else {}
-    for some in _by_size(texts):
-        encoded = tokenizer(some, add_special_tokens=not are_lines, verbose=False, **options)["input_ids"]
-        rows = ([*row, tokenizer.eos_token_id] for row in encoded) if ends else encoded
-        tokens += (np.asarray(row, dtype=np.int32) for row in rows)
+    for some in _by_size(list(chain.from_iterable(parts))):
+        ids = tokenizer(some, add_special_tokens=not are_lines, verbose=False, **options)["input_ids"]
+        rows = ([*row, tokenizer.eos_token_id] for row in ids) if ends else ids
+        encoded += (np.asarray(row, dtype=np.int32) for row in rows)
+    remaining = iter(encoded)
+    tokens = [np.concatenate([next(remaining) for _ in some]) for some in parts]
     return {"input_ids": tokens, "num_bytes": [len(text.encode()) for text in texts]}
+
+
+def _cut_long(text: str) -> list[str]:
+    """Cut a text into parts of at most `_CHARACTERS`, before a space if a part has one: a file may be one line."""
+    parts, start = [], 0
+    while len(text) - start > _CHARACTERS:
+        space = text.rfind(" ", start + 1, start + _CHARACTERS)
+        end = start + _CHARACTERS if space < 0 else space
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
 
 
 def _by_size(texts: Sequence[str]) -> Iterator[list[str]]:

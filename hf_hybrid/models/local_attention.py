@@ -441,7 +441,7 @@ class LocalSelfAttention(LocalAttention):
         self.v_proj = nn.Linear(config.hidden_size, inner_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(inner_size, config.hidden_size, bias=config.attention_bias)
         if self.score_scale is None:
-            # scores start with a standard deviation of K^-1/2, so that the bias decides at first
+            # scores start with a standard deviation of K^-1/2 if weights have D^-1/2, so that the bias decides first
             self.q_proj.init_std = config.initializer_range / (self.scaling * config.head_dim)
         self.relative_attention_bias = make_bias_table(config) if has_bias_table else None
         if has_bias_table and self.score_scale is not None:

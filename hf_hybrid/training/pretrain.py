@@ -34,7 +34,7 @@ from hf_hybrid.training.model.tokenizer import check_tokenizer_source, load_toke
 from hf_hybrid.training.model.weights import load_model
 from hf_hybrid.training.report.pretrain import report
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
-from hf_hybrid.training.run_folder.resume import check_resumed_model
+from hf_hybrid.training.run_folder.resume import ExamplesRecord, check_resumed_examples, check_resumed_model
 from hf_hybrid.training.scores.pretrain import METRICS, compute_metrics, scores_by_example
 from hf_hybrid.training.splits import asked_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, train
@@ -49,6 +49,8 @@ _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max
 _DEFAULT_LENGTH = 512
 _SENTINELS = 100
 """The fewest sentinels that a tokenizer gets: T5's number."""
+_NEW_FRAME = 1
+"""Special tokens that a tokenizer puts around a text if it is trained on the data: the end token."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -75,14 +77,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     _check_model(config, data_args)
     positions = fit_positions(model_args, config, auto_class, _fit_lengths(config, data_args))
+    facts = _facts(data_args, training_args)
+    check_resumed_examples(facts, resume_from)
     add_tokens = partial(_add_tokens, data_args)
     tokenizer = load_tokenizer(model_args, config, resume_from, complete=add_tokens)  # None: train it on the data
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
         check_streaming(tokenizer, training_args)
         _check_validation_of_stream(data_args, training_args)
-    if tokenizer is not None:
-        _size(_denoiser(tokenizer, data_args), data_args)
+    _size(_NEW_FRAME if tokenizer is None else _denoiser(tokenizer, data_args).frame, data_args)
     if model_args.init_from is None:
         check_resumed_model(config, resume_from, new=model_args.is_new)
 
@@ -92,11 +95,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     denoise = _denoiser(tokenizer, data_args)
     asked = asked_splits(training_args)
     examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
+    if isinstance(rows := examples.get("train"), NoisyRows):
+        facts["the number of training rows"] = len(rows)
+        check_resumed_examples(facts, resume_from)
     model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
     collate = _collator(model, tokenizer, data_args, training_args)
     peft_task = "SEQ_2_SEQ_LM" if is_pair else None
     adapted = attach_adapter(model, model_args, training_args, resume_from, task_type=peft_task)
-    trainer = _trainer(adapted, training_args, examples, tokenizer, collate)
+    trainer = _trainer(adapted, training_args, examples, tokenizer, collate, facts)
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
     metrics = train(trainer, resume_from, argv) if training_args.do_train else {}
@@ -163,6 +169,23 @@ def _fit_lengths(config: PreTrainedConfig, data_args: PretrainArguments) -> dict
     return {name: {"max_seq_length": data_args.max_seq_length} for name in _POSITIONS}
 
 
+def _noise_seed(training_args: ScriptTrainingArguments) -> int:
+    return training_args.seed if training_args.data_seed is None else training_args.data_seed
+
+
+def _facts(data_args: PretrainArguments, training_args: ScriptTrainingArguments) -> dict[str, Any]:
+    """Return the flags that decide the examples, their defaults filled in: a resumed run must have the same."""
+    return {
+        "--objective": data_args.objective,
+        "--noise_density": data_args.density,
+        "--mean_noise_span_length": data_args.mean_length,
+        "--max_seq_length": data_args.max_seq_length,
+        "--packing": data_args.packing,
+        "--streaming": data_args.streaming,
+        "--data_seed": _noise_seed(training_args),
+    }
+
+
 def _add_tokens(data_args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the special tokens of the objective that a tokenizer lacks."""
     if data_args.objective == "span_corruption":
@@ -192,12 +215,12 @@ def _check_validation_of_stream(data_args: PretrainArguments, training_args: Scr
 # ---- data ----
 
 
-def _size(denoise: Denoiser, data_args: PretrainArguments) -> int:
-    """Return the tokens of a text in a piece, or raise a ValueError if there is room for none."""
-    size = (data_args.max_seq_length or 0) - denoise.frame
+def _size(frame: int, data_args: PretrainArguments) -> int:
+    """Return the tokens of a text in a piece beside special ones, or raise a ValueError if there is room for none."""
+    size = (data_args.max_seq_length or 0) - frame
     if size < 2:
         raise ValueError(
-            f"--max_seq_length must exceed the {denoise.frame} special tokens of the tokenizer by at least 2; got "
+            f"--max_seq_length must exceed the {frame} special tokens of the tokenizer by at least 2; got "
             f"{data_args.max_seq_length}"
         )
     return size
@@ -220,7 +243,7 @@ def _examples(
 
     The tokenizer's special tokens are put around each piece, not around a document.
     """
-    size = _size(denoise, data_args)
+    size = _size(denoise.frame, data_args)
     tokens = tokenize_split(
         splits[name], name, tokenizer, column, data_args, training_args, are_lines=True, as_text=True
     )
@@ -231,7 +254,7 @@ def _examples(
         packed = data_args.max_seq_length if data_args.packing else None
         return islice(make_rows(pieces, packed, denoise.frame), data_args.limits[name])
 
-    seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+    seed = _noise_seed(training_args)
     if next(read(), None) is None:
         raise ValueError(f"split {name!r} must hold a text of at least two tokens; got none")
     if isinstance(tokens, IterableDataset) and name == "train":
@@ -267,8 +290,10 @@ def _trainer(
     examples: Mapping[str, NoisyRows | NoisyStream],
     tokenizer: PreTrainedTokenizerBase,
     collate: Callable[[list[dict[str, Any]]], Any],
+    facts: Mapping[str, Any],
 ) -> ScriptTrainer:
     rows = examples.get("train")
+    noise = [NoiseOfEpoch(rows)] if isinstance(rows, NoisyRows) else []
     return ScriptTrainer(
         model=model,
         args=training_args,
@@ -278,7 +303,7 @@ def _trainer(
         data_collator=collate,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=partial(scores_by_example, tokenizer),
-        callbacks=[NoiseOfEpoch(rows)] if isinstance(rows, NoisyRows) else None,
+        callbacks=[*noise, ExamplesRecord(facts)],
     )
 
 

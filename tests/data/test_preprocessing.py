@@ -70,8 +70,13 @@ def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch):
 
     texts = ["ab", "cd", "ef", "longer than all", "", "g", "h"]
     rows = tokenize_texts({"text": texts}, counted, column="text", are_lines=True)["input_ids"]
-    assert calls == [["ab", "cd"], ["ef"], ["longer than all"], ["", "g", "h"]]
+    assert calls == [["ab", "cd"], ["ef"], ["longe"], ["r"], [" than"], [" all", "", "g"], ["h"]]
     assert [tokenizer.decode(ids) for ids in rows] == texts
+    calls.clear()
+    counted.init_kwargs = tokenizer.init_kwargs
+    whole = tokenize_texts({"text": texts}, counted, column="text")["input_ids"]  # with special tokens around each
+    assert calls == [["ab", "cd"], ["ef"], ["longer than all"], ["", "g", "h"]]
+    assert [tokenizer.decode(ids) for ids in whole] == [f"{text}</s>" for text in texts]
 
 
 def test_blocks_join_texts_and_drop_what_is_left():

@@ -403,14 +403,13 @@ def test_starting_values_follow_from_the_width():
 
 
 @pytest.mark.parametrize(
-    ("is_encoder_decoder", "norm_position", "scale"),
-    [(True, None, 0.4**0.5), (True, "post", 0.4**0.5), (True, "pre", 1.0), (False, "post", 1.0), (False, "pre", 1.0)],
+    "roles", [{}, {"is_encoder_decoder": False}, {"is_encoder_decoder": False, "is_decoder": True}]
 )
-def test_a_post_norm_encoder_decoder_starts_with_smaller_weights(is_encoder_decoder, norm_position, scale):
-    roles = {} if is_encoder_decoder else {"is_decoder": True, "is_encoder_decoder": False}
-    for width in (64, 192):
-        config = SpadeConfig(hidden_size=width, num_attention_heads=2, norm_position=norm_position, **roles)
-        assert config.initializer_range == scale * width**-0.5
+def test_post_norm_encoders_and_their_decoders_start_with_smaller_weights(roles):
+    for width, norm in ((64, "post"), (64, "pre"), (192, "post")):
+        config = SpadeConfig(hidden_size=width, num_attention_heads=2, norm_position=norm, **roles)
+        smaller = norm == "post" and not config.is_decoder
+        assert config.initializer_range == (0.4**0.5 if smaller else 1.0) * width**-0.5
 
 
 def test_decoder_layers_share_a_bias_table_unless_told_otherwise():

@@ -1,8 +1,10 @@
 """Pre-training: each objective with a model of ours and a peer, the same noise for all, and what is refused."""
 
+import itertools
 import json
 import math
 import random
+import re
 import shutil
 
 import numpy as np
@@ -24,6 +26,7 @@ from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, noise_generator
 from hf_hybrid.data.tokenizer import add_sentinels, byte_tokenizer, train_tokenizer
 from hf_hybrid.training import pretrain
 from hf_hybrid.training.flags import run
+from hf_hybrid.training.run_folder.resume import check_resumed_examples
 from hf_hybrid.training.scores.pretrain import hidden_bytes
 from hf_hybrid.training.trainer.noisy_data import NoisyRows, make_rows
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
@@ -160,15 +163,47 @@ def _assert_equal(folder, other):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("way", some(["group_by_length", "random", "streaming"], "random", "streaming"))
+@pytest.mark.parametrize(
+    "way", some(["group_by_length", "random", "streaming", "workers"], "random", "streaming", "workers")
+)
 def test_a_run_resumed_in_the_middle_of_its_second_epoch_ends_with_the_same_weights(command, tmp_path, way):
     """32 rows, four to a step: the checkpoint is made two steps into the second epoch."""
-    flags = ["--streaming"] if way == "streaming" else ["--train_sampling_strategy", way]
+    flags = {
+        "streaming": ["--streaming"],
+        "workers": ["--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true"],
+    }.get(way, ["--train_sampling_strategy", way])
     flags += ["--do_train", "--max_train_samples", "32", "--max_steps", "12", "--save_steps", "10"]
     pretrain.main(command("masked_words", "bert", *flags))
     shutil.copytree(tmp_path / "out" / "checkpoint-10", tmp_path / "again" / "checkpoint-10")
     pretrain.main([*command("masked_words", "bert", *flags, output="again"), "--resume_from_checkpoint", "auto"])
     _assert_equal(tmp_path / "out", tmp_path / "again")
+
+
+def test_a_run_is_not_resumed_with_other_examples(command, no_data):
+    flags = ["--do_train", "--max_train_samples", "32", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
+    pretrain.main(command("text_infilling", "t5", *flags, "--max_steps", "1"))
+    again = command("text_infilling", "t5", *flags, "--max_steps", "2")
+    with pytest.raises(ValueError, match=r"checkpoint-1: the number of training rows is 32 there and 20 in this run"):
+        pretrain.main([*again, "--max_train_samples", "20"])
+    no_data()
+    for more, message in [
+        (
+            ["--objective", "span_corruption"],
+            "--objective is 'text_infilling' there and 'span_corruption' in this run",
+        ),
+        (["--noise_density", "0.2"], "--noise_density is 0.3 there and 0.2"),
+        (["--mean_noise_span_length", "2"], "--mean_noise_span_length is 3.0 there and 2.0"),
+        (["--max_seq_length", "31"], "--max_seq_length is 32 there and 31"),
+        (["--seed", "7"], "--data_seed is 42 there and 7"),
+        (["--streaming"], "--streaming is False there and True"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pretrain.main([*again, *more])
+
+
+def test_a_checkpoint_without_a_record_of_its_examples_is_resumed(tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
+    check_resumed_examples({"--objective": "masked_words"}, str(tmp_path))
 
 
 def test_a_stream_has_the_noise_of_stored_data(command, tmp_path):
@@ -231,7 +266,11 @@ def test_a_txt_file_is_one_document(command, tmp_path):
         ("span_corruption", "t5", ["--mlm_probability", "0"], "--noise_density must lie between 0 and 1.*got 0.0"),
         (
             "span_corruption", "t5", ["--mean_noise_span_length", "0.5"],
-            "--mean_noise_span_length must be at least 1 for --objective span_corruption; got 0.5",
+            "--mean_noise_span_length must lie between 1 and 1000000 for --objective span_corruption; got 0.5",
+        ),
+        (
+            "text_infilling", "bart", ["--mean_noise_span_length", "1e30"],
+            r"--mean_noise_span_length must lie between 0.1 and 1000000 for --objective text_infilling; got 1e\+30",
         ),
         (
             "masked_words", "bert", ["--mean_noise_span_length", "3"],
@@ -259,10 +298,13 @@ def test_bad_flags_are_refused_before_the_data(command, no_data, objective, mode
         pretrain.main(command(objective, model_type, "--do_train", "--max_steps", "1", *more))
 
 
-def test_a_length_that_leaves_nothing_of_a_text_is_refused_before_the_data(command, no_data):
+@pytest.mark.parametrize("tokenizer_type", ["bytes", "bpe"])
+def test_a_length_that_leaves_nothing_of_a_text_is_refused_before_the_data(command, no_data, tokenizer_type):
+    """Also if the tokenizer would be trained on the data."""
     no_data()
+    flags = ["--do_train", "--max_seq_length", "2", "--tokenizer_type", tokenizer_type]
     with pytest.raises(ValueError, match=r"--max_seq_length must exceed the 1 special tokens .* by at least 2; got 2"):
-        pretrain.main(command("masked_words", "bert", "--do_train", "--max_seq_length", "2"))
+        pretrain.main(command("masked_words", "bert", *flags))
 
 
 def test_a_stream_is_not_read_for_a_validation_split(command, no_data, tmp_path):
@@ -294,16 +336,57 @@ def test_positions_that_begin_behind_padding_suffice(command, tmp_path):
         pretrain.main([*again, "--max_seq_length", str(most + 1), "--overwrite_output_dir"])
 
 
-def test_names_of_special_tokens_in_a_text_are_text(command, tmp_path, monkeypatch):
-    (tmp_path / "tags.jsonl").write_text(json.dumps({"text": "a </s> and <extra_id_0> or <pad>"}) + "\n")
-    collated = []
-    collate = pretrain._collator
+@pytest.fixture
+def collated(monkeypatch):
+    """The rows of each batch, as the collator gets them."""
+    batches, collate = [], pretrain._collator
 
     def spied(*arguments):
         inner = collate(*arguments)
-        return lambda rows: collated.append(rows) or inner(rows)
+        return lambda rows: batches.append(rows) or inner(rows)
 
     monkeypatch.setattr(pretrain, "_collator", spied)
+    return batches
+
+
+@pytest.mark.parametrize("way", ["stored", "streaming"])
+@pytest.mark.parametrize(
+    ("objective", "model_type"), [("span_corruption", "t5"), ("text_infilling", "bart"), ("masked_words", "bert")]
+)
+def test_what_a_model_reads_and_learns_makes_up_the_documents(
+    command, files, tmp_path, collated, objective, model_type, way
+):
+    """Each document once: of encoders the labels fill in what is hidden, of others sentinels are looked up."""
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--per_device_train_batch_size", "500"]
+    flags += ["--streaming", "--max_train_samples", "500"] if way == "streaming" else []
+    pretrain.main(command(objective, model_type, *flags))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = [json.loads(line)["text"] for line in (files / "train.jsonl").read_text().splitlines()]
+    pieces = [text[start : start + LENGTH - 1] for text in texts for start in range(0, len(text), LENGTH - 1)]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    rows = list(itertools.chain.from_iterable(collated))[: len(pieces)]
+    assert sorted(_restored(row, tokenizer, objective) for row in rows) == sorted(pieces)
+
+
+def _restored(row, tokenizer, objective):
+    """The text of a row, from both sides."""
+
+    def spelt(ids):
+        return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("\u0120", " ")  # as byte tokenizers write a space
+
+    inputs, labels = row["input_ids"][:-1], row["labels"][:-1]
+    if objective == "masked_words":
+        return spelt([token if label == -100 else label for token, label in zip(inputs, labels, strict=True)])
+    if objective == "text_infilling":
+        return spelt(labels)
+    before, *parts = re.split(r"<extra_id_(\d+)>", spelt(labels))
+    assert before == ""
+    spans = dict(zip(parts[::2], parts[1::2], strict=True))
+    return re.sub(r"<extra_id_(\d+)>", lambda found: spans.pop(found[1]), spelt(inputs))
+
+
+def test_names_of_special_tokens_in_a_text_are_text(command, tmp_path, collated):
+    (tmp_path / "tags.jsonl").write_text(json.dumps({"text": "a </s> and <extra_id_0> or <pad>"}) + "\n")
     flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--train_file", str(tmp_path / "tags.jsonl")]
     pretrain.main(command("span_corruption", "t5", *flags))
     row, tokenizer = collated[0][0], AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -317,15 +400,36 @@ def test_it_computes_in_bfloat16_where_that_is_fast(command, monkeypatch, tmp_pa
     flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--overwrite_output_dir"]
     argv = command("masked_words", "bert", *flags)
     place = argv.index("--bf16")
-    used = []
-    monkeypatch.setattr(
-        pretrain, "ScriptTrainer", lambda **parts: used.append(parts["args"]) or ScriptTrainer(**parts)
-    )
+    used, dtypes = [], set()
+
+    def watched(**parts):
+        used.append(parts["args"])
+        parts["model"].bert.encoder.layer[0].intermediate.dense.register_forward_hook(
+            lambda module, inputs, output: dtypes.add(output.dtype)
+        )
+        return ScriptTrainer(**parts)
+
+    monkeypatch.setattr(pretrain, "ScriptTrainer", watched)
     for fast, given, wanted in [(True, [], True), (False, [], False), (True, ["--bf16", "false"], False)]:
         monkeypatch.setattr(run, "computes_bfloat16_fast", lambda device, fast=fast: fast)
         pretrain.main([*argv[:place], *argv[place + 2 :], *given])
         assert used[-1].bf16 is wanted
         assert used[-1].mixed_precision == ("bf16" if wanted else "no")
+        assert dtypes == {torch.bfloat16 if wanted else torch.float32}
+        dtypes.clear()
+
+
+@pytest.mark.parametrize("chosen", ["launch", "deepspeed"])
+def test_what_the_launch_or_deepspeed_has_chosen_is_kept(chosen, monkeypatch, tmp_path):
+    """DeepSpeed would cast state space models; its files have an autocast of their own."""
+    monkeypatch.setattr(run, "computes_bfloat16_fast", lambda device: True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16" if chosen == "launch" else "no")
+    training_args = run.ScriptTrainingArguments(output_dir=str(tmp_path), do_train=True, use_cpu=True)
+    training_args.deepspeed_plugin = object() if chosen == "deepspeed" else None
+    before = training_args.mixed_precision
+    training_args.use_bfloat16_where_it_is_fast()
+    assert not training_args.bf16
+    assert training_args.mixed_precision == before == ("fp16" if chosen == "launch" else "no")
 
 
 # ---- bytes of tokens ----

@@ -84,7 +84,11 @@ def _jobs(folder, *batch, cache):
         "48", "--max_train_samples", "16", "--bf16", "false",
     ]  # fmt: skip
     # into a second epoch, whose noise is another
+    pretrain += ["--save_strategy", "steps", "--save_steps", "1"]
     jobs |= {"pretrain": (PRETRAIN, pretrain), "pretrain stream": (PRETRAIN, [*pretrain, "--streaming"])}
+    for name, (module, argv) in list(jobs.items())[-2:]:
+        checkpoint = str(folder / f"{cache}-{name}" / "checkpoint-1")
+        jobs[f"{name}, resumed"] = (module, [*argv, "--resume_from_checkpoint", checkpoint])
     return {
         name: (module, [*argv, "--output_dir", str(folder / f"{cache}-{name}")])
         for name, (module, argv) in jobs.items()
@@ -149,6 +153,13 @@ def test_two_processes_give_what_one_gives(name, folder, outcomes):
     if name == "spade":
         assert len({len(line.split()) for line in lines[0]}) > 2, "the summaries are all of one length"
         assert len(lines[0]) == 7
+
+
+@pytest.mark.parametrize("name", ["pretrain", "pretrain stream"])
+def test_two_resumed_processes_end_with_the_same_weights(name, folder, outcomes):
+    """From the middle of the first epoch into the second."""
+    weights = [load_file(folder / f"two-{run}" / "model.safetensors") for run in (name, f"{name}, resumed")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
 def test_the_first_process_alone_writes_and_speaks(folder, outcomes):

@@ -109,9 +109,9 @@ class SpadeConfig(PreTrainedConfig):
         attention_dropout: Dropout on attention probabilities.
         activation_dropout: Dropout inside the feed-forward network.
         initializer_range: Standard deviation of initial weights. When None, ``hidden_size ** -0.5``, which keeps
-            projections as large as their inputs at every width, and in a post-norm encoder-decoder ``0.4 ** 0.5``
-            times as much, so that what a layer adds is small beside its normalised input (Nguyen and Salazar 2019,
-            SmallInit).
+            projections as large as their inputs at every width, and in post-norm encoders and their decoders
+            ``0.4 ** 0.5`` times as much, so that what a layer adds is small beside its normalised input (SmallInit,
+            Nguyen and Salazar 2019).
         is_encoder_decoder: Whether the model has an encoder and a decoder.
         is_decoder: Whether this is a causal stack: a language model, or the view of a decoder.
         use_cache: Whether decoding returns its cache of keys, values and states.
@@ -348,7 +348,7 @@ class SpadeConfig(PreTrainedConfig):
             classifier_dropout=self.dropout,
         )
         if self.hidden_size > 0:
-            scale = 0.4**0.5 if self.is_encoder_decoder and self.norm_position == "post" else 1.0
+            scale = 1.0 if causal or self.norm_position == "pre" else 0.4**0.5
             fill_defaults(self, initializer_range=scale * self.hidden_size**-0.5)
 
     def _spell_out_layers(self):

@@ -1,6 +1,5 @@
 """Flags of the data: those that all scripts share, and one dataclass for each script."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -25,6 +24,7 @@ SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
 """The split that each task of a script works on."""
 PREFIXES = {"validation": "eval", "test": "predict"}
 """Prefix of the metrics of each scored split."""
+_LONGEST_SPAN = 1_000_000
 
 
 @dataclass
@@ -350,10 +350,10 @@ class PretrainArguments(TextArguments):
                 f"{self.mean_noise_span_length}"
             )
         least = 1 if self.objective == "span_corruption" else 0.1
-        if not least <= self.mean_length < math.inf:
+        if not least <= self.mean_length <= _LONGEST_SPAN:
             raise ValueError(
-                f"--mean_noise_span_length must be at least {least:g} for --objective {self.objective}; got "
-                f"{self.mean_length}"
+                f"--mean_noise_span_length must lie between {least:g} and {_LONGEST_SPAN} for --objective "
+                f"{self.objective}; got {self.mean_length}"
             )
 
 

@@ -106,8 +106,9 @@ class ScriptTrainingArguments(TrainingArguments):
                 )
 
     def use_bfloat16_where_it_is_fast(self) -> None:
-        """Compute in bfloat16 by autocast on devices that multiply in it."""
-        if self.device.type in ("cpu", "cuda") and computes_bfloat16_fast(self.device):
+        """Compute in bfloat16 by autocast on devices that multiply in it, unless the launch or DeepSpeed chose."""
+        is_chosen = self.mixed_precision != "no" or self.deepspeed_plugin is not None
+        if not is_chosen and self.device.type in ("cpu", "cuda") and computes_bfloat16_fast(self.device):
             logger.info("Computing in bfloat16 by autocast, which is fast on this device; --bf16 false keeps float32.")
             self.bf16, self.mixed_precision = True, "bf16"
 

@@ -1,8 +1,9 @@
 """``--resume_from_checkpoint``, from the flag to the remaining steps.
 
 `find_resume_checkpoint` finds the checkpoint; `check_resumed_model`, `check_resumed_kind` and `check_resumed_adapter`
-refuse one of another model; `output_folder` keeps it and deletes the ones after it; `finish_resumed` ends a run that
-has no steps left, and Trainer resumes any other. Data, seed and flags come from the command line.
+refuse one of another model, `check_resumed_examples` one of other examples; `output_folder` keeps it and deletes the
+ones after it; `finish_resumed` ends a run that has no steps left, and Trainer resumes any other. Data, seed and flags
+come from the command line.
 """
 
 import json
@@ -11,7 +12,8 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from hf_hybrid.training.errors import CONFIG_ERRORS, explain_config_error
@@ -136,6 +138,36 @@ def check_resumed_adapter(config: Mapping[str, Any], resume_from: str | None) ->
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {name} of its adapter is {before!r} and {asked!r} in this "
                 "run; continue with that adapter, or start anew in another --output_dir"
+            )
+
+
+class ExamplesRecord(TrainerCallback, ExportableState):
+    """Makes Trainer write into each checkpoint's state what decides the examples of the run: names and values."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.facts = facts
+
+    def state(self) -> dict[str, Any]:
+        """Return the facts as Trainer saves them."""
+        return {"args": {"facts": dict(self.facts)}, "attributes": {}}
+
+
+def check_resumed_examples(facts: Mapping[str, Any], resume_from: str | None) -> None:
+    """Refuse to resume with other examples than the checkpoint's run had, as far as its `ExamplesRecord` tells.
+
+    Raises:
+        ValueError: A fact has another value there.
+    """
+    if resume_from is None:
+        return
+    state = TrainerState.load_from_json(str(Path(resume_from, "trainer_state.json")))
+    saved = (state.stateful_callbacks or {}).get(ExamplesRecord.__name__, {}).get("args", {}).get("facts", {})
+    for name, now in facts.items():
+        if name in saved and saved[name] != now:
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from}: {name} is {saved[name]!r} there and {now!r} in this run, "
+                "whose examples would be others; continue with that, or start a new run in another --output_dir with "
+                f"--model_name_or_path {resume_from}"
             )
 
 

@@ -41,7 +41,6 @@ from .models.srformer import (
     SRformerT5Model,
     patch_cross_attention,
 )
-from .starters import starter
 from .version import __version__
 
 register()
@@ -85,5 +84,4 @@ __all__ = [
     "patch_cross_attention",
     "peft_config",
     "register",
-    "starter",
 ]

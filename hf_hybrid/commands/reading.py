@@ -83,7 +83,7 @@ class Reader:
     """A checkpoint that summarizes documents or continues them, whichever it is made for.
 
     Args:
-        name: Folder, Hub id or starter.
+        name: Folder or Hub id.
         checkpoint: Flags of the model.
         documents: Flags of what is read.
         generation: Flags of generation.

@@ -24,7 +24,7 @@ SPLITS = {"do_train": "train", "do_eval": "validation", "do_predict": "test"}
 """The split that each task of a script works on."""
 PREFIXES = {"validation": "eval", "test": "predict"}
 """Prefix of the metrics of each scored split."""
-_LONGEST_SPAN = 1_000_000
+_LONGEST_SPAN = 1_000_000  # tokens; lengths are drawn from a Poisson distribution, which has a largest mean
 
 
 @dataclass

@@ -141,6 +141,11 @@ def check_resumed_adapter(config: Mapping[str, Any], resume_from: str | None) ->
             )
 
 
+def saved_state(checkpoint: str) -> TrainerState:
+    """Return the state of the training that a checkpoint was saved in."""
+    return TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+
+
 class ExamplesRecord(TrainerCallback, ExportableState):
     """Makes Trainer write into each checkpoint's state what decides the examples of the run: names and values."""
 
@@ -160,8 +165,8 @@ def check_resumed_examples(facts: Mapping[str, Any], resume_from: str | None) ->
     """
     if resume_from is None:
         return
-    state = TrainerState.load_from_json(str(Path(resume_from, "trainer_state.json")))
-    saved = (state.stateful_callbacks or {}).get(ExamplesRecord.__name__, {}).get("args", {}).get("facts", {})
+    callbacks: Any = saved_state(resume_from).stateful_callbacks or {}  # by name in a file, a list in a run
+    saved = callbacks.get(ExamplesRecord.__name__, {}).get("args", {}).get("facts", {})
     for name, now in facts.items():
         if name in saved and saved[name] != now:
             raise ValueError(
@@ -175,7 +180,7 @@ def finish_resumed(trainer: Trainer, resume_from: str | None) -> bool:
     """Load a checkpoint that has all its steps, since Trainer would take one more; return whether it has."""
     if resume_from is None:
         return False
-    state = TrainerState.load_from_json(str(Path(resume_from, "trainer_state.json")))
+    state = saved_state(resume_from)
     planned = trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
     more_epochs = trainer.args.max_steps < 1 and trainer.args.num_train_epochs > state.num_train_epochs
     if more_epochs or state.global_step < planned:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Set
-from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback
+
+from hf_hybrid.training.run_folder.resume import saved_state
 
 _LOGS, _MOST_STEPS = 50, 500
 
@@ -36,5 +37,4 @@ def fit_logging_steps(trainer: Trainer, resume_from: str | None, given: Set[str]
     if resume_from is None:
         trainer.add_callback(_FitLoggingSteps())
     else:
-        state = TrainerState.load_from_json(str(Path(resume_from, "trainer_state.json")))
-        trainer.args.logging_steps = state.logging_steps
+        trainer.args.logging_steps = saved_state(resume_from).logging_steps

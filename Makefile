@@ -47,10 +47,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PY) $(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED) ## Train a small SPADE summarizer on offline text and use it, in minutes
+demo: $(INSTALLED) ## Fine-tune the starter to summarize offline text, beside training from scratch, in minutes
 	$(PY) -m hf_hybrid.training.demo
 
-demo-long: $(INSTALLED) ## The same with a larger model and more steps, in half an hour to forty minutes
+demo-long: $(INSTALLED) ## The same with longer documents, more steps and beam search, in about an hour
 	$(PY) -m hf_hybrid.training.demo --long
 
 test: $(INSTALLED) ## Run the tests on two processes, without network

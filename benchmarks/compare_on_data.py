@@ -24,7 +24,8 @@ Each run is a process with one thread (`train_one`), so that several can run in 
 times. A finished run adds a row to ``RESULTS/EXPERIMENT.csv`` and its losses to ``RESULTS/curves/EXPERIMENT.csv``. You
 can stop at any moment and start again with the same command: finished runs are kept, and interrupted ones continue
 from their last checkpoint. A failed run is reported, stops no other, and is repeated by the next start. A row holds a
-short hash of the model's ``recipe``; rows of another recipe, or of another version of this package, are refused.
+short hash of the model's ``recipe``, which includes the files of the folders and starters that it begins with; rows of
+another recipe, or of another version of this package, are refused.
 
 Some rows need no training: for summaries, the first words of each document (as many as the training summaries'
 median) and random training summaries; for labels, the most frequent one of the training split.

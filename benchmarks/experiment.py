@@ -1,8 +1,11 @@
 """Experiments of `compare_on_data`: their files, their runs, and the order of work."""
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from benchmarks.comparison import (
 )
 from benchmarks.record import Row, short_hash
 from benchmarks.train_one import slug
+from hf_hybrid.starters import folder_of_starter
 
 _KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "search_steps", "scores", "select"}
 _KEYS |= {"evaluations"}
@@ -28,6 +32,12 @@ _EXTENSIONS = 2
 """How often a search may extend beyond its lowest or highest learning rate."""
 _WITHOUT_EFFECT = {"eval_steps", "logging_steps", "per_device_eval_batch_size"}
 """Flags that change neither a model nor its scores, and so are not part of its recipe."""
+_READ_FROM = {
+    "model_name_or_path": re.compile(r".*\.(safetensors|bin)|(config|tokenizer.*)\.json"),
+    "config_name": re.compile(r"config\.json"),
+    "tokenizer_name": re.compile(r"tokenizer.*\.json"),
+}
+"""Flags that name a folder, and the files that a run reads there."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +153,27 @@ class Experiment:
         return self._own(model).get("initial", {})
 
     def recipe(self, model: str, parent: Run | None) -> str:
-        """A hash of everything that determines a model, except seed and learning rate."""
+        """A hash of everything that determines a model, also of what it begins with; not of seed and learning rate."""
         flags = {name: value for name, value in self.flags(model).items() if name not in _WITHOUT_EFFECT}
         made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
         made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]
         made_by += [self.spec[name] for name in ("excerpt", "search_steps") if name in self.spec]
+        folders = {name: Path(folder_of_starter(flags[name])) for name in _READ_FROM if name in flags}
+        made_by += [_content(name, folder) for name, folder in folders.items() if folder.is_dir()]
         return short_hash(made_by)
 
     def rows(self) -> list[Row]:
         """The finished rows."""
         return read_rows(self.table, self.columns)
+
+
+@cache
+def _content(flag: str, folder: Path) -> str:
+    """Return a hash of the files of a folder that a flag makes a run read; they must stay while a queue works."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if _READ_FROM[flag].fullmatch(path.name)):
+        found.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
 
 
 def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experiment:

@@ -28,7 +28,6 @@ PRESETS = {"bst": BST, "chela": CHELA, "spade": SPADE}
 PAGES = (Path("README.md"), Path("docs/training/new_models.md"))
 RESULTS = Path("benchmarks/results")
 LENGTH = "16384"
-SAMPLES = 3
 # column of the table -> its model types
 FAMILIES = {
     "[SPADE](docs/models/spade.md)": ("spade",),
@@ -166,8 +165,8 @@ def learning_rates() -> str:
 def demo() -> str:
     """Return what ``make demo`` prints."""
     results = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))
-    lines = [scores_and_checks(results), "", "The first of its samples:", ""]
-    for sample in results["samples"][:SAMPLES]:
+    lines = [scores_and_checks(results), "", "Its samples, drawn at random:", ""]
+    for sample in results["samples"]:
         document, reference, summary = (" ".join(sample[key].split()) for key in ("document", "reference", "summary"))
         lines += [f"- `{document} ...`", f"  - reference: {reference}", f"  - summary: {summary}"]
     return "\n".join(lines)

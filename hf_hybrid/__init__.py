@@ -41,6 +41,7 @@ from .models.srformer import (
     SRformerT5Model,
     patch_cross_attention,
 )
+from .starters import starter
 from .version import __version__
 
 register()
@@ -84,4 +85,5 @@ __all__ = [
     "patch_cross_attention",
     "peft_config",
     "register",
+    "starter",
 ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import compare_on_data, costs, facts, figures, first_summaries, results_page, train_one
+from benchmarks import experiment as experiment_module
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
 from benchmarks.experiment import Experiment, read_experiment
@@ -345,6 +346,36 @@ def test_a_file_with_other_columns_is_left_alone(tmp_path):
 
 
 # ---- what must not be mixed ----
+
+
+@pytest.mark.parametrize(
+    ("flag", "read"),
+    [
+        ("model_name_or_path", ["config.json", "model.safetensors", "tokenizer.json"]),
+        ("config_name", ["config.json"]),
+        ("tokenizer_name", ["tokenizer.json"]),
+    ],
+)
+def test_rows_of_a_model_that_began_with_other_files_are_another_recipe(tmp_path, monkeypatch, flag, read):
+    """A starter's name stays when its weights are trained anew."""
+    names = {"tiny": str(tmp_path), str(tmp_path): str(tmp_path), "nobody/tiny": "nobody/tiny"}
+    monkeypatch.setattr(experiment_module, "folder_of_starter", names.get)
+    spec = {**SPEC, "models": {name: {flag: name} for name in names}}
+    files = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+    for file in files:
+        (tmp_path / file).write_text("1")
+
+    def recipes():
+        experiment_module._content.cache_clear()
+        return {name: Experiment("x", spec, {}, Path("x.csv")).recipe(name, None) for name in names}
+
+    before = recipes()
+    assert recipes() == before
+    for file in files:
+        (tmp_path / file).write_text("2")
+        changed = [name for name, recipe in recipes().items() if recipe != before[name]]
+        assert changed == (["tiny", str(tmp_path)] if file in read else [])
+        (tmp_path / file).write_text("1")
 
 
 def test_rows_of_another_recipe_are_refused(bench):

@@ -19,14 +19,21 @@ LEAVES = ("version", "suggestions")  # files at the top that import nothing of t
 ALLOWED: dict[str, set[str]] = {
     "script": {"training"},
     "commands": {"training", "kernels", "data", "top"},
-    "training": {"models", "data", "metrics", "top", "context_parallel"},
-    "top": {"models", "layers", "kernels", "context_parallel"},  # hf_hybrid/__init__.py: public names and registration
+    "training": {"models", "data", "metrics", "top", "context_parallel", "starters"},
+    "top": {
+        "models",
+        "layers",
+        "kernels",
+        "context_parallel",
+        "starters",
+    },  # hf_hybrid/__init__.py: public names and registration
     "models": {"layers", "kernels", "context_parallel"},
     "layers": {"kernels", "context_parallel"},
     "context_parallel": {"kernels"},
     "kernels": set(),
     "data": set(),
     "metrics": set(),
+    "starters": set(),
     **{leaf: set() for leaf in LEAVES},
 }
 # part of the house -> libraries it must do without, even inside a function

@@ -24,6 +24,10 @@ def built(tmp_path_factory) -> dict[str, Path]:
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_SOURCE)
     (folder / "tree" / "runs" / "demo").mkdir(parents=True)
     (folder / "tree" / "runs" / "demo" / "model.safetensors").touch()
+    for compiled in ("__pycache__/__init__.cpython-311.pyc", "spade-en-tiny/__pycache__/x.cpython-311.pyc"):
+        path = folder / "tree" / "hf_hybrid" / "starters" / compiled
+        path.parent.mkdir(parents=True)
+        path.touch()
     builder = ProjectBuilder(folder / "tree", runner=quiet_subprocess_runner)
     return {kind: Path(builder.build(kind, folder / "dist")) for kind in ("sdist", "wheel")}
 
@@ -39,7 +43,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
         about = f"hf_hybrid-{hf_hybrid.__version__}.dist-info"
         metadata = email.message_from_bytes(wheel.read(f"{about}/METADATA"))
     assert {name for name in names if not name.startswith(about)} == package_files()
-    assert "hf_hybrid/py.typed" in names
+    assert {"hf_hybrid/py.typed", "hf_hybrid/starters/spade-en-tiny/model.safetensors"} <= names
     assert f"{about}/licenses/LICENSE" in names
     assert metadata["Name"] == "hf-hybrid"
     assert metadata["Version"] == hf_hybrid.__version__
@@ -56,3 +60,7 @@ def test_the_sdist_holds_what_a_wheel_is_built_from(built):
     written = {name for name in names if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
     files = {"README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in", "constraints.txt", "pyproject.toml"}
     assert names - written == package_files() | files
+
+
+def test_both_are_small_with_their_starters(built):
+    assert sum(path.stat().st_size for path in built.values()) < 25_000_000

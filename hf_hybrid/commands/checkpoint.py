@@ -117,7 +117,7 @@ def check_generation(
     model_args = _model_arguments(name, flags)
     base = adapter_base(model_args)
     where = {key: value for key, value in hub_arguments(model_args, base).items() if key != "trust_remote_code"}
-    source = name if base is None else base.name
+    source = str(model_args.model_name_or_path) if base is None else base.name
     try:
         own = GenerationConfig.from_pretrained(source, **where)
     except Exception as error:
@@ -157,8 +157,9 @@ def version_of(name: str, flags: CheckpointArguments, config: PreTrainedConfig) 
 
     The base of an adapter and the folder of a tokenizer belong to it.
     """
-    base = adapter_base(_model_arguments(name, flags))
-    names = [name, *([] if base is None else [base.name]), *filter(None, [flags.tokenizer_name])]
+    model_args = _model_arguments(name, flags)
+    base = adapter_base(model_args)
+    names = filter(None, [model_args.model_name_or_path, base and base.name, model_args.tokenizer_name])
     states: list[Any] = [getattr(config, "_commit_hash", None)]
     for folder in (Path(each) for each in names if Path(each).is_dir()):
         files = sorted(path for path in folder.iterdir() if _FILES.fullmatch(path.name) and path.is_file())

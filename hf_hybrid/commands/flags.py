@@ -18,7 +18,7 @@ POOLINGS = ("mean", "first", "last")
 class CheckpointArguments:
     """Flags of the model: where it comes from, and where it runs."""
 
-    tokenizer_name: str | None = flag(None, "Tokenizer folder or Hub id, if not the model's.")
+    tokenizer_name: str | None = flag(None, "Tokenizer folder, Hub id or starter, if not the model's.")
     model_revision: str = flag("main", "Branch, tag or commit on the Hub.")
     cache_dir: str | None = flag(None, "Folder for downloads.")
     token: str | None = flag(None, "Token for the Hub. Default: the stored login.")
@@ -195,7 +195,9 @@ def parse_command(
     """
     usage = f"hf-hybrid {command} MODEL {'DOCUMENT ... ' if takes_documents else ''}[flags]"
     parser = FlagParser(types, usage=usage, description=description, allow_abbrev=False)
-    parser.add_argument("model", nargs="?", help="Checkpoint folder or Hub id.")
+    parser.add_argument(
+        "model", nargs="?", help="Checkpoint folder, Hub id, or a starter of this package, such as spade-en-tiny."
+    )
     if takes_documents:
         parser.add_argument("documents", nargs="*", help="Texts, files, folders, or - for standard input.")
     switches = {f"--{field.name}" for group in types for field in fields(group) if "bool" in str(field.type)}

@@ -29,7 +29,9 @@ COMMANDS = {
     "train": Command(
         "hf_hybrid.training.__main__", "Train a model: train summarization, glue, clm, pretrain or long_range."
     ),
-    "demo": Command("hf_hybrid.training.demo", "Train a small summarizer from scratch and show what it learnt."),
+    "demo": Command(
+        "hf_hybrid.training.demo", "Fine-tune the starter to summarize, beside the same model from scratch."
+    ),
     "run": Command("hf_hybrid.run", "Run another program with our models registered, such as lm_eval."),
     "doctor": Command("hf_hybrid.commands.doctor", "Print versions, devices and which kernels run, for a bug report."),
 }

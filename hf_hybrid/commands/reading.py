@@ -83,7 +83,7 @@ class Reader:
     """A checkpoint that summarizes documents or continues them, whichever it is made for.
 
     Args:
-        name: Folder or Hub id.
+        name: Folder, Hub id or starter.
         checkpoint: Flags of the model.
         documents: Flags of what is read.
         generation: Flags of generation.

@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
 from hf_hybrid.models.peft_targets import METHODS
+from hf_hybrid.starters import STARTERS, folder_of_starter
 from hf_hybrid.training.flags.checks import check_choice_flag, flag
 from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 
 INIT_TARGETS = {"t5": ("spade", "srformer_t5"), "bart": ("srformer_bart",)}
 INIT_SOURCES = tuple(INIT_TARGETS)
+_STARTERS = ", ".join(STARTERS)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -24,7 +26,8 @@ class ModelArguments:
     """Flags of model and tokenizer: a checkpoint, or an architecture to train from scratch."""
 
     model_name_or_path: str | None = flag(
-        None, "Checkpoint folder or Hub id. Leave out to train --model_type from scratch."
+        None,
+        f"Checkpoint folder, Hub id, or a starter ({_STARTERS}). Leave out to train --model_type from scratch.",
     )
     model_type: str | None = flag(None, "Architecture to train from scratch, such as spade, t5 or led.")
     init_from: str | None = flag(
@@ -39,11 +42,11 @@ class ModelArguments:
         "Fields of a new model's configuration, as 'hidden_size=64,layer_types=[a,b]' or a JSON object; "
         "'preset=tiny' takes a named size if the architecture has it, and other fields change it.",
     )
-    config_name: str | None = flag(None, "Configuration folder or Hub id, if not the model's.")
+    config_name: str | None = flag(None, "Configuration folder, Hub id or starter, if not the model's.")
     tokenizer_name: str | None = flag(
         None,
-        "Tokenizer folder or Hub id. Default: the checkpoint's; for a new model, one is trained on the training split "
-        "and saved with the model.",
+        "Tokenizer folder, Hub id or starter. Default: the checkpoint's; for a new model, one is trained on the "
+        "training split and saved with the model.",
     )
     tokenizer_type: str | None = flag(
         None,
@@ -78,6 +81,9 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "config_name", "tokenizer_name"):
+            if (source := getattr(self, name)) is not None:
+                setattr(self, name, folder_of_starter(source))
         self._check_init_from()
         self._check_peft()
         if self.model_name_or_path is None and self.model_type is None and self.config_name is None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from peft import PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
@@ -22,13 +22,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer,
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from hf_hybrid import peft_config
+from hf_hybrid.starters import STARTERS, name_of_starter, starter
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.errors import one_line
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.overrides import parse_peft_config
 from hf_hybrid.training.processes import shards_weights
 from hf_hybrid.training.run_folder.checkpoints import saving_into
-from hf_hybrid.training.run_folder.files import BASE_CONFIG, BASE_MODEL, MERGED_MODEL
+from hf_hybrid.training.run_folder.files import BASE_CONFIG, BASE_MODEL, CARD_FILE, MERGED_MODEL, replacing
 from hf_hybrid.training.run_folder.resume import check_resumed_adapter, check_resumed_kind
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def adapter_base(model_args: ModelArguments) -> Base | None:
                 f"write its new path into base_model_name_or_path in {path}"
             )
         base = os.path.abspath(beside[0])  # the whole folder was moved or pushed
+    if base in STARTERS:  # runs record their own folders by absolute paths
+        base = str(starter(base))
     return Base(str(base), config.get("revision") or "main")
 
 
@@ -258,15 +261,32 @@ def attach_loaded(model: PreTrainedModel, model_args: ModelArguments, base: Base
 # ---- saving ----
 
 
-def save_base_config(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the model's configuration next to its adapter: peft saves none, and a classifier's labels would be lost.
+def complete_saved_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Complete what peft has saved of an adapter, so that it says what its base was, also on other machines.
 
-    Note:
-        It is not called ``config.json``: transformers would look for the whole model next to that.
+    - ``base_config.json`` gets the base's configuration: peft saves none, and a classifier's labels would be lost. (It
+      is not called ``config.json``: transformers would look for the whole model next to that.)
+    - ``adapter_config.json`` gets a starter's name in place of its folder. The adapter itself keeps the folder, since
+      peft looks for the base whenever it saves, and would ask the Hub for a name.
+    - ``README.md`` loses a base that is a local folder.
     """
-    if isinstance(model, PeftModel):
-        base: Any = model.get_base_model()
-        base.config.to_json_file(Path(folder, BASE_CONFIG))
+    if not isinstance(model, PeftModel):
+        return
+    base: Any = model.get_base_model()
+    base.config.to_json_file(Path(folder, BASE_CONFIG))
+    path = Path(folder, ADAPTER_CONFIG_NAME)
+    config = json.loads(path.read_text(encoding="utf-8"))
+    source = str(config["base_model_name_or_path"])
+    if (name := name_of_starter(source)) != source:
+        config["base_model_name_or_path"] = name
+        with replacing(path) as unfinished:
+            unfinished.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    card = ModelCard.load(Path(folder, CARD_FILE))
+    if Path(str(card.data.base_model)).is_dir():
+        own = f"base_model:adapter:{card.data.base_model}"
+        card.data.base_model, card.data.tags = None, [tag for tag in card.data.tags or () if tag != own]
+        with replacing(Path(folder, CARD_FILE)) as unfinished:
+            card.save(unfinished)
 
 
 def save_base_model(trainer: Trainer, *, new: bool) -> None:

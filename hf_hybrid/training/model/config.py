@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid.models.spade.conversion_spade import config_from_t5
+from hf_hybrid.starters import STARTERS
 from hf_hybrid.suggestions import did_you_mean
 from hf_hybrid.training.errors import CONFIG_ERRORS, explain_config_error, one_line
 from hf_hybrid.training.flags.model import ModelArguments
@@ -100,14 +101,15 @@ def read_config(model_args: ModelArguments) -> tuple[str, PreTrainedConfig]:
         check_checkpoint_folder("model_name_or_path", model_args.model_name_or_path, ("config.json",), WEIGHTS_FILES)
     if model_args.config_name is not None:
         check_checkpoint_folder("config_name", model_args.config_name, ("config.json",))
+    name = str(getattr(model_args, flag)) if base is None else base.name
     try:
         config = None if base is None else load_base_config(model_args, **hub_arguments(model_args))
         if config is None:
-            name = getattr(model_args, flag) if base is None else base.name
             config = AutoConfig.from_pretrained(name, **hub_arguments(model_args, base))
         return source, config
     except CONFIG_ERRORS as error:
-        raise ValueError(f"{source}: no configuration could be loaded. {explain_config_error(error)}") from error
+        hint = did_you_mean(name, STARTERS) if "/" not in name and not Path(name).exists() else ""
+        raise ValueError(f"{source}: no configuration could be loaded. {explain_config_error(error)}{hint}") from error
 
 
 def _check_start_from_adapter(model_args: ModelArguments) -> None:

@@ -1,6 +1,7 @@
-"""The learning rates of new models: one table, and how the scripts use it.
+"""The learning rates of new models and of starters: a table of each, and how the scripts use them.
 
-Transformers' default is a rate for fine-tuning; at that rate, a new model hardly leaves its initial weights.
+Transformers' default is a rate for fine-tuning large models; at that rate, a new model hardly leaves its initial
+weights, and a starter, which is small, its own.
 """
 
 import logging
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig, TrainingArguments
 
+from hf_hybrid.starters import name_of_starter
 from hf_hybrid.training.flags.data import RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 
@@ -56,7 +58,7 @@ RATES: dict[str, tuple[Rate, ...]] = {
         Rate("preset speech", 60, 1e-2, "the paper's table 7"),
     ),
     "spade": (
-        Rate("make demo", 128, 2e-3, "the demo's recipe, not searched"),
+        Rate("an encoder-decoder of two layers", 128, 4e-3, "searched on dialogues: benchmarks/results/dialogsum.csv"),
         Rate("preset tiny", 256, 2e-3, "measured"),
         Rate("preset small", 512, 5e-4, "measured"),
         Rate("preset base", 768, 4e-4, "the paper's table 8"),
@@ -66,6 +68,9 @@ RATES: dict[str, tuple[Rate, ...]] = {
     "srformer_t5": (Rate("the default size", 512, 1e-3, "not measured"),),
 }
 """Model type → its rates; of equally near sizes, the first counts."""
+
+STARTER_RATES = {"spade-en-tiny": Rate("fine-tuning", 256, 1e-3, "make demo")}
+"""Starter → its rate."""
 
 
 def recorded_rate(config: PreTrainedConfig, preset: str | None = None) -> Rate | None:
@@ -87,30 +92,28 @@ def fit_learning_rate(
     config: PreTrainedConfig,
     given: Set[str],
 ) -> None:
-    """Set the recorded rate in a small run of a new model; in other runs, warn about a rate for fine-tuning.
+    """Set the recorded rate in a small run of a new model or a starter; in other runs, warn about the default.
 
     The rate follows from the command line alone, so a resumed run finds the one that it started with.
     """
-    if not training_args.do_train or not model_args.is_new:
+    if not training_args.do_train:
         return
-    preset = model_args.overrides(type(config)).get("preset", data_args.default_preset)
-    if (rate := recorded_rate(config, preset)) is None:
+    if model_args.is_new:
+        preset = model_args.overrides(type(config)).get("preset", data_args.default_preset)
+        rate, what = recorded_rate(config, preset), f"a new {config.model_type} model of about this size"
+    else:
+        what = name_of_starter(str(model_args.model_name_or_path))
+        rate = STARTER_RATES.get(what)
+    if rate is None:
         return
     if data_args.is_small_run and "learning_rate" not in given:
         training_args.learning_rate = rate.value
-        logger.info(
-            "--learning_rate is %g, recorded for a new %s model of about this size (%s: %s).",
-            rate.value,
-            config.model_type,
-            rate.size,
-            rate.source,
-        )
+        logger.info("--learning_rate is %g, recorded for %s (%s: %s).", rate.value, what, rate.size, rate.source)
     elif training_args.learning_rate == FINE_TUNING_RATE:
         logger.warning(
-            "--learning_rate is %g, transformers' rate for fine-tuning: for a new %s model of about this size %g is "
-            "recorded (%s: %s).",
+            "--learning_rate is %g, transformers' rate for fine-tuning: for %s %g is recorded (%s: %s).",
             training_args.learning_rate,
-            config.model_type,
+            what,
             rate.value,
             rate.size,
             rate.source,

@@ -21,7 +21,8 @@ from transformers.modelcard import (
 
 import hf_hybrid
 from hf_hybrid.models.auto import ARCHITECTURES
-from hf_hybrid.models.description import loading_lines
+from hf_hybrid.models.description import auto_class_of, loading_lines
+from hf_hybrid.starters import STARTERS, name_of_starter
 from hf_hybrid.training.flags.data import RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.run_folder.files import CARD_FILE, replacing
@@ -70,13 +71,13 @@ def write_model_card(
         logger.warning("%s was not written by a run and is left as it is; the results are in all_results.json.", path)
         return
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
+    adapters, model = getattr(model, "peft_config", None), _without_adapters(model)
     base = model_args.model_name_or_path
     start = _start(base)
     base = base if base is not None and not Path(base).exists() else None
     name = trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name
     data = _metadata(model, data_args, name=name.split("/")[-1], base=base, task=task, metrics=metrics)
-    lines = loading_lines(model, trainer.hub_model_id or str(trainer.args.output_dir))
+    lines = _loading(model, trainer.hub_model_id or str(trainer.args.output_dir), adapters)
     sections = [
         f"# {name.split('/')[-1]}",
         MARK,
@@ -94,6 +95,23 @@ def write_model_card(
         card.save(unfinished)
 
 
+def _without_adapters(model: Any) -> PreTrainedModel:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _loading(model: PreTrainedModel, place: str, adapters: Mapping[str, Any] | None) -> str:
+    """Return Python lines that load a model; an adapter of a starter names it, and only this package finds it."""
+    base = next((name_of_starter(str(config.base_model_name_or_path)) for config in (adapters or {}).values()), "")
+    if base not in STARTERS:
+        return loading_lines(model, place)
+    loader = auto_class_of(model)
+    return (
+        f"import hf_hybrid\nfrom peft import PeftModel\nfrom transformers import {loader}\n\n"
+        f'base = {loader}.from_pretrained(hf_hybrid.starter("{base}"))\n'
+        f"model = PeftModel.from_pretrained(base, {place!r})"
+    )
+
+
 def _tokenizer_note(trainer: Trainer) -> str:
     if trainer.processing_class is None:  # it reads pixels or sound
         return ""
@@ -103,6 +121,8 @@ def _tokenizer_note(trainer: Trainer) -> str:
 def _start(source: str | None) -> str:
     if source is None:
         return "trained from scratch"
+    if (name := name_of_starter(source)) != source:
+        return f"trained from `{name}`, a starter of hf_hybrid"
     if Path(source).exists():
         return f"trained from a local checkpoint, `{Path(source).resolve().name}`"
     return f"trained from [{source}](https://huggingface.co/{source})"

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_hybrid.starters import name_of_starter
 from hf_hybrid.training.flags.data import PREFIXES, RowArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.report.curves import draw_picture, find_panels
@@ -167,7 +168,7 @@ def _facts(
         adapter = ", ".join(str(getattr(config.peft_type, "value", "")) for config in model.peft_config.values())
         model = model.get_base_model()
     measured = trainer.measurements
-    start = model_args.model_name_or_path or "a new model, at random"
+    start = name_of_starter(model_args.model_name_or_path or "a new model, at random")
     if model_args.init_from is not None:
         start = f"{start}, a checkpoint of another architecture (--init_from {model_args.init_from})"
     facts: dict[str, Cell] = {

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotat
 from hf_hybrid.context_parallel import context_parallel
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.training.flags.run import ScriptTrainingArguments, SummarizationTrainingArguments
-from hf_hybrid.training.model.adapters import save_base_config
+from hf_hybrid.training.model.adapters import complete_saved_adapter
 from hf_hybrid.training.processes import Agreement, count_new_rows, let_autocast_choose
 from hf_hybrid.training.run_folder.checkpoints import (
     begin_saving,
@@ -362,9 +362,9 @@ class ScriptTrainer(Trainer):
                 finish_saving(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model, and the configuration of an adapter's base."""
+        """Save the model, and what peft does not save of an adapter."""
         super()._save(output_dir, state_dict)
-        save_base_config(self.model, output_dir or str(self.args.output_dir))
+        complete_saved_adapter(self.model, output_dir or str(self.args.output_dir))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint, mark it as complete, and only then delete older ones.

@@ -1,20 +1,33 @@
+import json
 import logging
 import re
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING, TrainingArguments
 
+from benchmarks.comparison import best_rate
+from benchmarks.record import read_csv
 from hf_hybrid import BstConfig, ChelaConfig, SpadeConfig
 from hf_hybrid.models.auto import ARCHITECTURES
+from hf_hybrid.starters import STARTERS, starter
 from hf_hybrid.training import demo
 from hf_hybrid.training.flags.command_line import given_flags, parse_arguments
 from hf_hybrid.training.flags.data import ClmArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
-from hf_hybrid.training.model.learning_rates import FINE_TUNING_RATE, RATES, fit_learning_rate, recorded_rate
+from hf_hybrid.training.model.learning_rates import (
+    FINE_TUNING_RATE,
+    RATES,
+    STARTER_RATES,
+    fit_learning_rate,
+    recorded_rate,
+)
 
+ROOT = Path(__file__).parents[3]
+SEARCHED = "an encoder-decoder of two layers"
 PRESETS = {
     model_type: getattr(sys.modules[config_class.__module__], "PRESETS", {})
     for model_type, (config_class, _) in ARCHITECTURES.items()
@@ -40,15 +53,22 @@ def test_what_is_recorded_is_there():
         assert len(sizes) == len(rates)
         others = sizes.keys() - {f"preset {preset}" for preset in PRESETS[model_type]}
         if PRESETS[model_type]:
-            assert others - {"the default size"} == ({"make demo"} if model_type == demo.SHORT.model_type else set())
+            assert others - {"the default size"} == ({SEARCHED} if model_type == "spade" else set())
         else:
             assert others == {"the default size"}
         if "the default size" in others:
             assert sizes["the default size"].hidden_size == CONFIG_MAPPING[model_type]().hidden_size
-    rate = next(rate for rate in RATES[demo.SHORT.model_type] if rate.size == "make demo")
-    assert rate.hidden_size == demo.SHORT.model["hidden_size"]
-    assert rate.value == demo.SHORT.training["learning_rate"]
     assert TrainingArguments(use_cpu=True).learning_rate == FINE_TUNING_RATE
+
+
+def test_a_searched_rate_is_that_of_the_best_run():
+    rate = next(rate for rate in RATES["spade"] if rate.size == SEARCHED)
+    path = re.search(r"\S+\.csv", rate.source)[0]
+    experiment = Path("benchmarks/experiments", Path(path).stem).with_suffix(".json")
+    fields = json.loads((ROOT / experiment).read_text(encoding="utf-8"))["models"]["SPADE"]["config_overrides"]
+    assert fields["hidden_size"] == rate.hidden_size
+    rows = read_csv(ROOT / path)
+    assert float(best_rate(rows, "SPADE", "eval_loss")) == rate.value
 
 
 @pytest.mark.parametrize(
@@ -56,7 +76,7 @@ def test_what_is_recorded_is_there():
     [
         ("spade", {"hidden_size": 352}, None, "preset tiny"),
         ("spade", {"hidden_size": 372}, None, "preset small"),  # nearer to 256 in numbers, to 512 in size
-        ("spade", {"hidden_size": 32}, None, "make demo"),
+        ("spade", {"hidden_size": 32}, None, SEARCHED),
         ("spade", {"hidden_size": 4096}, "tiny", "preset wikitext103"),  # the preset's other fields do not count
         ("chela", {"hidden_size": 128}, None, "preset text"),  # the first of three
         ("chela", {"hidden_size": 128}, "pathfinder", "preset pathfinder"),
@@ -151,6 +171,29 @@ def test_a_new_model_that_is_trained_as_if_it_were_old_gets_one_warning(fitted, 
             f"size {recorded('spade', 'preset tiny'):g} is recorded (preset tiny: measured).",
         )
     ]
+
+
+def test_starters_have_a_rate_of_their_own():
+    assert STARTER_RATES.keys() == {*STARTERS}
+    assert STARTER_RATES[demo.SHORT.start].value == demo.SHORT.training["learning_rate"]
+
+
+@pytest.mark.parametrize("adapter", [(), ("--peft", "lora")], ids=["whole", "adapter"])
+@pytest.mark.parametrize("by", [str, starter], ids=["name", "folder"])
+def test_a_starter_that_is_trained_as_if_it_were_large_gets_one_warning(fitted, caplog, by, adapter):
+    caplog.set_level(logging.INFO)
+    flags = ("--do_train", "--model_name_or_path", str(by("spade-en-tiny")), *adapter)
+    assert fitted(TINY, *flags, *FILE) == FINE_TUNING_RATE
+    said_of = "spade-en-tiny 0.001 is recorded (fine-tuning: make demo)."
+    assert said(caplog) == [
+        (logging.WARNING, f"--learning_rate is 5e-05, transformers' rate for fine-tuning: for {said_of}")
+    ]
+    assert fitted(TINY, *flags) == STARTER_RATES["spade-en-tiny"].value  # a run without data
+    said_of = "spade-en-tiny (fine-tuning: make demo)."
+    assert said(caplog) == [(logging.INFO, f"--learning_rate is 0.001, recorded for {said_of}")]
+    assert fitted(TINY, *flags, *FILE, "--learning_rate", "1e-4") == 1e-4
+    assert fitted(TINY, "--do_eval", *flags[1:], *FILE) == FINE_TUNING_RATE
+    assert said(caplog) == []
 
 
 @pytest.mark.parametrize(

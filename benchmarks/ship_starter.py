@@ -40,7 +40,9 @@ def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
     """Write the starter; return its number of parameters and the bytes of its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     model = AutoModelForSeq2SeqLM.from_pretrained(run, dtype=torch.float32)
-    model.config.use_cache, model.config.dropout, model.config.attention_dropout = True, _DROPOUT, _DROPOUT
+    model.config.use_cache = True
+    for name in ("dropout", "attention_dropout", "classifier_dropout"):
+        setattr(model.config, name, _DROPOUT)
     kept = {name: weight.clone() for name, weight in model.named_parameters() if _EXACT.search(name)}
     model.to(torch.bfloat16)  # tied weights stay one
     model.save_pretrained(folder, state_dict=model.state_dict() | kept)

@@ -76,15 +76,15 @@ SHORT = Recipe(
         "seed": 42,
     },
     training={
-        "max_steps": 700,
+        "max_steps": 200,
         "per_device_train_batch_size": 32,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 70,
+        "warmup_steps": 20,
         "adam_beta2": 0.98,
         "weight_decay": 0.01,
-        "eval_steps": 175,
-        "logging_steps": 25,
+        "eval_steps": 100,
+        "logging_steps": 10,
         "train_sampling_strategy": "group_by_length",
         "bf16": True,  # where that is fast
     },
@@ -95,7 +95,7 @@ SHORT = Recipe(
 LONG = Recipe(
     start=SHORT.start,
     flags=SHORT.flags | {"max_source_length": 192, "max_eval_samples": 256, "num_beams": 4},
-    training=SHORT.training | {"max_steps": 2000, "warmup_steps": 200, "eval_steps": 500},
+    training=SHORT.training | {"max_steps": 1000, "warmup_steps": 100, "eval_steps": 250, "logging_steps": 25},
     scratch=SHORT.scratch,
 )
 """``make demo-long``: longer documents, more steps, beam search."""

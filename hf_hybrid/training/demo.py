@@ -72,7 +72,8 @@ SHORT = Recipe(
         "max_eval_samples": 128,
         "max_predict_samples": 512,
         "per_device_eval_batch_size": 64,
-        "num_beams": 1,
+        "num_beams": 4,
+        "no_repeat_ngram_size": 3,
         "seed": 42,
     },
     training={
@@ -94,11 +95,11 @@ SHORT = Recipe(
 
 LONG = Recipe(
     start=SHORT.start,
-    flags=SHORT.flags | {"max_source_length": 192, "max_eval_samples": 256, "num_beams": 4},
+    flags=SHORT.flags | {"max_source_length": 192, "max_eval_samples": 256},
     training=SHORT.training | {"max_steps": 1000, "warmup_steps": 100, "eval_steps": 250, "logging_steps": 25},
     scratch=SHORT.scratch,
 )
-"""``make demo-long``: longer documents, more steps, beam search."""
+"""``make demo-long``: longer documents, more steps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

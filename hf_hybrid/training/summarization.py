@@ -223,7 +223,7 @@ def _prepare_generation(
     data_args: SummarizationArguments,
     training_args: SummarizationTrainingArguments,
 ) -> None:
-    """Set the first token, the length and the beams of generation, and write down the prefix."""
+    """Set the first token, the length, the beams and the repetitions of generation, and write down the prefix."""
     tasks = dict(getattr(model.config, "task_specific_params", None) or {})
     task = tasks.get("summarization") or {}
     if data_args.source_prefix is not None or "prefix" in task:  # where T5 has it, and `hf-hybrid summarize` looks
@@ -236,7 +236,9 @@ def _prepare_generation(
         model.generation_config.forced_bos_token_id = _token_id(tokenizer, data_args.forced_bos_token)
     if model.generation_config.max_length is None and model.generation_config.max_new_tokens is None:
         model.generation_config.max_length = data_args.val_max_target_length
-        model.generation_config._from_model_config = False  # it now holds more than the configuration
+    if data_args.no_repeat_ngram_size is not None:
+        model.generation_config.no_repeat_ngram_size = data_args.no_repeat_ngram_size
+    model.generation_config._from_model_config = False  # it may now hold more than the configuration
     if training_args.generation_max_length is None:
         training_args.generation_max_length = data_args.val_max_target_length
     if training_args.generation_num_beams is None:

@@ -122,6 +122,26 @@ def test_the_checkpoint_loads_and_generates_what_was_predicted(runs, data, model
     assert lines[:3] == ["\\n".join(text.splitlines()) for text in texts]
 
 
+def test_summaries_repeat_nothing_if_asked_and_the_checkpoint_keeps_that(arguments, data, tmp_path):
+    asked = ["--do_train", "--max_steps", "1", "--do_predict", "--predict_with_generate", "--no_repeat_ngram_size", "1"]
+    summarization.main(arguments("spade", tmp_path, *asked))
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()[:3]]
+    inputs = tokenizer(
+        [row["document"] for row in rows], return_tensors="pt", padding=True, truncation=True, max_length=48
+    )
+    assert model.generation_config.no_repeat_ngram_size == 1
+    for row in model.generate(**inputs)[:, 1:].tolist():
+        tokens = [token for token in row if token != tokenizer.pad_token_id]
+        assert len(set(tokens)) == len(tokens)
+    lines = (tmp_path / "generated_predictions.txt").read_text(encoding="utf-8").split("\n")
+    texts = tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True)
+    assert lines[:3] == ["\\n".join(text.strip().splitlines()) for text in texts]
+    free = model.generate(**inputs, no_repeat_ngram_size=0)[:, 1:].tolist()
+    assert any(len(set(row)) < len(row) for row in free)  # a new model does repeat itself
+
+
 def test_a_checkpoint_is_trained_on_and_its_embedding_grows_with_the_tokenizer(runs, arguments, tmp_path, caplog):
     folder, _ = runs("t5")
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -156,6 +156,9 @@ class SummarizationArguments(DataArguments):
     )
     pad_to_max_length: bool = flag(False, "Pad every example to the full length instead of to its batch's longest.")
     num_beams: int | None = flag(1, "Beams of generation in evaluation and test.")
+    no_repeat_ngram_size: int | None = flag(
+        None, "Words of this many tokens do not occur twice in a generated summary. The checkpoint keeps it."
+    )
     ignore_pad_token_for_loss: bool = flag(
         True, "Leave padding out of the loss. Turn off only with --pad_to_max_length."
     )
@@ -173,6 +176,7 @@ class SummarizationArguments(DataArguments):
         if self.val_max_target_length is None:
             self.val_max_target_length = self.max_target_length
         check_positive_flags(self, "max_source_length", "max_target_length", "val_max_target_length", "num_beams")
+        check_not_negative_flags(self, "no_repeat_ngram_size")
         super().__post_init__()
 
 

@@ -33,6 +33,7 @@ REFUSED = {
     "zero target": (["--max_target_length", "0"], ["--max_target_length", "positive", "0"]),
     "zero validation target": (["--val_max_target_length", "0"], ["--val_max_target_length", "0"]),
     "no beams": (["--num_beams", "0"], ["--num_beams", "positive", "0"]),
+    "negative length of words": (["--no_repeat_ngram_size", "-1"], ["--no_repeat_ngram_size", "negative", "-1"]),
     "no train samples": (["--max_train_samples", "0"], ["--max_train_samples", "0"]),
     "no eval samples": (["--max_eval_samples", "0"], ["--max_eval_samples", "0"]),
     "negative predict samples": (["--max_predict_samples", "-1"], ["--max_predict_samples", "-1"]),

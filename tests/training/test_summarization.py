@@ -123,8 +123,8 @@ def test_the_checkpoint_loads_and_generates_what_was_predicted(runs, data, model
 
 
 def test_summaries_repeat_nothing_if_asked_and_the_checkpoint_keeps_that(arguments, data, tmp_path):
-    asked = ["--do_train", "--max_steps", "1", "--do_predict", "--predict_with_generate", "--no_repeat_ngram_size", "1"]
-    summarization.main(arguments("spade", tmp_path, *asked))
+    asked = ["--do_train", "--max_steps", "1", "--do_predict", "--predict_with_generate"]
+    summarization.main(arguments("spade", tmp_path, *asked, "--no_repeat_ngram_size", "1"))
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()[:3]]

@@ -97,6 +97,13 @@ def test_the_report_shows_the_scores_beside_those_of_baselines_and_what_was_gene
     assert (int(page.facts["steps taken"]), page.facts["train split"]) == (2, "20 documents")
 
 
+def _first_documents(data, tokenizer):
+    """The first three test documents, as a model reads them."""
+    rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()[:3]]
+    documents = [row["document"] for row in rows]
+    return tokenizer(documents, return_tensors="pt", padding=True, truncation=True, max_length=48)
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_the_checkpoint_loads_and_generates_what_was_predicted(runs, data, model_type):
     folder, _ = runs(model_type)
@@ -107,9 +114,7 @@ def test_the_checkpoint_loads_and_generates_what_was_predicted(runs, data, model
     assert model.config.pad_token_id == tokenizer.pad_token_id
     start = {"bart": tokenizer.eos_token_id, "led": tokenizer.eos_token_id}.get(model_type, tokenizer.pad_token_id)
     assert model.generation_config.decoder_start_token_id == start
-    rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()[:3]]
-    documents = [row["document"] for row in rows]
-    inputs = tokenizer(documents, return_tensors="pt", padding=True, truncation=True, max_length=48)
+    inputs = _first_documents(data, tokenizer)
     if model_type == "led":
         inputs["global_attention_mask"] = torch.zeros_like(inputs["input_ids"])
         inputs["global_attention_mask"][:, 0] = 1
@@ -127,10 +132,7 @@ def test_summaries_repeat_nothing_if_asked_and_the_checkpoint_keeps_that(argumen
     summarization.main(arguments("spade", tmp_path, *asked, "--no_repeat_ngram_size", "1"))
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    rows = [json.loads(line) for line in data["test"].read_text(encoding="utf-8").splitlines()[:3]]
-    inputs = tokenizer(
-        [row["document"] for row in rows], return_tensors="pt", padding=True, truncation=True, max_length=48
-    )
+    inputs = _first_documents(data, tokenizer)
     assert model.generation_config.no_repeat_ngram_size == 1
     for row in model.generate(**inputs)[:, 1:].tolist():
         tokens = [token for token in row if token != tokenizer.pad_token_id]

@@ -6,17 +6,11 @@ novels and Wikipedia's articles, and the tasks of `EVALUATED`; the documentation
 
 The starter is a SPADE encoder-decoder of 7.3 million parameters, under 16 MB in bfloat16. It learns by text infilling,
 which makes it copy: in a pilot, 400 steps on the demo's task reached a validation loss of 4.01 after 800 steps of it,
-4.47 after 1,000 steps of span corruption, and 4.79 without pre-training. Two processes, a core each::
+4.47 after 1,000 steps of span corruption, and 4.79 without pre-training. The starter's card has the command of its
+run, which `python -m benchmarks.ship_starter RUN CORPUS FOLDER` made the folder of.
 
-    SIZE=preset=tiny,num_hidden_layers=4,num_decoder_layers=4,intermediate_size=640
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc_per_node 2 -m hf_hybrid.training pretrain \
-        --objective text_infilling --model_type spade --config_overrides $SIZE,dropout=0,attention_dropout=0 \
-        --tokenizer_type marked --tokenizer_vocab_size 5600 --learning_rate 2e-3 --lr_scheduler_type cosine \
-        --warmup_steps 0.05 --adam_beta2 0.98 --weight_decay 0.01 --train_file corpus/train.jsonl \
-        --validation_file corpus/validation.jsonl --max_seq_length 256 --per_device_train_batch_size 8 \
-        --max_steps 4800 --do_train --do_eval --use_cpu --preprocessing_num_workers 2 \
-        --save_total_limit 1 --resume_from_checkpoint auto --output_dir starter
-    python -m benchmarks.ship_starter starter corpus path/to/spade-en-tiny
+A novel is read if its copyright has ended where it lasts 95 years from its publication, and where it lasts 70 years
+from its author's death. WikiText has marks for rare words, and sentences with one are left out.
 
 Left out is what repeats half of a document or a summary of the demo's validation or test split, or of a longer
 validation text of the tasks in `EVALUATED`: see `Contained`.
@@ -40,22 +34,68 @@ from hf_hybrid.data.docstrings import words_of
 from hf_hybrid.data.files import iterate_rows
 from hf_hybrid.data.near_copies import hashed_runs
 
+PUBLISHED_UNTIL = 1928
+_DIED_UNTIL = 1954
 SOURCES = {
-    "novels": ("English novels of the 1840s to 1920s", "public domain"),
-    "wikipedia": ("articles of the English Wikipedia, from WikiText-2", "CC BY-SA, by Wikipedia's authors"),
-    "documentation": ("docstrings of Python packages", "the packages' own: PSF, BSD, Apache-2.0, MIT"),
+    "novels": (
+        f"English novels of 1839 to {PUBLISHED_UNTIL}, from https://github.com/computationalstylistics/100_english_novels",
+        "public domain",
+    ),
+    "wikipedia": (
+        "articles of the English Wikipedia, from WikiText-2 (Merity et al., 2016), without the sentences that have an "
+        "unknown word",
+        "[CC BY-SA 3.0](https://creativecommons.org/licenses/by-sa/3.0/), by the authors of Wikipedia's articles",
+    ),
+    "documentation": ("docstrings of Python packages", "the packages' own: PSF, BSD, Apache-2.0"),
 }
+DEATHS = {
+    "Barclay": 1921,
+    "Bennet": 1931,
+    "Blackmore": 1900,
+    "Braddon": 1915,
+    "Burnett": 1924,
+    "Cbronte": 1855,
+    "Chesterton": 1936,
+    "Conrad": 1924,
+    "Corelli": 1924,
+    "Dickens": 1870,
+    "Doyle": 1930,
+    "Eliot": 1880,
+    "Ford": 1939,
+    "Forster": 1970,
+    "Galsworthy": 1933,
+    "Gaskell": 1865,
+    "Gissing": 1903,
+    "Haggard": 1925,
+    "Hardy": 1928,
+    "James": 1916,
+    "Kipling": 1936,
+    "Lawrence": 1930,
+    "Lee": 1935,
+    "Lytton": 1873,
+    "Meredith": 1909,
+    "Morris": 1896,
+    "Schreiner": 1920,
+    "Stevenson": 1894,
+    "Thackeray": 1863,
+    "Trollope": 1882,
+    "Ward": 1920,
+    "Wcollins": 1889,
+    "Woolf": 1941,
+}
+"""The years in which the novels' authors died, whom the collection calls so."""
 HELD_OUT = ("docstrings", "modules")
 """The embedded corpora whose validation and test splits are held out."""
-EVALUATED = ("dialogsum", "scitldr", "glue/sst2")
+EVALUATED = ("dialogsum", "scitldr", "sumpubmed", "glue/sst2", "glue/cola", "glue/mrpc", "glue/stsb")
 """The data sets with which the starter is evaluated, whose validation splits are held out too."""
 _LONG = 8  # different runs of a text that is looked for in all sources; shorter ones are phrases
 _SHARE = 0.5  # of a text's runs, which makes another contain it
-_TITLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
+_TITLE = re.compile(r"^ = [^=\n]+ = $", re.MULTILINE)
+_SENTENCE = re.compile(r"(?<= [.!?]) ")
+_SHORTEST = 200  # characters of an article
 # WikiText's marks around punctuation, and spaces that written text does not have
 _MARKS = (
     (re.compile(r" @([-,.])@ "), r"\1"),
-    (re.compile(r" ?<unk>"), ""),
     (re.compile(r" ([,.;:!?)\]%]|'s\b|'t\b|n't\b)"), r"\1"),
     (re.compile(r"([(\[$]) "), r"\1"),
     (re.compile(r'" ([^"\n]*) "'), r'"\1"'),
@@ -145,11 +185,28 @@ def digest(texts: Iterable[str]) -> str:
     return found.hexdigest()
 
 
-def novels(folder: Path, split: str) -> Iterator[str]:
-    """Yield every third novel of a split, which is about as much text as the documentation; lines are joined."""
-    for row in islice(iterate_rows("data", str(folder / "english_novels" / f"{split}.jsonl.xz")), 0, None, 3):
+def is_free(novel: str) -> bool:
+    """Return whether a novel, called like ``"Hardy_Tess_1891"``, is in the public domain.
+
+    Raises:
+        KeyError: The year of the author's death is not known.
+    """
+    author, _, year = novel.split("_")
+    return int(year) <= PUBLISHED_UNTIL and DEATHS[author] <= _DIED_UNTIL
+
+
+def novels(folder: Path, split: str) -> dict[str, str]:
+    """Return every second free novel of a split by its name; lines are joined.
+
+    The documentation is about two thirds of their text.
+    """
+    path = str(folder / "english_novels" / f"{split}.jsonl.xz")
+    free = (row for row in iterate_rows("data", path) if is_free(row["id"]))
+    texts = {}
+    for row in islice(free, 0, None, 2):
         paragraphs = re.split(r"\n{2,}", row["text"])
-        yield "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
+        texts[row["id"]] = "\n".join(" ".join(part.split()) for part in paragraphs if part.strip())
+    return texts
 
 
 def articles(folder: Path, split: str) -> Iterator[str]:
@@ -159,10 +216,13 @@ def articles(folder: Path, split: str) -> Iterator[str]:
         text = stream.read()
     starts = [match.start() for match in _TITLE.finditer(text)]
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
-        article = text[start:end]
+        lines = (_SENTENCE.split(line) for line in text[start:end].split("\n"))
+        article = "\n".join(" ".join(part for part in line if "<unk>" not in part) for line in lines)
         for pattern, written in _MARKS:
             article = pattern.sub(written, article)
-        yield re.sub(r"\n{2,}", "\n", article).strip()
+        article = re.sub(r"\n{2,}", "\n", article).strip()
+        if len(article) >= _SHORTEST:
+            yield article
 
 
 def paragraphs_without(contained: Contained, texts: Iterable[str]) -> tuple[list[str], int]:
@@ -188,9 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {name: {"what": what, "licence": licence} for name, (what, licence) in SOURCES.items()}
     contained = Contained(evaluated(arguments.data))
     for split in ("train", "validation"):
+        read = novels(arguments.data, split)
         with (arguments.folder / f"{split}.jsonl").open("w", encoding="utf-8") as stream:
             for name, texts in (
-                ("novels", novels(arguments.data, split)),
+                ("novels", read.values()),
                 ("wikipedia", articles(arguments.data, split)),
                 ("documentation", of_split[split]),
             ):
@@ -202,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "sha256": digest(written),
                     "lines_of_evaluated_tasks": copies,
                 }
+        report["novels"][split]["names"] = list(read)
     report["documentation"] |= {
         "left_out": left_out,
         "packages": corpus_report(embedded_corpus("text"))["packages"],

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     asked = asked_splits(training_args)
     examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
     if isinstance(rows := examples.get("train"), NoisyRows):
-        facts["the number of training rows"] = len(rows)
+        facts |= {"the number of training rows": len(rows), "the digest of the training rows": rows.digest()}
         check_resumed_examples(facts, resume_from)
     model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
     collate = _collator(model, tokenizer, data_args, training_args)
@@ -174,8 +175,8 @@ def _noise_seed(training_args: ScriptTrainingArguments) -> int:
 
 
 def _facts(data_args: PretrainArguments, training_args: ScriptTrainingArguments) -> dict[str, Any]:
-    """Return the flags that decide the examples, their defaults filled in: a resumed run must have the same."""
-    return {
+    """Return what decides the examples of each step, defaults filled in: a resumed run must have the same."""
+    facts = {
         "--objective": data_args.objective,
         "--noise_density": data_args.density,
         "--mean_noise_span_length": data_args.mean_length,
@@ -183,7 +184,15 @@ def _facts(data_args: PretrainArguments, training_args: ScriptTrainingArguments)
         "--packing": data_args.packing,
         "--streaming": data_args.streaming,
         "--data_seed": _noise_seed(training_args),
+        "--train_sampling_strategy": training_args.train_sampling_strategy,
+        "the number of examples in a step (--per_device_train_batch_size times --gradient_accumulation_steps times "
+        "processes)": training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.replicas,
     }
+    if data_args.streaming:  # what is stored is compared itself
+        facts["--max_train_samples"] = data_args.limits["train"]
+        if (path := data_args.files.get("train")) is not None:
+            facts["the name and size of --train_file"] = [Path(path).name, Path(path).stat().st_size]
+    return facts
 
 
 def _add_tokens(data_args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,12 +180,22 @@ def test_a_run_resumed_in_the_middle_of_its_second_epoch_ends_with_the_same_weig
     _assert_equal(tmp_path / "out", tmp_path / "again")
 
 
-def test_a_run_is_not_resumed_with_other_examples(command, no_data):
+def _in_another_order(argv, path):
+    """The same command line for as many rows, the last one first."""
+    at = argv.index("--train_file") + 1
+    rows = Path(argv[at]).read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(rows[::-1]) + "\n", encoding="utf-8")
+    return [*argv[:at], str(path), *argv[at + 1 :]]
+
+
+def test_a_run_is_not_resumed_with_other_examples(command, no_data, tmp_path):
     flags = ["--do_train", "--max_train_samples", "32", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
     pretrain.main(command("text_infilling", "t5", *flags, "--max_steps", "1"))
     again = command("text_infilling", "t5", *flags, "--max_steps", "2")
     with pytest.raises(ValueError, match=r"checkpoint-1: the number of training rows is 32 there and 20 in this run"):
         pretrain.main([*again, "--max_train_samples", "20"])
+    with pytest.raises(ValueError, match=r"checkpoint-1: the digest of the training rows is '\w+' there and '\w+' in"):
+        pretrain.main(_in_another_order(again, tmp_path / "other.jsonl"))
     no_data()
     for more, message in [
         (
@@ -196,9 +207,36 @@ def test_a_run_is_not_resumed_with_other_examples(command, no_data):
         (["--max_seq_length", "31"], "--max_seq_length is 32 there and 31"),
         (["--seed", "7"], "--data_seed is 42 there and 7"),
         (["--streaming"], "--streaming is False there and True"),
+        (["--train_sampling_strategy", "random"], "--train_sampling_strategy is 'group_by_length' there and 'random'"),
+        (["--gradient_accumulation_steps", "2"], r"the number of examples in a step \(.*\) is 4 there and 8"),
     ]:
         with pytest.raises(ValueError, match=message):
             pretrain.main([*again, *more])
+
+
+def test_a_stream_is_not_resumed_with_other_files(command, no_data, tmp_path):
+    flags = ["--do_train", "--max_train_samples", "32", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
+    pretrain.main(command("text_infilling", "t5", *flags, "--streaming", "--max_steps", "1"))
+    again = command("text_infilling", "t5", *flags, "--streaming", "--max_steps", "2")
+    other = _in_another_order(again, tmp_path / "other.jsonl")
+    no_data()
+    with pytest.raises(ValueError, match=r"the name and size of --train_file is \['train.jsonl', \d+\] there and \['oth"):
+        pretrain.main(other)
+    with pytest.raises(ValueError, match="--max_train_samples is 32 there and 20"):
+        pretrain.main([*again, "--max_train_samples", "20"])
+
+
+def test_steps_may_be_divided_in_another_way(command, tmp_path):
+    """As after running out of memory: the same examples make a step."""
+    flags = ["--do_train", "--max_train_samples", "32", "--max_steps", "10", "--save_steps", "9"]
+    flags += ["--config_overrides", f"{TINY['t5']},{NO_DROPOUT['t5']}"]
+    pretrain.main(command("span_corruption", "t5", *flags))
+    shutil.copytree(tmp_path / "out" / "checkpoint-9", tmp_path / "again" / "checkpoint-9")
+    flags += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    pretrain.main([*command("span_corruption", "t5", *flags, output="again"), "--resume_from_checkpoint", "auto"])
+    weights, others = _weights(tmp_path / "out"), _weights(tmp_path / "again")
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=2e-5, msg=name)
 
 
 def test_a_checkpoint_without_a_record_of_its_examples_is_resumed(tmp_path):

@@ -4,6 +4,7 @@ So a run that is resumed in the middle of an epoch, several processes and worker
 A row holds the pieces of an example with their numbers: one piece, or several if they are packed.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import Any
@@ -57,6 +58,14 @@ class NoisyRows(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return add_noise(self.rows[index], self.denoise, self.seed, self.epoch)
+
+    def digest(self) -> str:
+        """Return a hash of the rows without noise, in their order."""
+        found = hashlib.sha256()
+        for row in self.rows:
+            for number, piece in row:
+                found.update(number.to_bytes(8) + len(piece).to_bytes(8) + np.ascontiguousarray(piece).tobytes())
+        return found.hexdigest()[:16]
 
     @property
     def epoch(self) -> int:

@@ -3,10 +3,13 @@
 Each is a folder beside this file, as `save_pretrained` writes it: configuration, weights, tokenizer and model card.
 """
 
+import functools
+import logging
 from pathlib import Path
 
 from hf_hybrid.suggestions import did_you_mean
 
+logger = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent.resolve()
 STARTERS = tuple(sorted(path.parent.name for path in _FOLDER.glob("*/config.json")))
 """The names of all starters."""
@@ -28,7 +31,17 @@ def starter(name: str) -> Path:
 
 def folder_of_starter(name: str) -> str:
     """Return the folder of a starter; of anything else, also of a folder here that is called like one, its name."""
-    return str(starter(name)) if name in STARTERS and not Path(name).exists() else name
+    if name not in STARTERS:
+        return name
+    if Path(name).exists():
+        _warn_of_namesake(name, str(Path.cwd()))
+        return name
+    return str(starter(name))
+
+
+@functools.cache
+def _warn_of_namesake(name: str, place: str) -> None:
+    logger.warning("%s is what is called so in %s, and not the starter of that name.", name, place)
 
 
 def name_of_starter(source: str) -> str:

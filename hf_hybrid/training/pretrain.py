@@ -186,7 +186,9 @@ def _facts(data_args: PretrainArguments, training_args: ScriptTrainingArguments)
         "--data_seed": _noise_seed(training_args),
         "--train_sampling_strategy": training_args.train_sampling_strategy,
         "the number of examples in a step (--per_device_train_batch_size times --gradient_accumulation_steps times "
-        "processes)": training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.replicas,
+        "processes)": training_args.train_batch_size
+        * training_args.gradient_accumulation_steps
+        * training_args.replicas,
     }
     if data_args.streaming:  # what is stored is compared itself
         facts["--max_train_samples"] = data_args.limits["train"]

@@ -220,7 +220,7 @@ def test_a_stream_is_not_resumed_with_other_files(command, no_data, tmp_path):
     again = command("text_infilling", "t5", *flags, "--streaming", "--max_steps", "2")
     other = _in_another_order(again, tmp_path / "other.jsonl")
     no_data()
-    with pytest.raises(ValueError, match=r"the name and size of --train_file is \['train.jsonl', \d+\] there and \['oth"):
+    with pytest.raises(ValueError, match=r"--train_file is \['train.jsonl', \d+\] there and \['other"):
         pretrain.main(other)
     with pytest.raises(ValueError, match="--max_train_samples is 32 there and 20"):
         pretrain.main([*again, "--max_train_samples", "20"])

@@ -35,14 +35,17 @@ def test_a_name_is_a_folder():
         starter("spade_en_tiny")
 
 
-def test_names_and_folders_are_each_others(tmp_path, monkeypatch):
+def test_names_and_folders_are_each_others(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     assert folder_of_starter(NAME) == str(starter(NAME))
     assert name_of_starter(folder_of_starter(NAME)) == NAME
     for other in ("google-t5/t5-small", "runs/mine", "no such thing"):
         assert folder_of_starter(other) == name_of_starter(other) == other
     (tmp_path / NAME).mkdir()  # one's own folder comes first, as before names on the Hub
-    assert folder_of_starter(NAME) == name_of_starter(NAME) == NAME
+    for _ in range(2):
+        assert folder_of_starter(NAME) == name_of_starter(NAME) == NAME
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{NAME} is what is called so in {tmp_path}, and not the starter of that name."]  # once
 
 
 # ---- what is shipped ----
@@ -151,6 +154,14 @@ def test_scripts_take_the_name(run, tmp_path, monkeypatch):
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert str(starter(NAME)) not in report + card
     assert NAME in report
+
+
+def test_a_run_does_not_take_the_name(run, tmp_path, monkeypatch, no_data):
+    """Or the same command would train from its own output the next time."""
+    monkeypatch.chdir(tmp_path)
+    no_data()
+    with pytest.raises(ValueError, match=f"--output_dir {NAME} must not be a starter's name, which would mean that"):
+        run(NAME, "--model_name_or_path", NAME, "--do_train")
 
 
 def test_a_new_model_takes_its_size_and_tokenizer(run, tmp_path):

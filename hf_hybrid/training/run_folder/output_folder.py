@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from hf_hybrid.starters import STARTERS
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
 from hf_hybrid.training.run_folder.checkpoints import (
     complete_checkpoints,
@@ -87,6 +88,10 @@ def check_output_folder(
 def _check_place(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file; it must be a folder")
+    if str(folder) in STARTERS and not folder.exists():
+        raise ValueError(
+            f"--output_dir {folder} must not be a starter's name, which would mean that folder from then on"
+        )
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {folder} must be a folder that can be written to; {place} cannot")

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 from transformers.modelcard import make_markdown_table
 
 import hf_hybrid
-from hf_hybrid.training.report.model_card import MARK
+from benchmarks.starter import EVALUATED
+from hf_hybrid.training.report.model_card import MARK, architecture
 
 LICENCE = "apache-2.0"
 _EXACT = re.compile(r"\.mixer\.ssm\.")
@@ -28,10 +29,14 @@ _EXACT = re.compile(r"\.mixer\.ssm\.")
 _DROPOUT = 0.1
 """For fine-tuning; as for T5, pre-training needs none."""
 _POINTS = 12
+STORED = """\
+The weights are stored in bfloat16, those of the state space model in float32. Pre-training had no dropout; the
+configuration has 0.1, for fine-tuning."""
 LIMITS = """\
 - It restores hidden spans of text and does nothing else: fine-tune it before you use it.
 - English only, from novels up to the 1920s, Wikipedia of 2016 and documentation of Python packages: it knows little of
-  today's world, and old novels hold the prejudices of their time.
+  today's world, and old novels hold the prejudices of their time. The novels have lost some apostrophes ("It s"),
+  Wikipedia whole sentences.
 - Its pieces had at most {length} tokens. It reads longer documents, but has learnt nothing from beyond that length.
 - It is small: expect grammatical, often wrong sentences. Do not rely on facts in them."""
 
@@ -52,14 +57,14 @@ def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
     AutoTokenizer.from_pretrained(run).save_pretrained(folder)
     shutil.copyfile(corpus / "sources.json", folder / "sources.json")
     sources = json.loads((corpus / "sources.json").read_text(encoding="utf-8"))
-    _card(run, corpus, folder.name, sources).save(folder / "README.md")
+    _card(run, corpus, model, folder.name, sources).save(folder / "README.md")
     return {
         "parameters": model.num_parameters(),
         "bytes": sum(path.stat().st_size for path in folder.iterdir()),
     }
 
 
-def _card(run: Path, corpus: Path, name: str, sources: Mapping[str, Any]) -> ModelCard:
+def _card(run: Path, corpus: Path, model: PreTrainedModel, name: str, sources: Mapping[str, Any]) -> ModelCard:
     card = ModelCard.load(run / "README.md")
     results = json.loads((run / "all_results.json").read_text(encoding="utf-8"))
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
@@ -80,9 +85,9 @@ def _card(run: Path, corpus: Path, name: str, sources: Mapping[str, Any]) -> Mod
     )
     written = {
         "Load it": load,
-        "Architecture": sections["Architecture"],
+        "Architecture": f"{architecture(model).removeprefix('## Architecture').strip()}\n\n{STORED}",
         "Data and licences": _data(sources),
-        "Results": sections["Results"],
+        "Results": f"Of the float32 weights, before they were rounded.\n\n{sections['Results']}",
         "Training": f"{_training(results, state, _resumed_at(run))}\n\n{sections['Training']}",
         "Command": sections["Command"],
         "Limits": LIMITS.format(length=length[1]),
@@ -113,10 +118,16 @@ def _data(sources: Mapping[str, Any]) -> str:
         for name, source in sources.items()
     ]
     packages = ", ".join(f"{name} {version}" for name, version in sources["documentation"]["packages"].items())
+    titles = ", ".join(name.replace("_", " ") for name in sources["novels"]["train"]["names"])
     return (
-        f"{make_markdown_table(rows).strip()}\n\nThe packages: {packages}. Parts of their documentation that contain "
-        "a document or a summary that `embedded:docstrings` or `embedded:modules` validate or test with were left "
-        f"out: {sources['documentation']['left_out']:,}. The weights carry the package's licence."
+        f"{make_markdown_table(rows).strip()}\n\nThe novels: {titles}. They are in the public domain where that "
+        "begins 95 years after a book's publication or 70 years after its author's death.\n\n"
+        f"The packages: {packages}. Parts of their documentation that contain a document or a summary that "
+        "`embedded:docstrings` or `embedded:modules` validate or test with were left out: "
+        f"{sources['documentation']['left_out']:,}. So were lines with a longer validation text of "
+        f"{', '.join(EVALUATED)}; nothing was compared with their test splits.\n\n"
+        "The weights are under the package's licence, taking a model of so many texts for no adaptation of one. The "
+        "texts are not part of it, and those of Wikipedia may only be shared under their own licence."
     )
 
 

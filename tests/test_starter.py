@@ -10,13 +10,14 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from benchmarks import ship_starter, starter
-from benchmarks.starter import SOURCES, Contained, articles, digest, documentation, held_out, main
+from benchmarks.starter import SOURCES, Contained, articles, digest, documentation, held_out, is_free, main
 from hf_hybrid.data.corpora import embedded_corpus
 from hf_hybrid.training import pretrain
 from tests.data.conftest import write_package
-from tests.training.conftest import MODELS
+from tests.training.conftest import MODELS, NO_DROPOUT
 
 OTHER = "Return the sum of all elements along the given axis of an array"
+SIZE = f"{MODELS['spade']},{NO_DROPOUT['spade']}"
 UNLIKE = "Draw a picture of the tree with its leaves at the bottom of the page"
 
 
@@ -52,20 +53,39 @@ def test_a_short_text_is_one_run():
     assert not contains("Open it and close it.")
 
 
+LONGER = " ".join(["It has many words so that nobody takes it for a stray line of a table ."] * 4)
+
+
 def test_articles_are_divided_and_written_as_before(tmp_path):
     lines = [
-        *(" ", " = A <unk> title = ", " ", " A well @-@ known ( if small ) town , with 1 @,@ 000 people . ", " "),
-        *(" = = Past = = ", " ", " It 's said \" to be old \" ; it isn 't . ", " "),
-        *(" = Another = ", " ", " Text . ", ""),
+        *(" ", " = A title = ", " ", " A well @-@ known ( if small ) town , with 1 @,@ 000 people . ", " "),
+        *(" = = Past = = ", " ", " It 's said \" to be old \" ; it isn 't . Nobody of <unk> is . Is it ? ", " "),
+        *(" = = A <unk> = = ", " ", f" {LONGER} ", " ", " = Games played ; = Wins = ", " "),
+        *(" = Stray = ", " ", " A line . ", " ", " = Another = ", " ", f" {LONGER} Text . ", ""),
     ]
     text = "\n".join(lines)
     (tmp_path / "wikitext2").mkdir()
     with lzma.open(tmp_path / "wikitext2" / "train.txt.xz", "wt", encoding="utf-8") as stream:
         stream.write(text)
+    longer = LONGER.replace(" .", ".")
     assert list(articles(tmp_path, "train")) == [
-        "A title\nA well-known (if small) town, with 1,000 people.\nPast\nIt's said \"to be old\"; it isn't.",
-        "Another\nText.",
+        "A title\nA well-known (if small) town, with 1,000 people.\nPast\n"
+        f"It's said \"to be old\"; it isn't. Is it?\n{longer}\nGames played; = Wins",
+        f"Another\n{longer} Text.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("Hardy_Tess_1891", True), ("Galsworthy_River_1933", False), ("Forster_Angels_1905", False)],
+)
+def test_novels_are_free_by_their_year_and_their_authors(name, wanted):
+    assert is_free(name) is wanted
+
+
+def test_a_novel_of_an_unknown_author_is_no_free_one():
+    with pytest.raises(KeyError, match="Nobody"):
+        is_free("Nobody_Nothing_1850")
 
 
 @pytest.fixture(scope="module")
@@ -97,27 +117,35 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
         (data / folder).mkdir(parents=True)
     for split, name in (("train", "train"), ("validation", "valid")):
         with lzma.open(data / "wikitext2" / f"{name}.txt.xz", "wt", encoding="utf-8") as stream:
-            stream.write(f" \n = One = \n \n Text of {split} . \n")
+            stream.write(f" \n = One = \n \n {LONGER} Text of {split} . \n")
         with lzma.open(data / "english_novels" / f"{split}.jsonl.xz", "wt", encoding="utf-8") as stream:
-            stream.write(json.dumps({"text": f"A line\nand one\n\nof {split}\n\n{OTHER} here."}) + "\n")
+            text = f"A line\nand one\n\nof {split}\n\n{OTHER} here."
+            for name in ("Hardy_Tess_1891", "Forster_Angels_1905", "Woolf_Night_1919", "Hardy_Jude_1895"):
+                stream.write(json.dumps({"id": name, "text": f"{text}\n\n{name}"}) + "\n")
     for name in starter.EVALUATED:
         (data / name).mkdir(parents=True)
         row = {"document": OTHER, "summaries": [UNLIKE, "of train"], "label": 1}
         (data / name / "validation.jsonl").write_text(json.dumps(row) + "\n")
-    assert starter.evaluated(data) == [OTHER, UNLIKE] * 3
+    assert starter.evaluated(data) == [OTHER, UNLIKE] * len(starter.EVALUATED)
     embedded = starter.embedded_corpus
     monkeypatch.setattr(starter, "embedded_corpus", lambda name: embedded(name, **places))
     assert main([str(data), str(tmp_path / "corpus")]) == 0
     report = json.loads((tmp_path / "corpus" / "sources.json").read_text())
     for split in ("train", "validation"):
         rows = [json.loads(line) for line in (tmp_path / "corpus" / f"{split}.jsonl").read_text().splitlines()]
-        assert [row["text"] for row in rows[:2]] == [f"A line and one\nof {split}", f"One\nText of {split}."]
+        every_second = ["Hardy_Tess_1891", "Hardy_Jude_1895"]
+        longer = LONGER.replace(" .", ".")
+        assert [row["text"] for row in rows[:3]] == [
+            *(f"A line and one\nof {split}\n{name}" for name in every_second),
+            f"One\n{longer} Text of {split}.",
+        ]
+        assert report["novels"][split]["names"] == every_second
         for name in starter.SOURCES:
             texts = [row["text"] for row in rows if row["source"] == name]
             assert report[name][split]["documents"] == len(texts) > 0
             assert report[name][split]["characters"] == sum(map(len, texts))
             assert report[name][split]["sha256"] == digest(texts)
-        assert [report[name][split]["lines_of_evaluated_tasks"] for name in ("novels", "wikipedia")] == [1, 0]
+        assert [report[name][split]["lines_of_evaluated_tasks"] for name in ("novels", "wikipedia")] == [2, 0]
     assert list(report["documentation"]["packages"]) == ["orchard"]
 
 
@@ -126,7 +154,7 @@ def test_a_run_becomes_a_starter(tmp_path, monkeypatch):
     train.write_text("".join(json.dumps({"text": f"{OTHER} {number} {UNLIKE}"}) + "\n" for number in range(8)))
     pretrain.main(
         [
-            *("--objective", "span_corruption", "--model_type", "spade", "--config_overrides", MODELS["spade"]),
+            *("--objective", "span_corruption", "--model_type", "spade", "--config_overrides", SIZE),
             *("--tokenizer_type", "marked", "--tokenizer_vocab_size", "300", "--train_file", str(train)),
             *("--validation_file", str(train), "--cache_dir", str(tmp_path / "cache"), "--max_seq_length", "32"),
             *("--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2", "--do_train"),
@@ -134,7 +162,7 @@ def test_a_run_becomes_a_starter(tmp_path, monkeypatch):
         ]
     )
     corpus.mkdir()
-    split = {"documents": 8, "characters": 1234, "sha256": ""}
+    split = {"documents": 8, "characters": 1234, "sha256": "", "names": ["Hardy_Tess_1891"]}
     sources = {name: {"what": what, "licence": licence, "train": split} for name, (what, licence) in SOURCES.items()}
     sources["documentation"] |= {"packages": {"orchard": "1.2"}, "left_out": 5}
     (corpus / "sources.json").write_text(json.dumps(sources))
@@ -156,12 +184,15 @@ def test_a_run_becomes_a_starter(tmp_path, monkeypatch):
     for said in (
         'hf_hybrid.starter("spade-en-tiny")',
         "orchard 1.2",
+        "Hardy Tess 1891",
         "CC BY-SA",
         "3 steps",
         "at most 32 tokens",
         "1,234",
     ):
         assert said in card.text, said
+    assert "`dropout`" in (run / "README.md").read_text()
+    assert "`dropout`" not in card.text  # 0.1, the default
     assert json.loads((folder / "sources.json").read_text()) == sources
     assert "--output_dir starter" in card.text
     for place in (run, corpus):

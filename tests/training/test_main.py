@@ -38,6 +38,23 @@ def test_a_task_without_a_script_is_shown_as_it_is_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"WORLD_SIZE": "1"}, "python run_clm.py"),
+        ({"WORLD_SIZE": "2"}, "torchrun --nproc_per_node 2 run_clm.py"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "torchrun --nnodes 2 --nproc_per_node 8 run_clm.py"),
+        ({"WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}, "accelerate launch --num_processes 4 run_clm.py"),
+    ],
+)
+def test_several_processes_are_shown_with_their_launcher(monkeypatch, environment, shown):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert show_command("run_clm.py", ["--do_train"]) == [shown, "--do_train"]
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [([], "got ''"), (["sumarization"], "Did you mean 'summarization'"), (["--do_train"], "must be")],
 )

@@ -169,6 +169,9 @@ def test_the_first_process_alone_writes_and_speaks(folder, outcomes):
     assert "train metrics" in printed(folder / "ran" / "log", 0)
     assert not printed(folder / "ran" / "log", 1)
     assert "Traceback" not in printed(folder / "ran" / "log", 1, "stderr")
+    card = (folder / "two-pretrain" / "README.md").read_text()
+    assert "```sh\ntorchrun --nproc_per_node 2 -m hf_hybrid.training pretrain" in card
+    assert "- distributed_type: multi-CPU" in card
 
 
 def test_an_error_that_one_process_sees_ends_both(outcomes):

@@ -1,6 +1,7 @@
 """Parse a command line or a file of flags into dataclasses, and show a command line without its secrets."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -86,18 +87,34 @@ def show_command(script: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of a run for a shell, without secrets: the program, then each flag with its values.
 
     The program is the script, or ``python -m hf_hybrid.training TASK`` or ``hf-hybrid train TASK`` if the user ran
-    that, or if `script` is the name of a task that has no script.
+    that, or if `script` is the name of a task that has no script. Several processes have their launcher.
     """
     task = script.removeprefix("run_").removesuffix(".py")
     others = (f"python -m hf_hybrid.training {task}", f"hf-hybrid train {task}")
     usual = f"python {script}" if script.endswith(".py") else others[0]
-    shown = [sys.argv[0] if sys.argv[0] in others else usual]
+    shown = [_launched(sys.argv[0] if sys.argv[0] in others else usual)]
     for argument in map(shlex.quote, without_secrets(arguments)):
         if argument.lstrip("'").startswith("--"):
             shown.append(argument)
         else:
             shown[-1] += f" {argument}"
     return shown
+
+
+def _launched(program: str) -> str:
+    """Return what starts as many processes of a program as this run has."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1 or not program.startswith("python "):
+        return program
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    machines = f" --nnodes {processes // here}" if here < processes else ""
+    is_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    launcher = (
+        f"accelerate launch --num_processes {processes}"
+        if is_accelerate
+        else f"torchrun{machines} --nproc_per_node {here}"
+    )
+    return f"{launcher}{program.removeprefix('python')}"
 
 
 class FlagParser(HfArgumentParser):

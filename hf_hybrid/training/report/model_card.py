@@ -83,7 +83,7 @@ def write_model_card(
         MARK,
         f"A `{type(model).__name__}` (`{model.config.model_type}`), {start}, on {_dataset(data_args)}.",
         f"## Load it\n\n```python\n{lines}\n```" + _tokenizer_note(trainer),
-        _architecture(model),
+        architecture(model),
         _data(data_args, metrics),
         _results(metrics),
         _training(trainer),
@@ -206,7 +206,8 @@ def _dataset(data_args: RowArguments) -> str:
 # ---- sections ----
 
 
-def _architecture(model: PreTrainedModel) -> str:
+def architecture(model: PreTrainedModel) -> str:
+    """Return a card's section on a model: its class, size and the fields that a user sets."""
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     rows: list[dict[str, Any]] = [
@@ -259,7 +260,10 @@ def _results(metrics: Mapping[str, float]) -> str:
 def _training(trainer: Trainer) -> str:
     if not trainer.args.do_train:
         return ""
-    settings = [f"- {name}: {value}" for name, value in extract_hyperparameters_from_trainer(trainer).items()]
+    found = extract_hyperparameters_from_trainer(trainer)
+    if "distributed_type" in found and trainer.args.use_cpu:
+        found["distributed_type"] = "multi-CPU"  # transformers takes every process for a GPU's
+    settings = [f"- {name}: {value}" for name, value in found.items()]
     _, evaluations, _ = parse_log_history(trainer.state.log_history)
     table = make_markdown_table(evaluations).strip()
     return "\n".join(["## Training", "", *settings]) + (f"\n\n{table}" if table else "")

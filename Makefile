@@ -50,7 +50,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Fine-tune the starter to summarize offline text, beside training from scratch, in minutes
 	$(PY) -m hf_hybrid.training.demo
 
-demo-long: $(INSTALLED) ## The same with longer documents, more steps and beam search, in about an hour
+demo-long: $(INSTALLED) ## The same with longer documents and more steps, in less than an hour
 	$(PY) -m hf_hybrid.training.demo --long
 
 test: $(INSTALLED) ## Run the tests on two processes, without network

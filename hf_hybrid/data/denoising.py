@@ -351,8 +351,15 @@ class Denoiser:
 
 
 def text_frame(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens that a tokenizer puts before and behind a text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    """Return the special tokens that a tokenizer puts before and behind a text.
+
+    Raises:
+        ValueError: The tokenizer cannot encode a word that it does not know.
+    """
+    try:
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    except Exception as error:  # tokenizers has no other class
+        raise ValueError(f"the tokenizer must have tokens for any text; it has none for 'a': {error}") from error
     full = tokenizer("a")["input_ids"]
     start = next(place for place in range(len(full)) if full[place : place + len(bare)] == bare)
     return tuple(full[:start]), tuple(full[start + len(bare) :])

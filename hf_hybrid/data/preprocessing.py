@@ -156,7 +156,10 @@ def tokenize_texts(
     texts = list(batch[column])
     for text in texts:
         if not isinstance(text, str):
-            raise ValueError(f"column {column!r} must hold text in every row; got {type(text).__name__}: {text!r:.80}")
+            raise ValueError(
+                f"column {column!r} must hold text in every row; got {type(text).__name__}: {text!r:.80}. "
+                "drop_empty_rows drops rows without text"
+            )
     parts = [_cut_long(text) if are_lines else [text] for text in texts]
     encoded: list[Any] = []
     ends = not are_lines and tokenizer.init_kwargs.get("separate_documents", False)

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ValueError: The folder holds other files than a demo's.
     """
     parser = argparse.ArgumentParser(description="Fine-tune a starter to summarize, and show what it has learnt.")
-    parser.add_argument("--long", action="store_true", help="longer documents, many more steps, beam search")
+    parser.add_argument("--long", action="store_true", help="longer documents and more steps")
     parser.add_argument(
         "--output_dir", help="an interrupted demo in it is continued, a finished one replaced (runs/demo[-long])"
     )

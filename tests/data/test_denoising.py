@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_hybrid.data.denoising import (
@@ -228,6 +230,14 @@ def test_tokens_that_a_tokenizer_lacks_are_added_once(tokenizer, tmp_path):
     assert set(loaded.all_special_ids) == set(tokenizer.all_special_ids)
     assert set(range(size, size + 5)) <= set(loaded.all_special_ids)
     assert loaded("<extra_id_0>", add_special_tokens=False)["input_ids"][0] < size  # a text's own is characters
+
+
+def test_a_tokenizer_that_cannot_encode_a_word_is_refused():
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"tree": 0, "</s>": 1})), eos_token="</s>"
+    )
+    with pytest.raises(ValueError, match=r"must have tokens for any text; it has none for 'a': .*UNK"):
+        text_frame(tokenizer)
 
 
 def test_each_objective_frames_its_texts(tokenizer):

@@ -16,6 +16,7 @@ import hf_hybrid
 from benchmarks.starter import HELD_OUT, Contained, digest, divided, documentation, held_out
 from hf_hybrid.commands.program import main as hf_hybrid_main
 from hf_hybrid.data.corpora import corpus_report, embedded_corpus
+from hf_hybrid.data.docstrings import words_of
 from hf_hybrid.starters import STARTERS, folder_of_starter, name_of_starter, starter
 from hf_hybrid.training import summarization
 
@@ -108,6 +109,10 @@ def test_no_document_that_the_demo_holds_out_is_read(pages):
     contained = Contained(held_out())
     assert HELD_OUT == ("docstrings", "modules")
     assert not any(contained.parts(page.split("\n\n")) for page in pages[0])
+    read = "\n".join(map(words_of, pages[0]))
+    for row in list(embedded_corpus("docstrings")["test"])[::5]:  # literally, and not as `Contained` looks for it
+        for text in row["document"], row["summary"]:
+            assert words_of(text) not in read, text
 
 
 def test_it_has_read_those_pages_and_no_others(pages):

@@ -59,7 +59,7 @@ REPORTS = {
     "products_ms": bench_profile,
     "precision": bench_models,
 }
-PLANNED = {f"starter_{task}.csv" for task in ("dialogsum", "scitldr", "sst2")} | {
+PLANNED = {f"starter_{task}.csv" for task in ("dialogsum", "scitldr", "sst2", "sst2_1000", "cola", "mrpc", "stsb")} | {
     module.DEFAULT_OUT.name
     for module in (
         bench_checkpointing,

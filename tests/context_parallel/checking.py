@@ -1,7 +1,8 @@
 """Runs cases in several processes: ``python -m tests.context_parallel.checking FOLDER FULL``, FULL 0 or 1.
 
-One pool of eight processes, forked from one that has imported everything, runs all cases; those of fewer processes run
-in a group of the first ones. A table goes to the folder: case → what went wrong, empty if nothing did.
+One pool of four processes, for the rest of the matrix of eight, forked from one that has imported everything, runs all
+cases; those of fewer processes run in a group of the first ones. A table goes to the folder: case → what went wrong,
+empty if nothing did.
 """
 
 import datetime
@@ -27,6 +28,7 @@ from .operations import OPERATIONS, Operation
 from .training import TRAINING
 
 SIZES = (2, 3, 4, 8)
+"""Numbers of processes; the ordinary cases have at most four."""
 LAYOUTS = {
     2: [(1, 23), (24, 0), (13, 11)],
     3: [(9, 7, 8), (2, 1, 21), (20, 0, 4), (12, 12, 0)],
@@ -34,7 +36,7 @@ LAYOUTS = {
     8: [(3, 3, 3, 3, 3, 3, 3, 3), (5, 1, 0, 8, 1, 7, 2, 0)],
 }
 PACKED = [(0, 5, 5, 17, 24), (0, 10, 11, 12, 24)]
-# one of each kind: these run with 4 and 8 processes too
+# one of each kind: these always run with 2 and 4 processes too
 KINDS = ("window 4 causal", "chunks both", "laplace chunks causal", "linear gated causal", "short 5 both", "long both",
          "scan complex", "s4 both", "segments neurons")  # fmt: skip
 
@@ -66,7 +68,7 @@ def cases(full: bool) -> Iterator[Case]:
             for lengths in LAYOUTS[size]:
                 for ends in (None, *(PACKED if operation.packed else ())):
                     few = lengths in LAYOUTS[size][:2] if size == 3 else lengths == LAYOUTS[size][-1] and name in KINDS
-                    ordinary = few and ends != PACKED[1]
+                    ordinary = few and size <= processes(False) and ends != PACKED[1]
                     if ordinary != full:
                         yield _case(name, lengths, ends)
 
@@ -191,13 +193,18 @@ def _problem(function: Callable[..., None], group: dist.ProcessGroup, *rest: Dev
     return ""
 
 
+def processes(full: bool) -> int:
+    """How many processes a part of the matrix needs."""
+    return SIZES[-1] if full else SIZES[-2]
+
+
 def work(rank: int, folder: Path, full: bool) -> None:
     """Run all cases as one of the processes."""
     torch.set_num_threads(1)
     limit, long = datetime.timedelta(seconds=60), datetime.timedelta(minutes=30)  # some processes have less to do
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=long)
-    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in SIZES}
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes(full), timeout=long)
+    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in SIZES if size <= processes(full)}
     found: dict[str, str] = {}
     for case in (*cases(full), *(map(drawn_case, drawn_names()) if full else ())):
         if rank < len(case.lengths):
@@ -219,9 +226,9 @@ def work(rank: int, folder: Path, full: bool) -> None:
 
 def main(folder: Path, full: bool) -> None:
     """Fill the folder with ``table.json``."""
-    mp.start_processes(work, (folder, full), nprocs=max(SIZES), start_method="fork")
+    mp.start_processes(work, (folder, full), nprocs=processes(full), start_method="fork")
     table: dict[str, str] = {}
-    for rank in range(max(SIZES)):
+    for rank in range(processes(full)):
         for name, problem in json.loads((folder / f"{rank}.json").read_text()).items():
             table[name] = table.get(name) or problem
     (folder / "table.json").write_text(json.dumps(table))

@@ -12,7 +12,7 @@ from ..matrix import some
 from ..tolerances import assert_close
 from .tiny import DECODER_CASES, DECODERS, FIRST_CASES, tiny_inputs, tiny_model
 
-every_decoder = pytest.mark.parametrize(("model_type", "auto_class", "case"), DECODER_CASES)
+every_decoder = pytest.mark.parametrize(("model_type", "auto_class", "case"), some(DECODER_CASES, *FIRST_CASES))
 
 GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
 

@@ -9,6 +9,7 @@ from hf_hybrid import SpadeConfig, SpadeForConditionalGeneration, starter
 from hf_hybrid.data.tokenizer import train_tokenizer
 from hf_hybrid.training import demo
 from hf_hybrid.training.model.tokenizer import fit_config_to_tokenizer
+from tests.matrix import some
 from tests.training.conftest import MODELS
 from tests.training.pages import read_page
 
@@ -100,7 +101,7 @@ def test_the_long_recipe_is_chosen(monkeypatch, tmp_path):
     assert ran == [(demo.LONG, "runs/demo-long"), (demo.SHORT, "runs/demo"), (demo.SHORT, "elsewhere")]
 
 
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("after", some([0, 1], 1))
 def test_an_interrupted_demo_goes_on_when_it_is_started_again(micro, tmp_path, monkeypatch, after):
     """It is interrupted in its first training, then in its second."""
     calls, summarization_main = [], demo.summarization.main

@@ -11,6 +11,7 @@ from hf_hybrid.training.errors import RunFailed
 from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
 from hf_hybrid.training.trainer.non_finite import NonFiniteLoss, NumberingCollator, describe_examples, number_examples
 from hf_hybrid.training.trainer.script_trainer import CausalTrainer, SummarizationTrainer
+from tests.matrix import some
 from tests.training.conftest import MODELS
 
 STEPS = ("--do_train", "--max_steps", "12", "--save_steps", "3")
@@ -44,15 +45,21 @@ def _named(error):
     return [int(word) for word in re.search(r"examples ([\d, ]+)", str(error))[1].split(", ")]
 
 
+WORKERS = pytest.param(("--dataloader_num_workers", "2", "--dataloader_prefetch_factor", "3"), id="workers")
+ACCUMULATED = pytest.param(("--gradient_accumulation_steps", "3", "--seed", "5"), id="accumulated")
+
+
 @pytest.mark.parametrize(
     "more",
-    [
-        (),
-        ("--train_sampling_strategy", "group_by_length"),
-        ("--dataloader_num_workers", "2", "--dataloader_prefetch_factor", "3"),
-        ("--gradient_accumulation_steps", "3", "--seed", "5"),
-    ],
-    ids=["shuffled", "by length", "workers", "accumulated"],
+    some(
+        [
+            pytest.param((), id="shuffled"),
+            pytest.param(("--train_sampling_strategy", "group_by_length"), id="by length"),
+            WORKERS,
+            ACCUMULATED,
+        ],
+        *(WORKERS, ACCUMULATED),
+    ),
 )
 def test_the_examples_of_the_batch_are_named(arguments, tmp_path, monkeypatch, more):
     batches = _spoil(monkeypatch, SummarizationTrainer)

@@ -29,9 +29,9 @@ _EXACT = re.compile(r"\.mixer\.ssm\.")
 _DROPOUT = 0.1
 """For fine-tuning; as for T5, pre-training needs none."""
 _POINTS = 12
-STORED = """\
+STORED = f"""\
 The weights are stored in bfloat16, those of the state space model in float32. Pre-training had no dropout; the
-configuration has 0.1, for fine-tuning."""
+configuration has {_DROPOUT}, for fine-tuning."""
 LIMITS = """\
 - It restores hidden spans of text and does nothing else: fine-tune it before you use it.
 - English only, from novels up to the 1920s, Wikipedia of 2016 and documentation of Python packages: it knows little of
@@ -69,7 +69,7 @@ def _card(run: Path, corpus: Path, model: PreTrainedModel, name: str, sources: M
     results = json.loads((run / "all_results.json").read_text(encoding="utf-8"))
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     card.data.model_name, card.data.license, card.data.language = name, LICENCE, "en"
-    sections = _sections(card.text)
+    sections = _sections(card.text) | _sections(architecture(model))
     for place, called in ((corpus, "corpus"), (run, "starter")):  # where it was made is nobody's business
         for written in {str(place), str(place.resolve())}:
             sections["Command"] = re.sub(rf"{re.escape(written)}(?=[\s/\"']|$)", called, sections["Command"])
@@ -85,7 +85,7 @@ def _card(run: Path, corpus: Path, model: PreTrainedModel, name: str, sources: M
     )
     written = {
         "Load it": load,
-        "Architecture": f"{architecture(model).removeprefix('## Architecture').strip()}\n\n{STORED}",
+        "Architecture": f"{sections['Architecture']}\n\n{STORED}",
         "Data and licences": _data(sources),
         "Results": f"Of the float32 weights, before they were rounded.\n\n{sections['Results']}",
         "Training": f"{_training(results, state, _resumed_at(run))}\n\n{sections['Training']}",

@@ -38,7 +38,7 @@ PUBLISHED_UNTIL = 1928
 _DIED_UNTIL = 1954
 SOURCES = {
     "novels": (
-        f"English novels of 1839 to {PUBLISHED_UNTIL}, from https://github.com/computationalstylistics/100_english_novels",
+        f"English novels up to {PUBLISHED_UNTIL}, from https://github.com/computationalstylistics/100_english_novels",
         "public domain",
     ),
     "wikipedia": (

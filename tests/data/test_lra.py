@@ -232,9 +232,36 @@ def test_more_distractors_are_more_ink():
     assert more > 1.1 * less
 
 
+@pytest.mark.parametrize(("name", "least"), [("lra", 4), ("small", 1.6)])
+def test_most_distractors_find_room(name, least, monkeypatch):
+    found, draw = [], pathfinder._short_path
+    monkeypatch.setattr(pathfinder, "_short_path", lambda *args: found.append(draw(*args)) or found[-1])
+    draw_pathfinder(24, split_generator(0, "train"), PATHFINDER[name])
+    assert {len(path) for path in found} == {0, PATHFINDER[name].distractor_dashes}
+    assert sum(map(bool, found)) / 24 > least
+
+
+def test_the_distance_of_the_discs_does_not_tell_the_label(monkeypatch):
+    """Without balance, more than three of four small images with near discs are negative."""
+    distances = []
+    monkeypatch.setattr(
+        pathfinder, "_painted", lambda settings, dashes, discs: distances.append(math.dist(*discs)) or 0
+    )
+    shares = {}
+    for balance in (2.0, None):
+        settings = replace(PATHFINDER["small"], balance=balance)
+        labels = draw_pathfinder(400, split_generator(0, "train"), settings)[1]
+        order = np.argsort(distances)
+        shares[balance] = [part.mean() for part in np.array_split(labels[order], 4)]
+        distances.clear()
+    assert shares[None][0] < 0.3
+    assert 0.37 < min(shares[2.0]) < max(shares[2.0]) < 0.63  # 2.6 standard errors of a hundred labels
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"balance": 0.0}, "balance must be positive; got 0.0"),
         ({"size": 4}, "size must be an integer of at least 8; got 4"),
         ({"thickness": 0}, "thickness must be positive; got 0"),
         ({"seed_distance": 15.0}, "seed_distance must be below half of the 30 pixels; got 15.0"),

@@ -1,5 +1,6 @@
 """Rows of the Long Range Arena that are drawn once, part by part, and kept in a cache."""
 
+import hashlib
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
@@ -11,16 +12,25 @@ import numpy as np
 from hf_hybrid.data.cache import cache_root, locked
 from hf_hybrid.data.drawing import Array
 from hf_hybrid.data.lra.tasks import LraRows, draw_shard, find_lra, load_lra, rows_of_shards, shards_of
-from hf_hybrid.version import __version__
 
-__all__ = ["DrawingStopped", "load_lra_once"]
+__all__ = ["DrawingStopped", "digest_of_drawn", "load_lra_once"]
 
 _ARRAYS = ("inputs", "ends", "labels")
 _Shard = tuple[str, str, int, int, int]
+_FEW = 4
+"""Rows that are drawn to tell one generator from another."""
 
 
 class DrawingStopped(Exception):
     """The time for drawing was over; what was drawn is kept, and the next call goes on."""
+
+
+def digest_of_drawn(name: str, split: str, seed: int = 0) -> str:
+    """Return a hash of the first rows that a task's generator draws: another one where it draws in another way."""
+    found = hashlib.sha256()
+    for array in draw_shard(name, split, seed, 0, _FEW):
+        found.update(array.tobytes())
+    return found.hexdigest()[:16]
 
 
 def load_lra_once(
@@ -53,7 +63,8 @@ def load_lra_once(
     """
     if find_lra(name, split, data_dir) is not None:
         return load_lra(name, split, data_dir=data_dir, count=count)
-    folder = cache_root(cache_dir) / "lra" / f"{name}-{split}-{count or 'all'}-{seed}-{__version__}"
+    drawn = f"{name}-{split}-{count or 'all'}-{seed}-{digest_of_drawn(name, split, seed)}"
+    folder = cache_root(cache_dir) / "lra" / drawn
     shards = [(name, split, seed, *shard) for shard in enumerate(shards_of(name, split, count))]
     if any(not _file(folder, shard).exists() for shard in shards):
         with locked(folder):

@@ -55,6 +55,7 @@ from benchmarks.recall_order import (
     AT_CHANCE,
     GATE,
     SLOWER,
+    has_diverged,
     is_unlearnt,
     kept,
     mean_of,
@@ -186,7 +187,9 @@ def report(rows: list[Row]) -> str:
         f"{measured_on(rows)}. Shares of right answers, mean ± standard error over the seeds; "
         "*far*: beyond the reach of every ablation, which is "
         + ", ".join(f"{reach} tokens ({name})" for name, reach in reaches.items() if reach is not None)
-        + ". *Steps to 99 %*: until so many far answers of the validation were right, where they were. Sequences F "
+        + ". *Seeds*: those whose loss was finite. Tests of longer sequences are of seeds that have learnt the task, "
+        "and distances are those of which all seeds have tests. *Steps to 99 %*: until so many far answers of the "
+        "validation were right, where they were. Sequences F "
         f"times as long hold {LONGER_TOKENS:,} tokens of each seed.",
         remembered(rows),
     ]
@@ -196,7 +199,7 @@ def report(rows: list[Row]) -> str:
         bins = [name for name in _FAR if any(row[name] for row in found)]
         longer = [name for name in _LONGER if any(row[name] for row in found)]
         header = ["model", "parameters", "seeds", "learning rate", "steps to 99 %", "all", "far"]
-        header += [f"{name.removeprefix('x')}× as long" for name in longer]
+        header += [f"{name.removeprefix('x')}× as long, far" for name in longer]
         header += [name.removeprefix("at_") + "+" for name in bins]
         lines = [_line(model, runs, longer, bins) for model, runs in of.items() if runs]
         chance = mean_of(found, "chance")
@@ -231,14 +234,14 @@ def remembered(rows: Sequence[Row]) -> str:
         cells: list[list[str]] = [[], [], []]
         for task in dict.fromkeys(row["dataset"] for row in rows) if kind.ablation_of else ():
             found = kept(rows, task, str(kind.ablation_of)), kept(rows, task, ablation)
-            if found[0] and (found[1] or _has_diverged(found[0])):
+            if found[0] and (found[1] or any(map(has_diverged, found[0]))):
                 place, text = _remembered(*found)
                 cells[place].append(f"{task} ({text})")
         if any(cells):
             lines.append([str(kind.ablation_of), *(", ".join(cell) for cell in cells)])
     title = (
         f"Far answers (all answers where none is far): right with the global part; without it; by guessing. *Does*: "
-        f"{DONE:.0%} or more. *Only guess*: at most {100 * AT_CHANCE:.0f} points above guessing."
+        f"{DONE:.0%} or more. *Only guess*: at most {100 * AT_CHANCE:.0f} points above guessing, all seeds finite."
     )
     header = ["architecture", "does, and its ablation can only guess", "does, and its ablation not only guesses"]
     return f"{title}\n\n{markdown_table([*header, 'does not'], lines)}"
@@ -248,30 +251,32 @@ def _remembered(runs: Sequence[Row], others: Sequence[Row]) -> tuple[int, str]:
     """Return the column of a task in the table of what is remembered, and the shares."""
     right, without = share(runs), share(others)
     chance = mean_of([*runs, *others], "chance")
-    is_done = right is not None and right >= DONE and not _has_diverged(runs)
-    is_guessed = without is None or chance is None or without <= chance + AT_CHANCE
-    shown = "; ".join("" if value is None else f"{value:.3f}" for value in (right, without, chance))
-    diverged = sum(map(_has_diverged, ([row] for row in runs)))
-    return 2 if not is_done else 0 if is_guessed else 1, shown + (
-        f"; {diverged} of {len(runs)} diverged" if diverged else ""
-    )
-
-
-def _has_diverged(rows: Sequence[Row]) -> bool:
-    return any(row["outcome"] == "diverged" for row in rows)
+    diverged, ablations = (sum(map(has_diverged, rows)) for rows in (runs, others))
+    is_done = right is not None and right >= DONE and not diverged
+    is_guessed = without is not None and chance is not None and without <= chance + AT_CHANCE and not ablations
+    notes = [
+        f"{count} of {len(rows)}{whose} diverged"
+        for count, rows, whose in ((diverged, runs, ""), (ablations, others, " without it"))
+        if count
+    ]
+    notes += ["one seed"] if len(runs) == 1 and not diverged else []
+    shown = ["" if value is None else f"{value:.3f}" for value in (right, without, chance)]
+    return 2 if not is_done else 0 if is_guessed else 1, "; ".join([*shown, *notes])
 
 
 def _line(model: str, runs: Sequence[Row], longer: Sequence[str], bins: Sequence[str]) -> list[str]:
     names = ["accuracy", "far", *longer]
-    if all(row["outcome"] == "diverged" for row in runs):
+    if not (finite := [row for row in runs if not has_diverged(row)]):
         return [model, *[""] * 4, *["diverged"] * (len(names) + len(bins))]
+    seeds = f"{len(finite)} of {len(runs)}" if len(finite) < len(runs) else str(len(runs))
     solved = [int(row["solved_step"]) for row in runs if row["solved_step"]]
     steps = f"{statistics.fmean(solved):.0f}" if solved else ""
     steps += f" ({len(solved)} of {len(runs)})" if 0 < len(solved) < len(runs) else ""
-    cells = [model, f"{int(runs[0]['parameters']):,}", str(len(runs)), runs[0]["learning_rate"], steps]
+    cells = [model, f"{int(runs[0]['parameters']):,}", seeds, runs[0]["learning_rate"], steps]
     for name in names:
-        values = [float(row[name]) for row in runs if row[name]]
-        cells.append(mean_and_error(values, "accuracy") if values else "")
+        values = [float(row[name]) for row in finite if row[name]]
+        some = f" ({len(values)} of {len(finite)})" if len(values) < len(finite) else ""
+        cells.append(mean_and_error(values, "accuracy") + some if values else "")
     return [*cells, *("" if (mean := mean_of(runs, name)) is None else f"{mean:.3f}" for name in bins)]
 
 

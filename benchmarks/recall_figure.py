@@ -12,7 +12,7 @@ from textwrap import wrap
 from matplotlib.axes import Axes
 
 from benchmarks.recall_models import MODELS, ablation_reach, state_numbers
-from benchmarks.recall_order import kept, mean_of, share
+from benchmarks.recall_order import has_diverged, kept, mean_of, share
 from benchmarks.recall_run import BINS, LEARNT, RECIPES, STATE_TASKS, is_done_by, shape_of
 from benchmarks.record import Row, read_csv
 from hf_hybrid.data.recall import RECALL
@@ -49,7 +49,7 @@ class Recall:
         trained: Task → length of its training sequences, or number of segments.
         reach: How far the model without its global part reaches; None where that is nearer than all distances.
         missing: Why a curve is missing or says little → tasks, or tasks with the name of the model without its global
-            part: "not learnt", "diverged" or "not done".
+            part: "not learnt", "diverged", "1 of 3 seeds diverged" or "not done".
     """
 
     title: str
@@ -89,6 +89,10 @@ def _panel(rows: Sequence[Row], title: str, ablation: str) -> Recall:
         for model, why in found.items():
             if why is not None and (model == title or why != UNLEARNT):
                 missing.setdefault(why, []).append(_label(task, model, title))
+            diverged = sum(map(has_diverged, runs[model]))
+            if 0 < diverged < len(runs[model]):
+                why = f"{diverged} of {len(runs[model])} seeds diverged"
+                missing.setdefault(why, []).append(_label(task, model, title))
         curves = {model: points for model, own in runs.items() if (points := _points(own))}
         if curves and (RECIPES[task].is_own or None in found.values()):
             tasks[task] = curves
@@ -107,7 +111,7 @@ def _missing(rows: Sequence[Row]) -> str | None:
     """Return why a model's curve is missing or says little; None if it has learnt the task."""
     if not rows:
         return "not done"
-    if all(row["outcome"] == "diverged" for row in rows):
+    if all(map(has_diverged, rows)):
         return "diverged"
     return UNLEARNT if (share(rows) or 0.0) <= LEARNT else None
 

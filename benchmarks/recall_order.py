@@ -60,10 +60,18 @@ def kept(rows: Sequence[Row], task: str, model: str) -> list[Row]:
     return list({row["seed"]: row for row in own if row["learning_rate"] == best["learning_rate"]}.values())
 
 
+def has_diverged(row: Row) -> bool:
+    """Return whether a run's loss was not finite, so that it has no scores."""
+    return row["outcome"] == "diverged"
+
+
 def mean_of(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a score over rows; None if none has it."""
-    values = [float(row[name]) for row in rows if row[name]]
-    return statistics.fmean(values) if values else None
+    """Return the mean of a score over the rows that have not diverged; None if there is none, or one lacks the score.
+
+    A seed that has learnt nothing has no tests of longer sequences; the mean of the others would hide it.
+    """
+    values = [row[name] for row in rows if not has_diverged(row)]
+    return statistics.fmean(map(float, values)) if values and all(values) else None
 
 
 def share(rows: Sequence[Row]) -> float | None:

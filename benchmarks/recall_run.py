@@ -320,7 +320,7 @@ def accuracies(model: nn.Module, tested: Examples) -> dict[str, float]:
 def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
     """Test at the length of training and at longer ones, which fill the bins of distances that it does not have.
 
-    A model that has not learnt the task is not tested at longer ones.
+    At these, too, far answers count, or all if none is far. A model that has not learnt the task is not tested there.
     """
     length, count = RECALL[run.task].length, RECALL[run.task].test
     values = accuracies(model, examples(run.task, "test", count, recipe, seed=run.seed))
@@ -328,7 +328,7 @@ def _tests(model: nn.Module, run: Run, recipe: Recipe) -> dict[str, float]:
     for factor in FACTORS if recipe.has_longer and is_learnt else ():
         many = max(1, LONGER_TOKENS // (factor * length))
         found = accuracies(model, examples(run.task, "test", many, recipe, seed=run.seed, length=factor * length))
-        values[f"x{factor}"] = found["accuracy"]
+        values[f"x{factor}"] = found.get("far", found["accuracy"])
         values |= {name: share for name, share in found.items() if name.startswith("at_") and name not in values}
     return values
 

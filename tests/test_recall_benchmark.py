@@ -168,8 +168,9 @@ def test_what_each_architecture_remembers_and_what_not():
         ("aggregate", "SPADE"): ("1", ""),  # whose ablation is not measured yet
     }
     rows = [
-        row(task, model, accuracy=accuracy, far=far, chance="0.0625", rate="0.003")
+        row(task, model, seed=seed, accuracy=accuracy, far=far, chance="0.0625", rate="0.003")
         for (task, model), (accuracy, far) in shares.items()
+        for seed in "01"
     ]
     lines = bench_recall.remembered(rows).splitlines()
     wanted = "| BST | latch (0.960; 0.080; 0.062) | mqar (0.950; 0.090; 0.062) | key_value (0.940; 0.060; 0.062) |"
@@ -194,13 +195,36 @@ def test_report_of_models_that_diverged_and_of_tasks_that_none_learnt():
     gone = {"outcome": "diverged", "validation_loss": "", "accuracy": ""}
     assert "| BST |  |  |  |  | diverged |" in report([row(**gone)])
     rows = [row(seed="0", solved_step="7"), row(seed="1", **gone), row(seed="2")]
-    assert "| BST | 9 | 3 | 0.001 | 7 (1 of 3) | 0.500 ± 0.000 |" in report(rows)
+    assert "| BST | 9 | 2 of 3 | 0.001 | 7 (1 of 3) | 0.500 ± 0.000 |" in report(rows)
     unlearnt = "Not learnt in this budget: no run has more than 50% of the far answers right."
     assert f"**mqar**: guessing gives 0.100. {unlearnt}" in report([row("mqar", far="0.4")])
     assert unlearnt not in report([row("mqar", far="0.6")])
     rows = [row("mqar", model, rate=rate, far="0.4") for model in ("Llama", "CHELA") for rate in ("0.001", "0.003")]
     text = f"{unlearnt} Tried: CHELA, Llama at 2 learning rates; SPADE, BST at 1 learning rate\n"
     assert text in report([*rows, row("mqar", far="0.4"), row("mqar", "SPADE", far="0.4")])
+
+
+def test_longer_tests_of_some_seeds_are_not_the_mean_of_all():
+    """Only seeds that have learnt the task are tested on longer sequences; alone they would hide the others."""
+    learnt = row(seed="0", far="1.0", at_32="1.0", x16="0.98", at_512="0.98")
+    others = [row(seed=seed, far="0.07", at_32="0.07") for seed in "12"]
+    table = report([learnt, *others])
+    assert "| 16× as long, far | 32+ | 512+ |" in table
+    assert "| 0.380 ± 0.310 | 0.980 (1 of 3) | 0.380 |  |" in table
+    assert dict(recall_figure._points([learnt, *others])) == {32: pytest.approx(0.38)}
+
+
+def test_an_ablation_that_diverged_has_not_guessed():
+    rows = [row("latch", seed=seed, far="1.0", chance="0.0625") for seed in "012"]
+    gone = {"outcome": "diverged", "validation_loss": "", "accuracy": "", "far": "", "chance": ""}
+    without = [row("latch", "BST, windows alone", seed=seed, far="0.06", chance="0.0625") for seed in "012"]
+    assert "| BST | latch (1.000; 0.060; 0.062) |  |  |" in bench_recall.remembered([*rows, *without])
+    all_gone = [row("latch", "BST, windows alone", seed=seed, **gone) for seed in "012"]
+    assert "| BST |  | latch (1.000; ; 0.062; 3 of 3 without it diverged) |  |" in bench_recall.remembered(
+        [*rows, *all_gone]
+    )
+    assert "1 of 3 without it diverged" in bench_recall.remembered([*rows, *without[:2], all_gone[2]])
+    assert "0.062; one seed)" in bench_recall.remembered([*rows[:1], *without[:1]])
 
 
 def test_the_figure_has_a_panel_for_each_architecture_that_has_both(tmp_path):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from benchmarks.comparison import (
     read_rows,
     searched,
 )
-from benchmarks.record import Row, short_hash
-from benchmarks.train_one import slug
+from benchmarks.record import Row, short_hash, slug
+from hf_hybrid.data.lra.kept import digest_of_drawn
 from hf_hybrid.starters import folder_of_starter
+from hf_hybrid.training.flags.recipes import find_recipe
 
 _KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "search_steps", "scores", "select"}
 _KEYS |= {"evaluations"}
@@ -160,7 +161,16 @@ class Experiment:
         made_by += [self.spec[name] for name in ("excerpt", "search_steps") if name in self.spec]
         folders = {name: Path(folder_of_starter(flags[name])) for name in _READ_FROM if name in flags}
         made_by += [_content(name, folder) for name, folder in folders.items() if folder.is_dir()]
+        if self.spec["script"] == "long_range":
+            made_by += self._long_range(flags)
         return short_hash(made_by)
+
+    def _long_range(self, flags: Mapping[str, Any]) -> list[Any]:
+        """What two flags stand for: the settings of ``recipe``, and the rows that are drawn for ``task_name``."""
+        task, seed = flags["task_name"], flags.get("drawing_seed", 0)
+        drawn = [] if self.files else [digest_of_drawn(task, split, seed) for split in ("train", "validation")]
+        recipe = replace(find_recipe(flags["recipe"], task), source="") if "recipe" in flags else None
+        return [*drawn, recipe and asdict(recipe)]
 
     def rows(self) -> list[Row]:
         """The finished rows."""

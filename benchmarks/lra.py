@@ -28,7 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,11 @@ import torch
 from transformers import get_scheduler
 
 from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
-from benchmarks.record import markdown_table, short_hash
-from benchmarks.train_one import slug
+from benchmarks.record import markdown_table, short_hash, slug
 from hf_hybrid.data.drawing import split_generator
-from hf_hybrid.data.lra import LRA, DrawingStopped, load_lra_once
-from hf_hybrid.training.collating import long_range_collator
+from hf_hybrid.data.lra import LRA, DrawingStopped, find_lra, load_lra_once
+from hf_hybrid.training.collating import LongRangeRows, long_range_collator
 from hf_hybrid.training.flags.recipes import LongRangeRecipe
-from hf_hybrid.training.long_range import LongRangeRows
 from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
@@ -89,6 +87,8 @@ class LongRangeRun:
         known, cache = LRA[arguments.task], str(Path(arguments.output_dir, "data"))
         where: dict[str, Any] = {"data_dir": arguments.data_dir, "seed": arguments.seed, "cache_dir": cache}
         where |= {"processes": os.cpu_count() or 1, "until": self.entered + 60 * arguments.minutes}
+        found = find_lra(self.task, "train", arguments.data_dir)
+        self.source = "drawn" if found is None else f"of {found[0].name}"
         reads = "input_values" if known.vocab_size is None else "input_ids"
         self.rows = {
             split: LongRangeRows(load_lra_once(self.task, split, count=count[split], **where), reads, known.length)
@@ -106,7 +106,8 @@ class LongRangeRun:
         self.best: dict[str, Any] = {"validation": -1.0}
         config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
         data = [digest(self.rows[split]) for split in ("train", "validation")]
-        self.hash = short_hash([arguments.task, arguments.model, asdict(self.recipe), self.fraction, config, data])
+        recipe = asdict(replace(self.recipe, source=""))
+        self.hash = short_hash([arguments.task, arguments.model, recipe, self.fraction, config, data])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -223,9 +224,12 @@ class LongRangeRun:
         if not self.history or self.history[-1]["step"] < self.step:
             self.validate()
         self.model.load_state_dict(self.best["weights"])
-        shares = {"of_recipe": self.step / self.steps_of_recipe, "of_schedule": self.step / self.steps}
+        # of the published number of examples, however many are at hand
+        whole = self.recipe.epochs * math.ceil(LRA[self.task].counts[0] / self.recipe.batch_size)
+        shares = {"of_recipe": self.step / whole, "of_schedule": self.step / self.steps}
         counts = {"steps": self.step, **shares, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
         scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
+        scores["rows"] = self.source
         parameters = self.model.num_parameters()
         result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
         with replacing(self.folder / RESULT) as path:
@@ -239,14 +243,15 @@ class LongRangeRun:
 def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe) -> str:
     """Return a table: this run, and the papers' models on the same task."""
     lines = [[f"**{model}**, here", f"{result['parameters']:,}", f"{100 * result['accuracy']:.2f}"]]
-    split = "" if result["tested"] == "test" else f", on the {result['tested']} split"
+    split = "" if result["tested"] == "test" else f", on the {result['tested']} split, which also chose the epoch"
     lines += [[name, "", f"{of[task]:.2f}"] for name, of in PAPERS.items() if task in of]
-    trained = f"{100 * result['of_recipe']:.3g} % of the recipe's {recipe.epochs} epochs"
+    trained = f"{100 * result['of_recipe']:.3g} % of the recipe's updates"
     if result["of_schedule"] < 1:
         trained += f", stopped after {100 * result['of_schedule']:.3g} % of its schedule"
     elif result["of_recipe"] < 1:
         trained += ", in a schedule of so many"
-    title = f"{task}: {result['examples']:,} examples, {trained}, {result['minutes']:.1f} minutes{split}"
+    examples = f"{result['examples']:,} examples ({result['rows']})"
+    title = f"{task}: {examples}, {trained}, {result['minutes']:.1f} minutes{split}"
     return f"{title} ({recipe.source})\n\n" + markdown_table(["model", "parameters", "accuracy (%)"], lines)
 
 

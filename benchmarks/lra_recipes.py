@@ -38,8 +38,10 @@ PAPERS: dict[str, dict[str, float]] = {
         name: dict(zip(_TASKS, accuracies, strict=True))
         for name, accuracies in {
             "Transformer (Tay et al. 2021)": (36.37, 64.27, 57.46, 42.44, 71.40),
-            "S4 (Gu et al. 2022)": (58.35, 76.02, 87.09, 87.26, 86.05),
-            "S4D (Gu et al. 2022)": (60.18, 87.34, 91.09, 87.83, 93.78),
+            "S4, first version (Gu et al. 2022a)": (58.35, 76.02, 87.09, 87.26, 86.05),
+            "S4 (Gu et al. 2022b)": (59.60, 86.82, 90.90, 88.65, 94.20),
+            "S4D (Gu et al. 2022b)": (60.18, 87.34, 91.09, 87.83, 93.78),
+            "Mega (Ma et al. 2022)": (63.14, 90.43, 91.25, 90.44, 96.01),
             "Mega-chunk (Ma et al. 2022)": (58.76, 90.19, 90.97, 85.80, 94.41),
             "SPADE (S4 + window), its paper": (59.70, 87.55, 90.13, 89.11, 96.42),
             "SPADE (S4 + chunk), its paper": (60.50, 90.69, 91.17, 88.22, 96.23),
@@ -52,9 +54,11 @@ PAPERS: dict[str, dict[str, float]] = {
 }
 """Published accuracies in percent, on the official data, by model and task.
 
-S4 and the models of SPADE are from SPADE's table 1, S4D and CHELA from CHELA's table 1, which names 59.60 for S4 on
-ListOps and numbers of other columns for its further tasks. Transformer and Mega-chunk are the same in both. CHELA's
-mixers are from its table 6, where those of the damped EMA are Mega-chunk's.
+The first version of S4 and the models of SPADE are from SPADE's table 1, S4D and CHELA from CHELA's table 1, which
+names 59.60 for S4 on ListOps and numbers of other columns for its further tasks. Transformer and Mega-chunk are the
+same in both. CHELA's mixers are from its table 6, where those of the damped EMA are Mega-chunk's. The recipe ``s4`` is
+that of S4's later version, whose row is from the paper of S4D (there S4-LegS); ``mega`` sees the whole sequence, and
+its row is from Mega's table 2.
 """
 
 

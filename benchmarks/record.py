@@ -8,10 +8,11 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def measured_on(rows: Sequence[Row]) -> str:
     return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {versions.pop('cpu')}, one thread; " + ", ".join(
         f"{name} {version}" for name, version in versions.items()
     )
+
+
+def slug(name: str) -> str:
+    """Turn a name into part of a file name."""
+    return re.sub(r"[^\w.]+", "-", name)
 
 
 def short_hash(made_by: Any) -> str:
@@ -140,9 +146,16 @@ class GrowingRecord:
         for row in rows:
             self.rows.append(dict.fromkeys(self.columns, "") | self.common | row)
             self._known.add(tuple(self.rows[-1][name] for name in self.keys))
-        beside = self.path.with_name(self.path.name + ".new")
-        write_csv(beside, self.columns, self.rows)
-        beside.replace(self.path)  # a stop never leaves half a file
+        with whole_file(self.path) as beside:
+            write_csv(beside, self.columns, self.rows)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which takes the place of `path` at the end: a stop never leaves half a file."""
+    beside = path.with_name(path.name + ".new")
+    yield beside
+    beside.replace(path)
 
 
 def growing_columns(keys: Iterable[str], measures: Iterable[str]) -> tuple[str, ...]:

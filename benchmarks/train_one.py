@@ -26,6 +26,7 @@ from filelock import FileLock
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from benchmarks.record import slug
 from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.training.trainer.non_finite import NonFiniteLoss
@@ -114,11 +115,6 @@ def _evaluation(flags: dict[str, Any], folder: Path, name: str) -> dict[str, Any
         "output_dir": folder / f"evaluation-{slug(name)}",
         "overwrite_output_dir": True,  # an interrupted evaluation of this run
     }
-
-
-def slug(name: str) -> str:
-    """Turn a name into part of a file name."""
-    return re.sub(r"[^\w.]+", "-", name)
 
 
 def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:

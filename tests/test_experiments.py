@@ -18,6 +18,7 @@ from benchmarks.experiment import Experiment, read_experiment
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
 from benchmarks.without_training import BASELINES
+from hf_hybrid.training.flags.recipes import find_recipe
 
 EXPERIMENTS = Path(__file__).parent.parent / "benchmarks" / "experiments"
 SEEDS = (0, 1, 2)
@@ -233,6 +234,41 @@ def test_the_most_frequent_label_is_scored(tmp_path):
         _, baseline = BASELINES[script]
         assert baseline(flags) == {"most frequent label": {"eval_accuracy": 0.25}}
         assert baseline(flags | {"max_eval_samples": 2}) == {"most frequent label": {"eval_accuracy": 0.5}}
+
+
+def test_the_outermost_operator_of_listops_is_scored(tmp_path):
+    rows = {
+        "train": ["[MAX 8 9 ]", "[MAX 9 1 ]", "[MIN 0 3 ]"],
+        "validation": ["[MAX 9 2 ]", "[MIN 0 7 ]", "[MIN 4 5 ]", "[MED 9 9 9 ]"],
+    }
+    for split, sources in rows.items():
+        values = [9, 9, 0] if split == "train" else [9, 0, 4, 9]
+        lines = (
+            json.dumps({"source": text, "target": value}) + "\n" for text, value in zip(sources, values, strict=True)
+        )
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    scores = BASELINES["long_range"][1]({"task_name": "lra_listops", "data_dir": str(tmp_path)})
+    assert scores == {"most frequent label": {"eval_accuracy": 0.5}, "outermost operator": {"eval_accuracy": 0.5}}
+
+
+def test_an_experiment_of_other_drawn_rows_or_settings_is_another_one(tmp_path, monkeypatch):
+    flags = {**SPEC["flags"], "task_name": "lra_listops_200", "recipe": "chela"}
+    spec = SPEC | {"script": "long_range", "data": "drawn:lra_listops_200", "flags": flags}
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(spec))
+
+    def recipe():
+        return read_experiment(path, [], tmp_path).recipe("fixed", None)
+
+    hashes = [recipe(), recipe()]
+    monkeypatch.setattr(experiment_module, "digest_of_drawn", lambda *arguments: "other rows")
+    hashes.append(recipe())
+    monkeypatch.setattr(
+        experiment_module, "find_recipe", lambda *names: replace(find_recipe(*names), learning_rate=1.0)
+    )
+    hashes.append(recipe())
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
 
 
 def test_the_plan_tries_every_model_and_counts_all_runs(bench):

@@ -1,6 +1,9 @@
 """The Long Range Arena in slices: what was stopped ends as if it had not been, and recipes are the papers'."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from benchmarks import lra
 from benchmarks.lra import main
 from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
 from hf_hybrid.data.lra import LRA, LraRows
-from hf_hybrid.training.long_range import LongRangeRows
+from hf_hybrid.training.collating import LongRangeRows
 
 
 def has_recipe(model, task):
@@ -48,6 +51,7 @@ def test_every_model_reads_every_task(model, task):
 def small(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(lra, "_SMALL_ROWS", {"train": 20, "validation": 8, "test": 8})
+    monkeypatch.setitem(lra.LRA, "lra_listops_200", replace(lra.LRA["lra_listops_200"], counts=(20, 8, 8)))
 
     def run(name, *more):
         out = str(tmp_path / name)
@@ -103,7 +107,7 @@ def test_a_slice_that_drawing_fills_ends(small, monkeypatch, capsys):
 def test_what_there_is_can_be_tested_when_the_minutes_are_over(small, tmp_path, capsys):
     assert small("whole") == 0
     assert small("cut", "--minutes", "1e-9", "--finish") == 0
-    title = "16.7 % of the recipe's 2 epochs, stopped after 16.7 % of its schedule"
+    title = "16.7 % of the recipe's updates, stopped after 16.7 % of its schedule"
     assert title in capsys.readouterr().out
     result = json.loads((folder_of(tmp_path, "cut") / lra.RESULT).read_text())
     assert (result["steps"], result["of_recipe"], [point["step"] for point in result["history"]]) == (1, 1 / 6, [1])
@@ -114,7 +118,7 @@ def test_what_there_is_can_be_tested_when_the_minutes_are_over(small, tmp_path, 
 
 def test_a_part_of_the_recipe_has_a_schedule_of_its_own(small, tmp_path, capsys):
     small("half", "--fraction", "0.6")
-    assert "66.7 % of the recipe's 2 epochs, in a schedule of so many, " in capsys.readouterr().out
+    assert "66.7 % of the recipe's updates, in a schedule of so many, " in capsys.readouterr().out
     checkpoint = torch.load(folder_of(tmp_path, "half") / lra.CHECKPOINT)
     assert checkpoint["schedule"]["_last_lr"] == [0.0] * len(checkpoint["schedule"]["_last_lr"])
     assert [point["step"] for point in checkpoint["history"]] == [3, 4]
@@ -159,12 +163,22 @@ def test_other_rows_are_refused_and_the_same_ones_go_on_from_anywhere(tmp_path, 
         assert "must have the recipe and the rows of" in capsys.readouterr().err
 
 
+def test_training_needs_neither_datasets_nor_evaluate(tmp_path):
+    """A machine with a GPU may have only torch and transformers."""
+    flags = ["--task", "lra_listops_200", "--small", "--device", "cpu", "--output_dir", str(tmp_path)]
+    missing = "for name in ('datasets', 'evaluate', 'rouge_score', 'pyarrow'): sys.modules[name] = None"
+    program = f"import sys\n{missing}\nfrom benchmarks.lra import main\nmain({flags!r})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "| **CHELA**, here |" in ran.stdout
+
+
 def test_models_without_a_recipe_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--task", "lra_speech", "--model", "S4", "--output_dir", str(tmp_path)])
     assert "--recipe s4 has no settings for --task_name lra_speech; it has some for" in capsys.readouterr().err
     assert PAPERS["CHELA, its paper"]["lra_text"] == 91.10
-    assert PAPERS["S4 (Gu et al. 2022)"]["lra_pathfinder"] == 86.05
+    assert PAPERS["S4, first version (Gu et al. 2022a)"]["lra_pathfinder"] == 86.05
     assert "lra_listops" not in PAPERS["CHELA, S4D, its paper"]  # table 6 has few tasks
 
 
@@ -186,8 +200,9 @@ def test_a_folder_without_a_test_split_is_scored_by_its_validation_split(tmp_pat
         main(command)
     assert "or test with the ending .jsonl" in capsys.readouterr().err
     assert main([*command, "--tested", "validation"]) == 0
-    assert "20 examples, 100 % of the recipe's 2 epochs" in (table := capsys.readouterr().out)
-    assert "minutes, on the validation split (a rehearsal)" in table
+    # six updates, of two epochs of the 23,750 reviews that there should be
+    assert "20 examples (of train.jsonl), 0.101 % of the recipe's updates" in (table := capsys.readouterr().out)
+    assert "minutes, on the validation split, which also chose the epoch (a rehearsal)" in table
 
 
 def test_batches_pad_and_count():

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from hf_hybrid.data.lra import LraRows
 from hf_hybrid.data.preprocessing import IGNORED_LABEL
 
 
@@ -46,6 +48,22 @@ def _collate(collate: DataCollatorForSeq2Seq, has_global_attention: bool, exampl
         batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
         batch["global_attention_mask"][:, 0] = 1
     return batch
+
+
+class LongRangeRows(Dataset[dict[str, Any]]):
+    """Rows of a task as a model reads them: ids or real values, of pairs also the second's, and labels."""
+
+    def __init__(self, rows: LraRows, reads: str, length: int) -> None:
+        self.labels = rows.labels
+        self.columns: dict[str, Any] = {reads: [row[:length] for row in rows.inputs], "labels": rows.labels}
+        if rows.pairs is not None:
+            self.columns[f"pair_{reads}"] = [row[:length] for row in rows.pairs]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self.columns.items()}
 
 
 def long_range_collator(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

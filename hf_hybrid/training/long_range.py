@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_hybrid.data.classification import Labels
-from hf_hybrid.data.lra import LraRows, check_tokenizer, load_lra_once, lra_tokenizer
+from hf_hybrid.data.lra import check_tokenizer, load_lra_once, lra_tokenizer
 from hf_hybrid.models.auto import AutoModelForSequencePairClassification
-from hf_hybrid.training.collating import long_range_collator
+from hf_hybrid.training.collating import LongRangeRows, long_range_collator
 from hf_hybrid.training.flags.command_line import FlagParser, given_flags, parse_arguments, read_arguments
 from hf_hybrid.training.flags.data import PREFIXES, LongRangeArguments
 from hf_hybrid.training.flags.model import ModelArguments
@@ -173,22 +172,6 @@ def _tokenizer(
 
 
 # ---- data ----
-
-
-class LongRangeRows(Dataset[dict[str, Any]]):
-    """Rows of a task as a model reads them: ids or real values, of pairs also the second's, and labels."""
-
-    def __init__(self, rows: LraRows, reads: str, length: int) -> None:
-        self.labels = rows.labels
-        self.columns: dict[str, Any] = {reads: [row[:length] for row in rows.inputs], "labels": rows.labels}
-        if rows.pairs is not None:
-            self.columns[f"pair_{reads}"] = [row[:length] for row in rows.pairs]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: column[index] for name, column in self.columns.items()}
 
 
 def _load(data_args: LongRangeArguments, cache_dir: str | None, split: str, reads: str) -> LongRangeRows:

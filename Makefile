@@ -80,7 +80,7 @@ bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in abo
 bench-compare: $(INSTALLED) ## Compare speed and memory of the working tree with those of the commit BASE, in one run
 	$(PY) -m benchmarks.bench_compare --base $(BASE) $(BENCH_ARGS)
 
-gpu: ## Check, tune and time on a GPU, nine minutes a call, again until done; results in $OUT, else runs/gpu
+gpu: ## Check, tune and time on a GPU, nine minutes a call, again until done; results in runs/gpu
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m benchmarks.gpu $(BENCH_ARGS)
 
 # torch's CUDA build asks for one version of triton, so the others go in behind its back

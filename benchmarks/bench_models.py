@@ -97,7 +97,7 @@ def _t5_shape(model_type: str, **fields: object) -> Any:
 
 
 def _bart_shape(model_type: str, **fields: object) -> Any:
-    return _config(model_type, **bart_fields(), attention_dropout=DROPOUT, **fields)
+    return _config(model_type, **bart_fields(), **fields)
 
 
 def _spade(**fields: object) -> Any:
@@ -384,7 +384,10 @@ def report(rows: list[Row]) -> str:
         "random weights; forward and backward in training mode."
     ]
     if rate := first.get("dropout"):  # records without this column have the dropout of each config's defaults
-        parts[0] += f" Dropout {rate}, also of attention weights; BigBird's blocks have none there."
+        parts[0] += (
+            f" Dropout of the defaults: {rate}, in SPADE and models of T5's kind also of attention weights, not in "
+            "those of BART's kind (Pegasus-X, LED, BigBird)."
+        )
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
     return "\n\n".join(parts)

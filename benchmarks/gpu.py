@@ -2,8 +2,9 @@
 
 Run it from the repository root, again until all is done; each call goes on where the last one stopped::
 
-    python -m benchmarks.gpu                                       # or make gpu; results in $OUT, else runs/gpu
-    python -m benchmarks.gpu --earlier path/to/results             # goes on from results that were copied elsewhere
+    python -m benchmarks.gpu                                       # or make gpu; results in runs/gpu
+    python -m benchmarks.gpu --packed path/to/folder               # and, after each part, in a few archives there
+    python -m benchmarks.gpu --earlier path/to/folder              # goes on from such archives, or from results
     python -m benchmarks.gpu --report benchmarks/results/gpu       # the page of kept results
     python -m benchmarks.gpu --device cpu --small                  # rehearse it
     TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --small --parts checks     # also Triton's kernels
@@ -12,8 +13,10 @@ The kernels need torch and Triton; models need transformers; peers and matplotli
 process, so that a failure or a broken device does not affect the others. Rows are written as they are measured, and a
 stop loses one; the page keeps what was measured and says what failed. On a GPU, a kernel of ours that does not run is
 a failure; a peer that does not is none. Each part has a share of the time of all calls, thirty minutes together but
-for some headroom; what is left of a call goes to parts that are not finished. ``plan.json`` beside the results keeps
-account. The parts, in the order of their worth:
+for some headroom; what is left of a call goes to parts that are not finished. What was being measured when a part was
+ended comes last in the next call, and after a second such end it is a failure. ``plan.json`` beside the results keeps
+account. ``--packed`` (``$OUT`` if that is set) is for machines that give back few files: ``gpu.tar.gz`` holds the
+results, ``gpu-RUN.tar.gz`` the checkpoint of a run of ``lra``. The parts, in the order of their worth:
 
 - ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; one process per op,
   several in parallel, since compiling takes most of the time;
@@ -31,14 +34,17 @@ account. The parts, in the order of their worth:
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,11 +56,23 @@ from benchmarks.gpu_cases import Case, cases, checked_cases
 from benchmarks.gpu_kernels import DTYPES, Clock, check, dtypes_of, fingerprint, kernels_are_due, measure_ceilings
 from benchmarks.gpu_plan import LATER, Plan
 from benchmarks.gpu_tuning import Cell
-from benchmarks.record import GrowingRecord, Row, markdown_table, read_csv, short_hash, stamp, version_of, write_csv
+from benchmarks.record import (
+    GrowingRecord,
+    Row,
+    markdown_table,
+    read_csv,
+    short_hash,
+    stamp,
+    version_of,
+    whole_file,
+    write_csv,
+)
 
 FAILURES = ("wrong", "not the same", "raised", "refused")
 ABSENT = ("not done", "not installed")
 """How outcomes of what is missing begin; a later call looks for it again."""
+_SAVING = 15
+"""Seconds before a part's deadline in which it begins nothing more."""
 BROKEN, NOT_DONE, FAILED = 5, 3, 4
 """Exit statuses: the device is broken for this process; the next call measures what is missing; rows failed."""
 
@@ -67,7 +85,8 @@ COLUMNS = {
         *STAMP, "op", "shape", "dtype", "fingerprint", "direction", "contender", "ms", "over_floor", "peak_mib",
         "outcome", "copy_gbs", *(f"{name}_tflops" for name in DTYPES),
     ),
-    "tune": (*STAMP, *gpu_tuning.COLUMNS),
+    # its own capability is that of the table's entries
+    "tune": (*(name for name in STAMP if name != "capability"), "code", *gpu_tuning.COLUMNS),
     "models": (*STAMP, *gpu_models.COLUMNS),
     "losses": (*STAMP, *gpu_further.LOSS_COLUMNS),
     "sanitizer": (*STAMP, *gpu_sanitizer.COLUMNS),
@@ -148,7 +167,12 @@ PARTS: dict[str, Callable[[torch.device, argparse.Namespace, list[Row]], Iterato
 
 def _record(part: str, path: Path, device: torch.device) -> GrowingRecord:
     """Open a part's record, without the cells of which all that was wanted was missing."""
-    record = GrowingRecord(path, COLUMNS[part], KEYS[part], _stamp(device))
+    common = {name: value for name, value in _stamp(device).items() if name not in KEYS[part]}
+    if part == "tune":  # what was tuned is of the kernels' code, whichever configurations were the defaults
+        common["code"] = fingerprint(tuned=False)
+        if any(row["code"] != common["code"] for row in _rows_of(path)):
+            path.unlink()
+    record = GrowingRecord(path, COLUMNS[part], KEYS[part], common)
     there = {_cell(part, row) for row in record.rows if not row["outcome"].startswith(ABSENT)}
     record.forget(lambda row: _cell(part, row) not in there)
     return record
@@ -159,36 +183,85 @@ def _cell(part: str, row: Row) -> tuple[str, ...]:
 
 
 def run_part(part: str, arguments: argparse.Namespace) -> int:
-    """Run what is missing of one part in this process, within its time; return an exit status."""
-    started = time.monotonic()
+    """Run what is missing of one part in this process, until its time is over; return an exit status."""
     device = torch.device(arguments.device)
     path = arguments.csv or arguments.out / f"{part}.csv"
     record = _record(part, path, device)
     status, begun = 0, {_cell(part, row) for row in record.rows if row["outcome"].startswith(LATER)}
-    for key, measure in PARTS[part](device, arguments, record.rows):
-        if _cell(part, key) in record and _cell(part, key) not in begun:
+    ended, last = Ended(path.with_suffix(".begun.json")), []
+
+    def cells() -> Iterator[Cell]:
+        for key, measure in PARTS[part](device, arguments, record.rows):
+            if ended.count(key):
+                last.append((key, measure))
+            else:
+                yield key, measure
+        yield from last
+
+    for key, measure in cells():
+        if _cell(part, key) in record and _cell(part, key) not in begun and not ended.count(key):
             continue
-        if time.monotonic() - started > arguments.seconds:
+        if ended.count(key) > 1:
+            record.add(key | {"outcome": "raised: it did not end in the time of two calls"})
+            ended.forget(key)
+            continue
+        if time.time() > arguments.until:
             status = NOT_DONE
             break
         print(part, *key.values(), "...", flush=True)  # names the cell if the device hangs
-        rows = [key | row for row in measure()]
-        if not rows:  # it has begun, and a later call goes on
-            status = NOT_DONE
-            continue
         same = {name: value for name, value in key.items() if name != "fingerprint"}
-        record.forget(lambda row, same=same: same.items() <= row.items())  # of other code or configurations
-        record.add(*rows)
-        for row in rows:
-            print(part, *(row.get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
-        if any(row["outcome"].startswith(LATER) for row in rows):  # a result so far
+        rows: list[Row] = []
+        with ended.counting(key):
+            for row in measure():
+                if not rows:
+                    record.forget(
+                        lambda row, same=same: same.items() <= row.items()
+                    )  # of other code, or of half a cell
+                rows.append(key | row)
+                record.add(rows[-1])
+                print(part, *(rows[-1].get(name, "") for name in COLUMNS[part][len(STAMP) :]), flush=True)
+        if part == "tune":
+            gpu_tuning.write_table(record.rows, path.with_name("tuned.py"))
+        # without rows it has begun, with such ones it has a result so far: a later call goes on
+        if not rows or any(row["outcome"].startswith(LATER) for row in rows):
             status = NOT_DONE
         if any("CUDA error" in row["outcome"] for row in rows):
             status = BROKEN
             break
-    if part == "tune" and record.rows:
-        gpu_tuning.write_table(record.rows, path.with_name("tuned.py"))
     return status or (FAILED if any(row["outcome"].startswith(FAILURES) for row in record.rows) else 0)
+
+
+class Ended:
+    """How often a process was ended while it measured a cell; kept in a file, which such an end leaves behind.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.counts: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def count(self, key: Row) -> int:
+        """Return how often that was while it measured a cell."""
+        return self.counts.get(json.dumps(key), 0)
+
+    def forget(self, key: Row) -> None:
+        """Set a cell's count to zero."""
+        if self.counts.pop(json.dumps(key), None) is not None:
+            self._write()
+
+    @contextmanager
+    def counting(self, key: Row) -> Iterator[None]:
+        """Count an end inside the ``with`` block, unless the block ends by itself."""
+        self.counts[json.dumps(key)] = self.count(key) + 1
+        self._write()
+        yield
+        self.forget(key)
+
+    def _write(self) -> None:
+        with whole_file(self.path) as beside:
+            beside.write_text(json.dumps(self.counts), encoding="utf-8")
 
 
 class End(NamedTuple):
@@ -203,7 +276,8 @@ def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments:
     code = BROKEN
     while code == BROKEN:
         seconds = deadline - time.monotonic()
-        flags = ["--device", arguments.device, "--seconds", f"{seconds - 15:.0f}", "--csv", str(csv), "--ops", *ops]
+        until = time.time() + seconds - _SAVING
+        flags = ["--device", arguments.device, "--until", f"{until:.1f}", "--csv", str(csv), "--ops", *ops]
         flags += ["--small"] if arguments.small else []
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
         process = subprocess.Popen(command, start_new_session=True)
@@ -212,7 +286,7 @@ def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
             process.wait()
-            return End("hung and was ended; what it had measured is below", False)
+            return End(f"{LATER}, and was ended; what it had measured is below", False)
     ends = {0: End("ok", True), FAILED: End("failed, see below", True)}
     ends[NOT_DONE] = End(f"{LATER}; what it had measured is below", False)
     return ends.get(code, End(f"failed, exit {code}", False))
@@ -225,14 +299,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.earlier is not None:
-        shutil.copytree(arguments.earlier, arguments.out, dirs_exist_ok=True)
+        unpack(arguments.earlier, arguments.out)
     made_by = _stamp(torch.device(arguments.device)) | {"date": "", "small": arguments.small}
     marks = {part: fingerprint() if "fingerprint" in KEYS[part] else "" for part in PARTS}
+    marks["tune"] = fingerprint(tuned=False)
     plan = Plan(arguments.out / "plan.json", {part: short_hash([made_by, mark]) for part, mark in marks.items()})
     said = run_parts(arguments, plan)
     page = report(arguments.out, said)
     (arguments.out / "gpu.md").write_text(page, encoding="utf-8")
     draw(arguments.out)
+    if arguments.packed is not None:
+        pack(arguments.out, arguments.packed)
     print(page.split("\n## ", 1)[0])
     return sum(not outcome.startswith(("ok", "not done")) for outcome in said.values())
 
@@ -256,7 +333,29 @@ def run_parts(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
             if ended.finished and arguments.ops is None:
                 plan.finish(part, ended.said)
             print(f"{part}: {said[part]}", flush=True)
+            if arguments.packed is not None:
+                pack(arguments.out, arguments.packed)
     return said
+
+
+def pack(folder: Path, target: Path) -> None:
+    """Write results as archives: one, and one for each checkpoint, without data that can be drawn again."""
+    target.mkdir(parents=True, exist_ok=True)
+    runs = [path.parent for path in sorted(folder.glob("lra/*/*/checkpoint.pt"))]
+    others = [path for path in sorted(folder.rglob("*")) if path.is_file() and folder / "lra" not in path.parents]
+    archives = {"gpu": others, **{f"gpu-{run.name}": sorted(run.iterdir()) for run in runs}}
+    for name, files in archives.items():
+        with whole_file(target / f"{name}.tar.gz") as beside, tarfile.open(beside, "w:gz") as archive:
+            for path in files:
+                archive.add(path, path.relative_to(folder))
+
+
+def unpack(earlier: Path, folder: Path) -> None:
+    """Copy results, and what their archives hold."""
+    shutil.copytree(earlier, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("gpu*.tar.gz"))
+    for path in sorted(earlier.glob("gpu*.tar.gz")):
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
 
 
 def _run_in_processes(part: str, deadline: float, arguments: argparse.Namespace) -> End:
@@ -343,9 +442,11 @@ def draw(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything, or one part of it in this process, or print the page of earlier results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="folder of results")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of results")
+    packed = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+    parser.add_argument("--packed", type=Path, default=packed, metavar="FOLDER", help="folder of their archives")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
-    parser.add_argument("--earlier", type=Path, metavar="FOLDER", help="results of earlier calls, to go on from")
+    parser.add_argument("--earlier", type=Path, metavar="FOLDER", help="earlier results, or their archives")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
@@ -353,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print the page")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.report is not None:
         print(report(arguments.report))

@@ -22,9 +22,9 @@ KERNELS = Path(__file__).parents[1] / "hf_hybrid" / "kernels"
 
 
 @cache
-def fingerprint(folder: Path = KERNELS) -> str:
-    """Return a hash of the Triton kernels' code and of their tables of configurations, the tuned ones included."""
-    files = [folder / "tuned.py", *sorted(folder.rglob("triton_kernels.py"))]
+def fingerprint(folder: Path = KERNELS, *, tuned: bool = True) -> str:
+    """Return a hash of the Triton kernels' code and of their tables of configurations, tuned ones included or not."""
+    files = [*([folder / "tuned.py"] if tuned else []), *sorted(folder.rglob("triton_kernels.py"))]
     return short_hash([file.read_text(encoding="utf-8") for file in files])
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import whole_file
+
 SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 90, "sanitizer": 150, "lra": 160}
 """Each part's share of the time of all calls, including its start; the most worthwhile part first."""
 
@@ -73,6 +75,5 @@ class Plan:
             note()
 
     def _write(self) -> None:
-        beside = self.path.with_name(self.path.name + ".new")
-        beside.write_text(json.dumps(self.parts, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self.path)  # a stop never leaves half a file
+        with whole_file(self.path) as beside:
+            beside.write_text(json.dumps(self.parts, indent=1) + "\n", encoding="utf-8")

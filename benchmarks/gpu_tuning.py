@@ -9,9 +9,12 @@ the table, they are checked together at shapes that are no multiples of a tile, 
 
 import json
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 
 import torch
@@ -41,6 +44,8 @@ Place = tuple[Case, str]  # a case and a dtype
 BETTER, SLOWER = 0.97, 1.02
 """Time over the default's: of all shapes together, at most; of each, at most, since timings scatter."""
 FINALISTS = 2
+AHEAD = 150.0
+"""Seconds for compiling candidates in several processes, of the part's share."""
 WARPS, STAGES = (1, 2, 4, 8), (1, 2, 3, 4)
 # op -> its tiles that may change, and to what; no tiles of 32 where products are (see the kernels)
 FREE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -288,26 +293,75 @@ def cells(device: torch.device, small: bool, ops: Sequence[str] | None, rows: li
         print("tune: the kernels need a GPU, or TRITON_INTERPRET=1", flush=True)
         return
     bench = Bench(Clock(device), 2 if small else 20)
-    timed = sorted(cases(small), key=lambda case: list(FREE).index(op_of(case)))
-    for op in dict.fromkeys(op_of(case) for case in timed if ops is None or case.op in ops):
-        places: dict[Key, list[Place]] = {}
+    found: dict[str, dict[Key, list[Place]]] = {}
+    failed: list[Cell] = []
+    for case in _timed(small, ops):
         for dtype in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
-            for case in (case for case in timed if op_of(case) == op):
-                try:
-                    keys = asked(case, dtype, device)
-                except Exception as error:
-                    names = (op, NONE, "", dtype, case.shape, "", "", "")
-                    yield dict(zip(KEYS, names, strict=True)), partial(list, [{"outcome": own_outcome(error, device)}])
-                    continue
-                for key in keys:
-                    if key[0] == op:
-                        places.setdefault(key, []).append((case, dtype))
+            op = op_of(case)
+            places = found.setdefault(op, {})
+            try:
+                keys = asked(case, dtype, device)
+            except Exception as error:
+                names = (op, NONE, "", dtype, case.shape, "", "", "")
+                outcome = own_outcome(error, device)
+                failed.append((dict(zip(KEYS, names, strict=True)), partial(list, [{"outcome": outcome}])))
+                continue
+            for key in keys:
+                if key[0] == op:
+                    places.setdefault(key, []).append((case, dtype))
+    yield from failed
+    if device.type == "cuda":
+        first = [(key, own[0]) for places in found.values() for key, own in places.items()]
+        compile_ahead(first, rows, device, small)
+    for op, places in found.items():
         for key, own in places.items():
             yield from _candidates(key, own, bench, rows)
         entries = {key: x for key, x in best(rows).items() if key[0] == op}
         if entries:
             names = (op, RAGGED, str(next(iter(entries))[2]), "", "", _name(op, entries), "", "")
             yield dict(zip(KEYS, names, strict=True)), partial(check_ragged, op, entries, device, small)
+
+
+def _timed(small: bool, ops: Sequence[str] | None) -> list[Case]:
+    """Return the timed cases in the order of `FREE`."""
+    wanted = [case for case in cases(small) if ops is None or case.op in ops]
+    return sorted(wanted, key=lambda case: list(FREE).index(op_of(case)))
+
+
+def compile_ahead(firsts: Sequence[tuple[Key, Place]], rows: Sequence[Row], device: torch.device, small: bool) -> int:
+    """Run candidates that have no row yet in several processes, so that Triton's cache has their kernels.
+
+    Compiling takes most of a candidate's time, and one process compiles one at a time.
+
+    Returns:
+        How many were run before `AHEAD` seconds were over.
+    """
+    known = {tuple(row[name] for name in KEYS) for row in rows}
+    wanted = [
+        (case.op, case.shape, dtype, key, candidate, str(device), small)
+        for key, (case, dtype) in firsts
+        for candidate in variants(key[0], configurations(key[0])[key[1]])
+        if tuple(_key(key, (case, dtype), candidate).values()) not in known
+    ]
+    done, until = 0, time.monotonic() + AHEAD
+    with get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 2)) as pool:  # its end kills what still runs
+        compiled = pool.imap_unordered(compile_one, wanted)
+        for _ in wanted:
+            try:
+                compiled.next(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                break
+            done += 1
+    print(f"tune: {done} of {len(wanted)} candidates are compiled", flush=True)
+    return done
+
+
+def compile_one(wanted: tuple[str, str, str, Key, Configuration, str, bool]) -> None:
+    """Run a candidate once; whether it is right, or cannot be launched, is seen when it is measured."""
+    op, shape, dtype, key, candidate, device, small = wanted
+    case = next(case for case in cases(small) if (case.op, case.shape) == (op, shape))
+    with suppress(Exception), table({key: candidate}):
+        asked(case, dtype, torch.device(device))
 
 
 def _candidates(key: Key, places: Sequence[Place], bench: Bench, rows: list[Row]) -> Iterator[Cell]:

@@ -2,7 +2,9 @@
 
 import argparse
 import importlib.util
+import math
 import statistics
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -180,7 +182,7 @@ def test_steps_are_raced_in_graphs_too():
 
 def part_arguments(folder, **given):
     return argparse.Namespace(
-        **{"device": "cpu", "small": True, "out": folder, "seconds": 1e9, "ops": None} | given, csv=None
+        **{"device": "cpu", "small": True, "out": folder, "until": math.inf, "ops": None} | given, csv=None
     )
 
 
@@ -197,7 +199,7 @@ def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         gpu.run_part("checks", part_arguments(tmp_path))
     assert [row["op"] for row in read_csv(tmp_path / "checks.csv")] == ["one", "two"]
-    assert gpu.run_part("checks", part_arguments(tmp_path, seconds=-1)) == gpu.NOT_DONE
+    assert gpu.run_part("checks", part_arguments(tmp_path, until=0)) == gpu.NOT_DONE
     page = gpu.report(tmp_path, {"checks": "failed, exit 1"})
     assert "checks: failed, exit 1" in page
     assert "checks: 2 rows, 1 of them failed" in page
@@ -215,6 +217,92 @@ def test_a_part_keeps_what_it_has_measured(tmp_path, monkeypatch):
     ]
 
 
+def test_what_ended_a_part_comes_last_and_the_second_time_is_a_failure(tmp_path, monkeypatch):
+    """As if the process had been killed: the rows of half a cell stay until it is measured anew."""
+    began = []
+
+    def cells(device, arguments, rows):
+        for op in ("hangs", "well"):
+
+            def measure(op=op):
+                began.append(op)
+                yield {"contender": "first", "outcome": "ok"}
+                if op == "hangs":
+                    raise KeyboardInterrupt
+
+            yield {"op": op, "shape": "B1", "dtype": "fp32", "fingerprint": "a"}, measure
+
+    monkeypatch.setitem(gpu.PARTS, "kernels", cells)
+    for expected in (["hangs"], ["well", "hangs"]):
+        began.clear()
+        with pytest.raises(KeyboardInterrupt):
+            gpu.run_part("kernels", part_arguments(tmp_path))
+        assert began == expected
+    assert [row["op"] for row in read_csv(tmp_path / "kernels.csv")] == ["well", "hangs"]
+    began.clear()
+    assert gpu.run_part("kernels", part_arguments(tmp_path)) == gpu.FAILED
+    assert began == []
+    outcomes = [(row["op"], row["contender"], row["outcome"]) for row in read_csv(tmp_path / "kernels.csv")]
+    assert outcomes[1:] == [
+        ("hangs", "first", "ok"),
+        ("hangs", "", "raised: it did not end in the time of two calls"),
+    ]
+    assert gpu.run_part("kernels", part_arguments(tmp_path)) == gpu.FAILED  # and is not begun a third time
+    assert began == []
+
+
+def test_a_part_that_is_ended_goes_on_in_the_same_call(tmp_path, monkeypatch):
+    """Its share was too short; what is left of the call goes to it."""
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=wait, pid=0))
+    monkeypatch.setattr(gpu.os, "killpg", lambda *_: None)
+
+    def wait(seconds=None):
+        if seconds is not None:
+            raise subprocess.TimeoutExpired("", seconds)
+
+    ended = gpu._start("models", ["all"], tmp_path / "models.csv", time.monotonic(), part_arguments(tmp_path))
+    assert ended.said.startswith(gpu.LATER)
+    assert not ended.finished
+
+
+def test_what_was_tuned_is_of_the_kernels_code(tmp_path, monkeypatch):
+    code, measured = ["a"], []
+    key = dict.fromkeys(gpu.KEYS["tune"], "") | {"op": "short_conv", "configuration": "none"}
+    monkeypatch.setitem(gpu.PARTS, "tune", lambda *_: [(key, lambda: measured.append(code[0]) or [{"outcome": "ok"}])])
+    monkeypatch.setattr(gpu, "fingerprint", lambda tuned=True: "all" if tuned else code[0])
+    for code[0] in "aabb":
+        assert gpu.run_part("tune", part_arguments(tmp_path)) == 0
+    assert measured == ["a", "b"]
+    assert [row["code"] for row in read_csv(tmp_path / "tune.csv")] == ["b"]
+    assert (tmp_path / "tuned.py").exists()
+
+
+def test_results_travel_in_few_archives(tmp_path):
+    """Without data that can be drawn again; what was in the folder before stays."""
+    results = tmp_path / "results"
+    run = results / "lra" / "lra_listops" / "CHELA-0"
+    for path in (
+        results / "plan.json",
+        results / "checks" / "long_conv.csv",
+        run / "checkpoint.pt",
+        run / "result.json",
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    (results / "lra" / "data").mkdir()
+    (results / "lra" / "data" / "00000.npz").write_text("rows")
+    gpu.pack(results, tmp_path / "packed")
+    assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == ["gpu-CHELA-0.tar.gz", "gpu.tar.gz"]
+    gpu.unpack(tmp_path / "packed", tmp_path / "again")
+    found = sorted(str(path.relative_to(tmp_path / "again")) for path in (tmp_path / "again").rglob("*.*"))
+    assert found == [
+        "checks/long_conv.csv",
+        "lra/lra_listops/CHELA-0/checkpoint.pt",
+        "lra/lra_listops/CHELA-0/result.json",
+        "plan.json",
+    ]
+
+
 def test_the_fingerprint_is_that_of_code_and_configurations(tmp_path):
     for name in ("tuned.py", "op/triton_kernels.py", "op/step/triton_kernels.py", "op/reference.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -226,6 +314,10 @@ def test_the_fingerprint_is_that_of_code_and_configurations(tmp_path):
         gpu_kernels.fingerprint.cache_clear()
         seen.add(gpu_kernels.fingerprint(tmp_path))
     assert len(seen) == 3
+    code = gpu_kernels.fingerprint(tmp_path, tuned=False)
+    (tmp_path / "tuned.py").write_text("x = 3\n")
+    gpu_kernels.fingerprint.cache_clear()
+    assert gpu_kernels.fingerprint(tmp_path, tuned=False) == code
     for cell in (gpu._place(SMALL_CASE, "fp32"), gpu_models._key("spade", "64", "logits")):
         assert cell["fingerprint"] == gpu_kernels.fingerprint()
     assert gpu_models._key("mamba2", "64", "logits")["fingerprint"] == "-"
@@ -268,7 +360,7 @@ class Calls:
         """Return what ran, with its seconds, and how each part ended."""
         plan = gpu_plan.Plan(self.folder / "plan.json", dict.fromkeys(self.needed, self.made_by))
         arguments = argparse.Namespace(
-            parts=tuple(self.needed), minutes=9, out=self.folder, ops=None, small=True, device="cpu"
+            parts=tuple(self.needed), minutes=9, out=self.folder, ops=None, small=True, device="cpu", packed=None
         )
         self.started = []
         said = gpu.run_parts(arguments, plan)
@@ -350,19 +442,20 @@ PAGES = [("checks", "diagonal_scan", 4), ("checks kernels", "short_conv diagonal
 def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd, parts, ops, rows):
     """Without models, with the smallest shapes; each op in a process of its own."""
     flags = ["--parts", *parts.split(), "--ops", *ops.split()]
-    code = gpu.main(["--device", "cpu", "--small", *flags, "--out", str(tmp_path)])
+    packed = str(tmp_path / "packed")
+    code = gpu.main(["--device", "cpu", "--small", *flags, "--out", str(tmp_path / "here"), "--packed", packed])
     assert code == 0, capfd.readouterr()
-    page = (tmp_path / "gpu.md").read_text()
+    page = (tmp_path / "here" / "gpu.md").read_text()
     assert "- checks: ok" in page
     assert f"- checks: {rows} rows, 0 of them failed" in page
     assert ("## kernels" in page) == ("kernels" in parts)
     capfd.readouterr()
-    there = (tmp_path / "checks.csv").read_text()
-    again = ["--device", "cpu", "--small", *flags, "--out", str(tmp_path / "again"), "--earlier", str(tmp_path)]
+    there = (tmp_path / "here" / "checks.csv").read_text()
+    again = ["--device", "cpu", "--small", *flags, "--out", str(tmp_path / "again"), "--earlier", packed]
     assert gpu.main([*again, "--minutes", "0.01"]) == len(parts.split())  # no time to begin, but nothing is lost
     assert (tmp_path / "again" / "checks.csv").read_text() == there
     capfd.readouterr()
-    assert gpu.main(["--report", str(tmp_path)]) == 0
+    assert gpu.main(["--report", str(tmp_path / "here")]) == 0
     assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")
 
 
@@ -496,11 +589,14 @@ def test_losses_agree_and_what_is_missing_is_said(monkeypatch):
     for key, measure in gpu_further.losses(CPU, part_arguments(None), []):
         (found[key["dtype"], key["loss"]],) = measure()
     assert found.pop(("", "liger"))["outcome"] == "not installed: no_such_package"
-    assert {loss for _, loss in found} == {"plain", "chunked"}
+    assert {loss for _, loss in found} == {"plain", "chunked", "torch"}
     assert {row["outcome"] for row in found.values()} == {"ok"}
     monkeypatch.setitem(gpu_further.LOSSES, "plain", lambda *inputs: 1.01 * gpu_further._chunked(*inputs))
     (row,) = gpu_further._loss(300, 40, "fp32", "plain", gpu_kernels.Clock(CPU), 1)
     assert row["outcome"] == "wrong: the loss or a gradient"
+    monkeypatch.setitem(gpu_further.LOSSES, "torch", lambda *inputs: 1.01 * gpu_further._chunked(*inputs))
+    (row,) = gpu_further._loss(300, 40, "fp32", "torch", gpu_kernels.Clock(CPU), 1)
+    assert row["outcome"] == "inexact"
 
 
 def install_sanitizer(folder, monkeypatch, script):
@@ -566,6 +662,12 @@ def test_a_tool_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_sanitizer, "LONGEST", 0.5)
     (row,) = gpu_sanitizer._sanitize(["short_conv"], "memcheck", "cpu", float("inf"))
     assert row["outcome"] == "not finished in 0 s"
+
+
+def test_kernels_are_compiled_before_the_tools_watch():
+    assert gpu_sanitizer.compile_first(["short_conv", "ssm_step"], "cpu", math.inf) == 2
+    assert gpu_sanitizer.compile_first(["short_conv"], "cpu", 0.0) == 0
+    assert gpu_sanitizer.compile_first(["no such op"], "no such device", math.inf) == 0
 
 
 def test_what_the_tools_watch_runs(capsys):

@@ -38,17 +38,19 @@ def test_encoder_decoders_are_measured(tmp_path, monkeypatch):
         assert float(row["fraction_of_floor"]) == pytest.approx(share, rel=0.05, abs=1e-3)
     shown = bench_models.report(rows)
     assert "| spade, tokens/s | " in shown
-    assert "Dropout 0.1, also of attention weights" in shown
+    assert "Dropout of the defaults: 0.1" in shown
 
 
-def test_encoder_decoders_drop_alike_and_fill_no_cache(monkeypatch):
+def test_encoder_decoders_have_the_dropout_of_their_defaults_and_fill_no_cache(monkeypatch):
+    """Those of BART's kind drop no attention weights."""
     measure_here(monkeypatch)
     shrink_models(monkeypatch)
     monkeypatch.setattr(transformers.DynamicCache, "update", None)
     for name, make in bench_models.MODELS.items():
         config = make()
-        chances = {field: getattr(config, field, None) for field in ("dropout_rate", "dropout", "attention_dropout")}
-        assert {value for value in chances.values() if value is not None} == {bench_models.DROPOUT}, name
+        default = type(config)()
+        for field in ("dropout_rate", "dropout", "attention_dropout"):
+            assert getattr(config, field, None) == getattr(default, field, None), (name, field)
         if name != "bigbird":  # whose blocks need more tokens
             sent = bench_models.in_process(bench_models.measure_cell, (name, "fp32", 32, 1, 60.0), 60.0)
             assert sent[-1] == ("outcome", "ok"), name
@@ -100,6 +102,13 @@ def test_what_failed_once_is_not_measured_again(tmp_path, monkeypatch):
     (row,) = of_rounds(rows)
     assert row["outcome"] == "out of memory in 1 of 2 rounds"
     assert bench_loss.main([*flags, "--out", str(out)]) == 0
+
+
+def test_a_loss_in_chunks_that_takes_too_much_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_loss, "in_process", lambda *_: [("peak_mib", 4097.0), ("outcome", "ok")])
+    flags = ["--lengths", "16384", "--precisions", "fp32", "--rounds", "1", "--out", str(tmp_path / "loss.csv")]
+    assert bench_loss.main(flags) == 1
+    assert capsys.readouterr().err == "spade, width 256, fp32: 4097 MiB, more than 4096\n"
 
 
 def test_language_models_are_measured(tmp_path, monkeypatch):

@@ -74,7 +74,13 @@ def loss_alone(
     if function is None:
         function = partial(cross_entropy, head)
     addend, counted = chunked_loss(function, hidden_states, labels, size)
-    return lambda count: addend / (counted if count is None else count)
+
+    def loss(count: torch.Tensor | int | None) -> torch.Tensor:
+        if isinstance(count, torch.Tensor):
+            count = count.to(addend.device)  # Trainer's, which lies on the device of the inputs
+        return addend / (counted if count is None else count)
+
+    return loss
 
 
 def cross_entropy(head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, labels: torch.Tensor):

@@ -17,16 +17,18 @@ cases, whose models are those of `benchmarks.builders` (four layers of width 256
 - import: ``import hf_hybrid`` in a fresh interpreter, with all that it loads.
 
 Two processes, one for each checkout, take turns: one call here, one there, and which goes first alternates. Such two
-calls are a pair. Each round starts fresh processes and warms up before it counts. The ratio of a case is the median
-over all pairs of the working tree's seconds over the base's; the interval beside it is that of the median by order
-statistics, which covers at least 95 % whatever the distribution, if pairs are independent. Below six pairs there is
-none. Memory is the peak of one call over the process that holds the model, the median over rounds.
+calls are a pair. Each round starts fresh processes and warms up before it counts: where a process lies in memory, and
+on which core, moves all of its calls, so that a round has one ratio, the median of its pairs. The ratio of a case is
+the median over the rounds of the working tree's seconds over the base's; the interval beside it is that of the median
+by order statistics, which covers at least 95 % whatever the distribution. Below six rounds there is none. Memory is
+the peak of one call over the process that holds the model, with its ratio and interval over the rounds likewise.
 
-The exit status is 1 if a case fails, or if a whole interval lies above `--allowed`.
+The exit status is 1 if a case fails, or if a whole interval of time or memory lies above `--allowed`.
 """
 
 import argparse
 import importlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -57,12 +59,16 @@ GENERATED, PROMPT = 64, 64  # tokens
 LENGTHS = (1024, 4096)
 PACKAGE = "hf_hybrid"
 SIDES = ("tree", "base")
+UNITS = {"s": ("ratio", "low", "high"), "mib": ("mib_ratio", "mib_low", "mib_high")}
+"""Seconds and memory, and the columns of their ratio and its interval."""
 Sides = dict[str, Path]
+Round = list[tuple[str, str, float]]
+"""What a round measured of a case: side, unit and value."""
 # fmt: off
 COLUMNS = (
     "date", "cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "base",
-    "task", "model", "length", "precision", "pairs", "base_s", "tree_s", "ratio", "low", "high",
-    "base_mib", "tree_mib", "outcome",
+    "task", "model", "length", "precision", "rounds", "pairs", "base_s", "tree_s", "ratio", "low", "high",
+    "base_mib", "tree_mib", "mib_ratio", "mib_low", "mib_high", "outcome",
 )
 # fmt: on
 
@@ -255,7 +261,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every case, rewriting the CSV after each, and return its rows."""
     common = stamp() | {"threads": str(arguments.threads), "base": arguments.base[:12]}
     wanted = cases(arguments)
-    found: dict[Case, list[tuple[str, str, float]]] = {case: [] for case in wanted}
+    found: dict[Case, list[Round]] = {case: [] for case in wanted}
     wrong: dict[Case, str] = {}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +273,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
                 if case in wrong:
                     continue
                 try:
-                    found[case] += measure(case, checkouts, workers, arguments.pairs)
+                    found[case].append(list(measure(case, checkouts, workers, arguments.pairs)))
                 except RuntimeError as error:
                     wrong[case] = f"failed: {error}"
                 row = describe(case, found[case], wrong.get(case, ""), arguments.allowed)
@@ -292,24 +298,28 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     return (sorted(values)[k - 1], sorted(values)[-k]) if k else None
 
 
-def describe(case: Case, found: Sequence[tuple[str, str, float]], wrong: str, allowed: float) -> Row:
-    """Turn what was measured of a case into its columns."""
+def describe(case: Case, found: Sequence[Round], wrong: str, allowed: float) -> Row:
+    """Turn what was measured of a case in each round into its columns."""
     row = {"task": case.task, "model": case.model, "length": str(case.length or ""), "precision": case.precision}
-    values = {
-        (side, unit): [x for s, u, x in found if (s, u) == (side, unit)] for side in SIDES for unit in ("s", "mib")
-    }
-    for (side, unit), measured in values.items():
-        if measured:
-            row[f"{side}_{unit}"] = f"{statistics.median(measured):.4g}"
-    ratios = [tree / base for tree, base in zip(values["tree", "s"], values["base", "s"], strict=False)]
-    row |= {"pairs": str(len(ratios)), "outcome": wrong or "ok"}
-    if not ratios:
-        return row
-    row["ratio"] = f"{statistics.median(ratios):.3f}"
-    if ends := interval(ratios):
-        row |= {"low": f"{ends[0]:.3f}", "high": f"{ends[1]:.3f}"}
-        if ends[0] > allowed and not wrong:
-            row["outcome"] = f"failed: slower than {allowed:g} times the base"
+    row |= {"rounds": str(len(found)), "outcome": wrong or "ok"}
+    for unit, (ratio, low, high) in UNITS.items():
+        rounds = [[[x for s, u, x in one if (s, u) == (side, unit)] for side in SIDES] for one in found]
+        rounds = [sides for sides in rounds if all(sides)]
+        if not rounds:
+            continue
+        for side, measured in zip(SIDES, zip(*rounds, strict=True), strict=True):
+            row[f"{side}_{unit}"] = f"{statistics.median(itertools.chain(*measured)):.4g}"
+        pairs = [[tree / base for tree, base in zip(*sides, strict=False) if base > 0] for sides in rounds]
+        ratios = [statistics.median(one) for one in pairs if one]
+        if unit == "s":
+            row["pairs"] = str(sum(map(len, pairs)))
+        if ratios:
+            row[ratio] = f"{statistics.median(ratios):.3f}"
+        if ends := interval(ratios):
+            row |= {low: f"{ends[0]:.3f}", high: f"{ends[1]:.3f}"}
+            if ends[0] > allowed and row["outcome"] == "ok":
+                what = "slower than" if unit == "s" else "more memory than"
+                row["outcome"] = f"failed: {what} {allowed:g} times the base"
     return row
 
 
@@ -317,23 +327,21 @@ def report(rows: list[Row]) -> str:
     """Return the table of a CSV's rows as Markdown."""
     first = rows[0]
     caption = (
-        f"{conditions(first)}. The working tree over "
-        f"{first['base']}: the median of the ratios of pairs of calls, its interval of 95 %, and the ratio of peak "
-        "memory. Of twenty intervals one misses by chance."
+        f"{conditions(first)}. The working tree over {first['base']}, in seconds and in peak memory: the median of "
+        "the ratios of rounds, and its interval of 95 %. Of twenty intervals one misses by chance."
     )
     lines = []
     for row in rows:
         case = " ".join(row[name] for name in ("task", "model", "length", "precision") if row.get(name))
-        ends = f"{row['low']} to {row['high']}" if row.get("low") else "-"
-        mib = f"{float(row['tree_mib']) / float(row['base_mib']):.2f}" if _has_memory(row) else "-"
         times = [f"{1e3 * float(row[name]):.4g}" if row.get(name) else "-" for name in ("base_s", "tree_s")]
-        lines.append([case, *times, row.get("ratio") or "-", ends, row["pairs"], mib, row["outcome"]])
-    header = ["case", "base, ms", "tree, ms", "ratio", "95 %", "pairs", "memory", "outcome"]
+        cells = [cell for names in UNITS.values() for cell in _ratio_of(row, *names)]
+        lines.append([case, *times, *cells, row["rounds"], row.get("pairs") or "-", row["outcome"]])
+    header = ["case", "base, ms", "tree, ms", "ratio", "95 %", "memory", "95 %", "rounds", "pairs", "outcome"]
     return f"{caption}\n\n{markdown_table(header, lines)}"
 
 
-def _has_memory(row: Row) -> bool:
-    return bool(row.get("tree_mib") and row.get("base_mib")) and float(row["base_mib"]) > 0
+def _ratio_of(row: Row, ratio: str, low: str, high: str) -> list[str]:
+    return [row.get(ratio) or "-", f"{row[low]} to {row[high]}" if row.get(low) else "-"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -345,10 +353,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES), help="of these")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
-    parser.add_argument("--rounds", type=int, default=2, help="times that fresh processes are started")
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of calls of each case in a round")
+    parser.add_argument("--rounds", type=int, default=6, help="times that fresh processes are started")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs of calls of each case in a round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--allowed", type=float, default=1.1, metavar="RATIO", help="slower ones fail")
+    parser.add_argument("--allowed", type=float, default=1.1, metavar="RATIO", help="more time or memory fails")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,6 +67,13 @@ PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in _PEERS]
 DEFAULT_OUT = Path("runs/bench/models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AIMS = {
+    "fraction of the floor": {"fp32": 0.65, "bf16": 0.35},
+    "tokens/s over the fastest peer": {"fp32": 1.5, "bf16": 2.0},
+    "memory over the smallest peer": {"fp32": 0.6, "bf16": 0.6},
+}
+"""What SPADE should reach at `AIMED` tokens: at least, and of memory at most."""
+AIMED = ("4096", "16384")
 FLOOR = ("flops", "matmul_gflop_per_s", "floor_tokens_per_s", "fraction_of_floor")
 COLUMNS = growing_columns(
     ("model", "precision", "length", ROUND),
@@ -376,7 +383,7 @@ def against_floor(flops: float | None, seconds: Sequence[float], length: int, ra
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
-    rows = of_rounds(rows)
+    every, rows = [row for row in rows if row.get(ROUND)], of_rounds(rows)
     first = rows[0]
     parts = [
         f"{conditions(first)}. {LAYERS}+{LAYERS} layers, width "
@@ -390,7 +397,36 @@ def report(rows: list[Row]) -> str:
         )
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *aims(every)])
+
+
+def aims(rows: Sequence[Row]) -> list[str]:
+    """Return a table of `AIMS`, of ratios within each round; nothing if none can be seen."""
+    lines = []
+    for length, name in itertools.product(AIMED, AIMS):
+        for precision, wanted in AIMS[name].items():
+            cells = [row for row in rows if (row["precision"], row["length"]) == (precision, length)]
+            rounds = [[row for row in cells if row[ROUND] == number] for number in {row[ROUND] for row in cells}]
+            if found := [value for one in rounds if (value := _aimed(name, one)) is not None]:
+                median = statistics.median(found)
+                is_met = median <= wanted if name.startswith("memory") else median >= wanted
+                sign = "at most" if name.startswith("memory") else "at least"
+                spread = f"{median:.2f} ({min(found):.2f} to {max(found):.2f} in {len(found)} rounds)"
+                lines.append([name, precision, length, f"{sign} {wanted:g}", spread, "yes" if is_met else "**no**"])
+    header = ["SPADE", "precision", "tokens", "aim", "median of the ratios within a round", "met"]
+    return ["**The aims**", markdown_table(header, lines)] if lines else []
+
+
+def _aimed(name: str, rows: Sequence[Row]) -> float | None:
+    """Return what one round has of an aim."""
+    column = {"fraction": "fraction_of_floor", "tokens/s": "tokens_per_s", "memory": "peak_mib"}[name.split()[0]]
+    values = {row["model"]: float(row[column]) for row in rows if row.get(column)}
+    peers = [value for model, value in values.items() if model not in OWN]
+    if "spade" not in values or not (peers or column == "fraction_of_floor"):
+        return None
+    if column == "fraction_of_floor":
+        return values["spade"]
+    return values["spade"] / (min(peers) if column == "peak_mib" else max(peers))
 
 
 def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:
@@ -463,7 +499,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS", help="source lengths")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each cell, each in its own process")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each cell, each in its own process")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one process of a cell")
 

@@ -70,6 +70,8 @@ def _card(run: Path, corpus: Path, model: PreTrainedModel, name: str, sources: M
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     card.data.model_name, card.data.license, card.data.language = name, LICENCE, "en"
     sections = _sections(card.text) | _sections(architecture(model))
+    last_part = re.compile(r"^\| training +\| (runtime|\w+_per_second) .*\n", re.MULTILINE)  # the whole's is below
+    sections["Results"] = last_part.sub("", sections["Results"])
     for place, called in ((corpus, "corpus"), (run, "starter")):  # where it was made is nobody's business
         for written in {str(place), str(place.resolve())}:
             sections["Command"] = re.sub(rf"{re.escape(written)}(?=[\s/\"']|$)", called, sections["Command"])

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks import floors
+from benchmarks.aims import aims
 from benchmarks.record import (
     ROUND,
     Row,
@@ -67,13 +68,6 @@ PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in _PEERS]
 DEFAULT_OUT = Path("runs/bench/models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AIMS = {
-    "fraction of the floor": {"fp32": 0.65, "bf16": 0.35},
-    "tokens/s over the fastest peer": {"fp32": 1.5, "bf16": 2.0},
-    "memory over the smallest peer": {"fp32": 0.6, "bf16": 0.6},
-}
-"""What SPADE should reach at `AIMED` tokens: at least, and of memory at most."""
-AIMED = ("4096", "16384")
 FLOOR = ("flops", "matmul_gflop_per_s", "floor_tokens_per_s", "fraction_of_floor")
 COLUMNS = growing_columns(
     ("model", "precision", "length", ROUND),
@@ -397,36 +391,7 @@ def report(rows: list[Row]) -> str:
         )
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
-    return "\n\n".join([*parts, *aims(every)])
-
-
-def aims(rows: Sequence[Row]) -> list[str]:
-    """Return a table of `AIMS`, of ratios within each round; nothing if none can be seen."""
-    lines = []
-    for length, name in itertools.product(AIMED, AIMS):
-        for precision, wanted in AIMS[name].items():
-            cells = [row for row in rows if (row["precision"], row["length"]) == (precision, length)]
-            rounds = [[row for row in cells if row[ROUND] == number] for number in {row[ROUND] for row in cells}]
-            if found := [value for one in rounds if (value := _aimed(name, one)) is not None]:
-                median = statistics.median(found)
-                is_met = median <= wanted if name.startswith("memory") else median >= wanted
-                sign = "at most" if name.startswith("memory") else "at least"
-                spread = f"{median:.2f} ({min(found):.2f} to {max(found):.2f} in {len(found)} rounds)"
-                lines.append([name, precision, length, f"{sign} {wanted:g}", spread, "yes" if is_met else "**no**"])
-    header = ["SPADE", "precision", "tokens", "aim", "median of the ratios within a round", "met"]
-    return ["**The aims**", markdown_table(header, lines)] if lines else []
-
-
-def _aimed(name: str, rows: Sequence[Row]) -> float | None:
-    """Return what one round has of an aim."""
-    column = {"fraction": "fraction_of_floor", "tokens/s": "tokens_per_s", "memory": "peak_mib"}[name.split()[0]]
-    values = {row["model"]: float(row[column]) for row in rows if row.get(column)}
-    peers = [value for model, value in values.items() if model not in OWN]
-    if "spade" not in values or not (peers or column == "fraction_of_floor"):
-        return None
-    if column == "fraction_of_floor":
-        return values["spade"]
-    return values["spade"] / (min(peers) if column == "peak_mib" else max(peers))
+    return "\n\n".join([*parts, *aims(every, OWN)])
 
 
 def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:

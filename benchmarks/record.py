@@ -153,6 +153,7 @@ class GrowingRecord:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which takes the place of `path` at the end: a stop never leaves half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
     yield beside
     beside.replace(path)

@@ -210,7 +210,8 @@ def test_a_search_in_short_runs_is_part_of_no_mean(bench):
 
 
 def test_drawn_data_need_no_folder_and_read_ones_are_named(bench, tmp_path):
-    spec = SPEC | {"script": "long_range", "data": "drawn:lra_listops_200", "scores": ["eval_loss"]}
+    flags = {**SPEC["flags"], "task_name": "lra_listops_200"}
+    spec = SPEC | {"script": "long_range", "data": "drawn:lra_listops_200", "scores": ["eval_loss"], "flags": flags}
     bench.change(spec)
     assert bench.work(seeds=(0,)).failures == {}
     assert not bench.flags[ORDER[0]].keys() & {"data_dir", "train_file", "validation_file"}

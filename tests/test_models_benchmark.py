@@ -8,6 +8,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_cross_attention, bench_language_models, bench_loss, bench_models, floors, results_page
+from benchmarks.aims import aims
 from benchmarks.record import in_fp32, of_rounds, read_csv
 from tests.measuring import FEW, measure_here, shrink_models
 
@@ -63,13 +64,13 @@ def test_aims_are_of_ratios_within_a_round():
         for model, tokens, peak in (("spade", 160.0, "60"), ("led", 100.0, "130"), ("t5-sdpa", 50.0, "110")):
             cell = {"model": model, "precision": "fp32", "length": "4096", "round": number, "fraction_of_floor": "0.5"}
             rows.append(cell | {"tokens_per_s": f"{tokens * speed}", "peak_mib": peak})
-    _, table = bench_models.aims(rows)
+    _, table = aims(rows, bench_models.OWN)
     assert table.splitlines()[2:] == [
         "| fraction of the floor | fp32 | 4096 | at least 0.65 | 0.50 (0.50 to 0.50 in 2 rounds) | **no** |",
         "| tokens/s over the fastest peer | fp32 | 4096 | at least 1.5 | 1.60 (1.60 to 1.60 in 2 rounds) | yes |",
         "| memory over the smallest peer | fp32 | 4096 | at most 0.6 | 0.55 (0.55 to 0.55 in 2 rounds) | yes |",
     ]
-    assert bench_models.aims([row for row in rows if row["model"] != "spade"]) == []
+    assert aims([row for row in rows if row["model"] != "spade"], bench_models.OWN) == []
 
 
 def test_an_interrupted_run_goes_on_and_fractions_are_those_of_a_round(tmp_path, monkeypatch):

@@ -538,13 +538,16 @@ def test_other_vocabularies_are_refused():
 def test_drawn_rows_are_drawn_once(tmp_path, monkeypatch):
     wanted = load_lra("lra_listops_200", "test", count=4, seed=3)
     first = load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
-    monkeypatch.setattr(kept, "draw_shard", lambda *_, **__: pytest.fail("drawn again"))
+    monkeypatch.setattr(kept, "_draw_one", lambda *_, **__: pytest.fail("drawn again"))
     again = load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
     for found in (first, again):
         assert [row.tolist() for row in found.inputs] == [row.tolist() for row in wanted.inputs]
         assert found.labels.tolist() == wanted.labels.tolist()
     with pytest.raises(pytest.fail.Exception, match="drawn again"):
         load_lra_once("lra_listops_200", "test", count=4, seed=4, cache_dir=str(tmp_path))
+    monkeypatch.setattr(kept, "digest_of_drawn", lambda *_: "another generator")
+    with pytest.raises(pytest.fail.Exception, match="drawn again"):
+        load_lra_once("lra_listops_200", "test", count=4, seed=3, cache_dir=str(tmp_path))
 
 
 @pytest.fixture

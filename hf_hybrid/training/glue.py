@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     labels = settle_labels(config, found, model_args, training_args)
     ids = {name: labels.encode(members, name=name) for name, members in values.items()}
     if model_args.init_from is None:
-        check_resumed_model(config, resume_from, new=model_args.is_new)
+        check_resumed_model(config, resume_from, new=model_args.is_new, encoder_alone=True)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), columns)
     settled = (model_args, training_args, auto_class, config, tokenizer, resume_from, positions)

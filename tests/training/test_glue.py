@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EvalPrediction,
+)
 
+import hf_hybrid
 from hf_hybrid.data.classification import Labels
 from hf_hybrid.data.preprocessing import guess_labels
 from hf_hybrid.metrics import load_metric
@@ -313,6 +320,33 @@ def test_a_run_is_resumed_with_its_labels(command, tmp_path):
         for name in ("straight", "out")
     )
     torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("flag", ["--model_name_or_path", "--config_name"])
+def test_a_run_that_trains_the_encoder_of_an_encoder_decoder_is_resumed(command, tmp_path, flag):
+    """A classifier of SPADE, such as the starter, has the encoder alone, and its checkpoints say so."""
+    saved, starter = str(tmp_path / "pairs"), hf_hybrid.starter("spade-en-tiny")
+    fields = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "ssm_state_size": 8}
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(starter, **fields)).save_pretrained(saved)
+    splits = {"train": pairs(16, _shares_words)}
+
+    def argv(name, *more):
+        flags = command("spade", splits, "--do_train", "--max_steps", "4", "--save_steps", "2", *more, output=name)
+        at = flags.index("--model_type")
+        return [*flags[:at], flag, saved, "--tokenizer_name", str(starter), *flags[at + 6 :]]
+
+    glue.main(argv("straight"))
+    resumed = ("--resume_from_checkpoint", str(tmp_path / "straight" / "checkpoint-2"))
+    glue.main(argv("out", *resumed))
+    one, two = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).state_dict()
+        for name in ("straight", "out")
+    )
+    torch.testing.assert_close(one, two)
+    config = AutoConfig.from_pretrained(saved, local_radius=2)
+    config.save_pretrained(saved)
+    with pytest.raises(ValueError, match="local_radius is 128 there and 2 in this run"):
+        glue.main(argv("other", *resumed))
 
 
 def test_glues_own_files(command, tmp_path):

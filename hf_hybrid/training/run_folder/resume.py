@@ -73,12 +73,15 @@ def find_resume_checkpoint(training_args: TrainingArguments) -> str | None:
     return wanted
 
 
-def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, new: bool) -> None:
+def check_resumed_model(
+    config: PreTrainedConfig, resume_from: str | None, *, new: bool, encoder_alone: bool = False
+) -> None:
     """Refuse to resume a model whose configuration differs from the checkpoint's.
 
     Trainer loads the tensors whose names fit: without this check, a run ends in a traceback or trains a wrong model.
 
-    The configuration of a `new` model already fits tokenizer and lengths; a loaded one may still be resized.
+    The configuration of a `new` model already fits tokenizer and lengths; a loaded one may still be resized. With
+    `encoder_alone`, some classes train the encoder of an encoder-decoder, and their checkpoints are encoders'.
 
     Raises:
         ValueError: A field differs, or the checkpoint's configuration cannot be read.
@@ -93,6 +96,9 @@ def check_resumed_model(config: PreTrainedConfig, resume_from: str | None, *, ne
         raise ValueError(
             f"--resume_from_checkpoint {resume_from}: its config.json cannot be read. {explain_config_error(error)}"
         ) from error
+    if encoder_alone and config.is_encoder_decoder and not saved.get("is_encoder_decoder", True):
+        config = config.get_text_config(encoder=True)
+        config.is_encoder_decoder = False
     skipped = _NOT_COMPARED | _STARTING_VALUES | (set() if new else _RESIZED)
     before, now = (_settings(values, skipped) for values in (saved, config.to_dict()))
     for name in ["model_type", *(name for name in now if name in before)]:

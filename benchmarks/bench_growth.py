@@ -8,8 +8,8 @@ Run it from the repository root::
 
 Each row is written when it is measured. Stopped? The same command goes on after the last row; it refuses a file that
 another machine or other versions began, and does not repeat what ran out of memory or time. The models are those of
-`benchmarks.builders`: four layers (an encoder-decoder four and four) of width 256, batch 1, random weights, with the
-dropout of the defaults. The tasks, each with its memory:
+`benchmarks.builders`, `FURTHER` forms in the first precision only: four layers (an encoder-decoder four and four) of
+width 256, batch 1, random weights, with the dropout of the defaults. The tasks, each with its memory:
 
 - step: forward and backward, "bf16" under autocast; peak over the process that holds the model (see
   `benchmarks.bench_models`). The loss is computed alone (`skip_logits`), as the scripts do: how the logits of all
@@ -42,16 +42,18 @@ from benchmarks.bench_models import (
     most_memory,
     what_went_wrong,
 )
-from benchmarks.builders import LONGEST_BART, MODES, OURS, build
+from benchmarks.builders import FURTHER, LONGEST_BART, MODES, OURS, build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table, slope
 from benchmarks.workloads import decoding, forward, held_mib, training_step
 
 DEFAULT_OUT = Path("runs/bench/growth_cpu.csv")
 TASKS = ("step", "forward", "decode")
 LENGTHS = (1024, 4096, 16384, 65536)
-LONGEST = {"srformer": 16384, "srformer-bart": LONGEST_BART}
+LONGEST = dict.fromkeys(("srformer", "srformer-segmented", "srformer-recurrent"), 16384) | {
+    "srformer-bart": LONGEST_BART
+}
 """The longest inputs of models whose encoder is quadratic."""
-MODELS = (*OURS, *MODES)
+MODELS = (*OURS, *MODES, *FURTHER)
 BIDIRECTIONAL = ("chela-bidirectional",)
 """Models that do not decode."""
 CALLS = {"step": 2, "forward": 3, "decode": 64}
@@ -65,10 +67,14 @@ UNEXPLAINED = "not explained yet"
 # (model, task, "time" or "memory") -> why it grows faster than the length
 REASONS = {
     (model, task, "time"): f"{parent}'s encoder: every token attends to every other"
-    for model, parent in (("srformer", "T5"), ("srformer-bart", "BART"))
+    for model, parent in (
+        *((model, "T5") for model in ("srformer", "srformer-segmented", "srformer-recurrent")),
+        ("srformer-bart", "BART"),
+    )
     for task in ("step", "forward")
 } | {
-    ("srformer", task, "memory"): "T5's encoder: its position bias, and the scores where they are kept, are square"
+    (model, task, "memory"): "T5's encoder: its position bias, and the scores where they are kept, are square"
+    for model in ("srformer", "srformer-segmented", "srformer-recurrent")
     for task in ("step", "forward")
 }
 
@@ -112,7 +118,9 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     cells = [
         (model, task, precision, length)
         for model, task, precision, length in itertools.product(*asked)
-        if length <= LONGEST.get(model, length) and not (task == "decode" and model in BIDIRECTIONAL)
+        if length <= LONGEST.get(model, length)
+        and not (task == "decode" and model in BIDIRECTIONAL)
+        and (model not in FURTHER or precision == arguments.precisions[0])
     ]
     return fill(arguments, KEYS, [*MEASURES, LIMIT], sorted(cells, key=lambda cell: cell[-1]), sent)
 

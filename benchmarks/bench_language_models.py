@@ -179,14 +179,29 @@ MODELS: dict[str, Callable[[], Any]] = {
     "spade-hyena": partial(_spade, 848, ssm_type="hyena"),
     "spade-chunk": partial(_spade, 976, attention_type="chunk"),
 }
+FORMS: dict[str, Callable[[], Any]] = {
+    "spade-s4d": partial(_spade, 976, ssm_type="s4d"),
+    "spade-s5": MODELS["spade-s5"],
+    "spade-hyena-64k": partial(_spade, 848, ssm_type="hyena", ssm_l_max=2**17),
+    "spade-lstm": partial(_spade, 976, ssm_type="lstm"),
+    "spade-frozen-s4": MODELS["spade-frozen-s4"],
+    "chela-one-head": MODELS["chela-one-head"],
+    "chela-s4d": partial(_chela, 1008, num_attention_heads=HEADS, mixer="s4d"),
+    "chela-ema": partial(_chela, 1008, num_attention_heads=HEADS, mixer="ema"),
+    "chela-laplace-chunks": partial(_chela, 1008, num_attention_heads=1, attention_fn="laplace", chunk_size=WINDOW),
+    "bst-sh-unstructured": MODELS["bst-sh-unstructured"],
+    "bst-mf-unstructured": MODELS["bst-mf-unstructured"],
+    "bst-sh-s4-window-before": partial(_bst, 888, context_shift="window"),
+}
+"""Further forms of our language models, whose growth is measured."""
 
 
 def build_model(name: str, *, dropout: bool = False) -> Any:
-    """Build one of `MODELS` with random weights, without dropout or with that of its defaults."""
+    """Build one of `MODELS` or `FORMS` with random weights, without dropout or with that of its defaults."""
     import transformers
 
     torch.manual_seed(0)
-    config = MODELS[name]()
+    config = {**MODELS, **FORMS}[name]()
     if not dropout:
         for field in [field for field, value in vars(config).items() if field.endswith("dropout") and value]:
             setattr(config, field, 0.0)

@@ -11,6 +11,8 @@ CAUSAL = ("spade", "chela", "bst-sh-s4")
 OURS = (*ENCODER_DECODERS, *CAUSAL)
 MODES = ("spade-seq2seq-chunk", "srformer-bart", "spade-chunk", "chela-bidirectional", "bst-mh-s4", "bst-mf-s4")
 """Further forms of `OURS`."""
+FURTHER = (*bench_language_models.FORMS, "srformer-segmented", "srformer-recurrent")
+"""Forms whose growth is measured in one precision."""
 LONGEST_BART = 16384  # tokens; it has a position embedding for each
 SIZES = {"tiny": (128, 2), "small": (256, 4)}
 """Width and layers of `build_sized`; of an encoder-decoder in each stack."""
@@ -19,7 +21,7 @@ SIZED = ("llama", "spade", "chela", "bst", "t5", "spade-seq2seq", "srformer-t5",
 
 
 def build(name: str, *, dropout: bool = True) -> Any:
-    """Build one of `OURS`, of `MODES` or of the peers in `bench_models` and `bench_language_models`.
+    """Build one of `OURS`, `MODES` or `FURTHER`, or of the peers in `bench_models` and `bench_language_models`.
 
     Args:
         name: The model.
@@ -41,8 +43,10 @@ def _srformer(name: str) -> Any:
     import hf_hybrid
 
     torch.manual_seed(0)
-    if name == "srformer":
-        return hf_hybrid.SRformerT5ForConditionalGeneration(hf_hybrid.SRformerT5Config(**bench_models.t5_fields()))
+    if name != "srformer-bart":
+        mode = {"cross_attention_mode": name.removeprefix("srformer-")} if "-" in name else {}
+        config = hf_hybrid.SRformerT5Config(**bench_models.t5_fields(), **mode)
+        return hf_hybrid.SRformerT5ForConditionalGeneration(config)
     fields = bench_models.bart_fields() | {"max_position_embeddings": LONGEST_BART}
     return hf_hybrid.SRformerBartForConditionalGeneration(hf_hybrid.SRformerBartConfig(**fields))
 

@@ -87,12 +87,18 @@ def test_every_mode_is_there_up_to_the_length_that_it_can_have(tmp_path, monkeyp
     assert max(length for model, *_, length in asked if model == "srformer-bart") == 16384
     assert max(length for model, *_, length in asked if model == "chela-bidirectional") == 65536
     assert {task for model, task, *_ in asked if model == "chela-bidirectional"} == {"step", "forward"}
+    precisions = {model: {cell[2] for cell in asked if cell[0] == model} for model in bench_growth.MODELS}
+    assert all(found == {"fp32"} for model, found in precisions.items() if model in bench_growth.FURTHER)
+    assert precisions["chela"] == {"fp32", "bf16"}
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "model",
-    some(["spade-seq2seq-chunk", "srformer-bart", "chela-bidirectional", "bst-mf-s4"], "srformer-bart", "bst-mf-s4"),
+    some(
+        ["spade-seq2seq-chunk", "srformer-bart", "chela-bidirectional", "bst-mf-s4", *bench_growth.FURTHER],
+        *("srformer-bart", "bst-mf-s4", "srformer-recurrent", "chela-laplace-chunks"),
+    ),
 )
 def test_other_modes_run(model):
     for task in bench_growth.TASKS[: 2 if model in bench_growth.BIDIRECTIONAL else 3]:

@@ -56,7 +56,7 @@ def costs(results: Path = RESULTS) -> list[Costs]:
     panels = (
         ("Training an encoder-decoder", "time per token, µs", pairs, per_token("median_s")),
         ("", "peak memory, MiB", pairs, number("peak_mib")),
-        ("Training a language model", "time per token, µs", language, per_token("step_s")),
+        ("Training a language model, with all logits", "time per token, µs", language, per_token("step_s")),
         ("", "peak memory, MiB", language, number("peak_mib")),
         ("Decoding with a language model", "time per token, ms", language, number("token_s", 1e3)),
         ("", "cache, MiB", language, number("cache_mib")),

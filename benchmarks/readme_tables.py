@@ -198,7 +198,7 @@ def measured() -> str:
     ):
         rows.append([label, f"SPADE {cell(spade)}", f"{best['model'].upper()} {cell(best)}, the fastest peer"])
     for label, cell in (
-        ("training a language model, thousand tokens per second", speed),
+        ("training a language model, with all logits, thousand tokens per second", speed),
         ("its peak memory, MiB", number(peak, ".0f")),
         ("decoding after that prompt, milliseconds per token", number(token, ".1f", 1e3)),
         ("its cache, MiB", number(cache, ".1f")),

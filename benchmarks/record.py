@@ -253,10 +253,18 @@ def of_rounds(rows: Sequence[Row]) -> list[Row]:
 
 
 def in_fp32(path: Path) -> list[Row]:
-    """Return a record's rows in fp32, one for each cell; of a model with several losses those of the loss alone."""
+    """Return a record's rows in fp32, one for each cell; of a model with several losses that with all logits.
+
+    Peers have all logits too, so that what is compared does the same. What has no loss, such as decoding, is measured
+    once, beside the loss alone.
+    """
     rows = [row for row in of_rounds(read_csv(path)) if row.get("precision", "fp32") == "fp32"]
-    alone = {row["model"] for row in rows if row.get("loss") == "alone"}
-    return [row for row in rows if row.get("loss", "alone") == "alone" or row["model"] not in alone]
+    alone = {(row["model"], row["length"]): row for row in rows if row.get("loss") == "alone"}
+    found: list[Row] = []
+    for row in (row for row in rows if row.get("loss") != "alone"):
+        filled = {name: value for name, value in row.items() if value}
+        found.append({**row, **alone.get((row.get("model", ""), row["length"]), {}), **filled})
+    return found
 
 
 def _of_cell(rounds: list[Row]) -> Row:

@@ -36,7 +36,7 @@ LAYOUTS = {
     8: [(3, 3, 3, 3, 3, 3, 3, 3), (5, 1, 0, 8, 1, 7, 2, 0)],
 }
 PACKED = [(0, 5, 5, 17, 24), (0, 10, 11, 12, 24)]
-# one of each kind: these always run with 2 and 4 processes too
+# one of each kind: these always run with 2 and 4 processes too, and in a second layout of three
 KINDS = ("window 4 causal", "chunks both", "laplace chunks causal", "linear gated causal", "short 5 both", "long both",
          "scan complex", "s4 both", "segments neurons")  # fmt: skip
 
@@ -67,8 +67,10 @@ def cases(full: bool) -> Iterator[Case]:
         for size in SIZES:
             for lengths in LAYOUTS[size]:
                 for ends in (None, *(PACKED if operation.packed else ())):
-                    few = lengths in LAYOUTS[size][:2] if size == 3 else lengths == LAYOUTS[size][-1] and name in KINDS
-                    ordinary = few and size <= processes(False) and ends != PACKED[1]
+                    few = LAYOUTS[size][1:2] if size == 3 else LAYOUTS[size][-1:]
+                    first = size == 3 and lengths == LAYOUTS[size][0]
+                    ordinary = first or (name in KINDS and lengths in few and size <= processes(False))
+                    ordinary = ordinary and ends != PACKED[1]
                     if ordinary != full:
                         yield _case(name, lengths, ends)
 

@@ -499,11 +499,7 @@ def _labelled_inputs(model, auto_class):
     return {**inputs, "labels": tiny_labels(model)} if auto_class.endswith("LM") else inputs
 
 
-COMPILED = [
-    case
-    for case in GENERATIVE
-    if case not in (("spade", "AutoModelForCausalLM"), ("srformer_bart", "AutoModelForSeq2SeqLM"))
-]
+COMPILED = [("spade", "AutoModelForSeq2SeqLM"), ("chela", "AutoModelForCausalLM")]
 
 
 @pytest.mark.parametrize(("model_type", "auto_class"), some(MODEL_CLASSES, *COMPILED))

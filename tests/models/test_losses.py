@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_hybrid.models import losses
 
 from ..tolerances import assert_close
-from ..torchrun import torchrun
+from ..torchrun import in_forks
 from .losses_divided import WRAPPERS
 from .tiny import is_causal_lm, tiny_inputs, tiny_labels, tiny_model
 
@@ -176,7 +176,7 @@ def test_a_compiled_step_is_one_graph():
 
 
 def test_processes_with_unequal_numbers_of_chunks(tmp_path):
-    done = torchrun("-m", "tests.models.losses_divided", str(tmp_path), log_dir=tmp_path / "log")
+    done = in_forks("tests.models.losses_divided", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found == dict.fromkeys(WRAPPERS, "fine")

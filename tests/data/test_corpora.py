@@ -4,10 +4,10 @@ from itertools import combinations
 
 import pytest
 
-import hf_hybrid
 from hf_hybrid.data.corpora import _matches_and_mismatches, corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
 
+from ..bare import BARE
 from .conftest import write_package
 
 
@@ -64,10 +64,8 @@ def test_two_builds_are_equal(package, tmp_path):
 
 
 def test_two_processes_at_once_build_one_corpus(package, tmp_path):
-    house = "import os, sys, types; house = sys.modules['hf_hybrid'] = types.ModuleType('hf_hybrid')"  # without models
     code = (
-        f"{house}; house.__path__ = {list(hf_hybrid.__path__)};"
-        "from hf_hybrid.data.corpora import embedded_corpus; child = os.fork();"
+        f"{BARE} import os; from hf_hybrid.data.corpora import embedded_corpus; child = os.fork();"
         "corpus = embedded_corpus('docstrings', cache_dir=sys.argv[1], packages=[sys.argv[2]]);"
         "out = open(f'{sys.argv[1]}/{bool(child)}.txt', 'w');"
         "print(len(corpus['train']), corpus['train'][0]['document'], file=out, flush=True);"

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from .bare import BARE
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_hybrid"
 
@@ -333,7 +335,6 @@ def test_importing_the_package_is_cheap_and_needs_no_triton():
 
 def test_kernels_need_torch_alone():
     """Importing the package registers models, which needs transformers; the kernels by themselves need none of it."""
-    house = "import sys, types; house = sys.modules['hf_hybrid'] = types.ModuleType('hf_hybrid')"
-    loaded = modules_after(f"{house}; house.__path__ = ['hf_hybrid']; import hf_hybrid.kernels")
+    loaded = modules_after(f"{BARE}import hf_hybrid.kernels")
     assert "torch" in loaded
     assert not loaded & {"transformers", "datasets", "evaluate", "triton"}

@@ -1,12 +1,14 @@
-"""Two processes on one machine's CPU, as torchrun starts them: once in a test run, for it takes long."""
+"""Processes on one machine's CPU, as torchrun starts them: once in a test run, for it takes long. Forks take less."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch.multiprocessing as mp
 from filelock import FileLock
 
 LIMIT = 240
@@ -27,8 +29,35 @@ def torchrun(*command: str, log_dir: Path) -> subprocess.CompletedProcess:
     )
 
 
+def in_forks(module: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a module that calls `fork`."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def fork(processes: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in processes with the environment that torchrun gives them; what is imported is imported once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(_forked, (processes, port, work, arguments), nprocs=processes, start_method="fork")
+
+
+def _forked(rank: int, processes: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "RANK": rank, "LOCAL_RANK": rank}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    work(*arguments)
+
+
 def leave() -> NoReturn:
-    """End a process of `torchrun` that has written its results, at once.
+    """End one of the processes that has written its results, at once.
 
     After FSDP torch's caches keep the process group, destroyed or not; its threads live on and, on a busy machine,
     now and then abort an interpreter that ends in the usual way.

@@ -3,12 +3,11 @@
 import csv
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from hf_hybrid.commands.program import main
 from hf_hybrid.commands.results import progress_file
 from hf_hybrid.training.errors import run_command_line
 
+from ..matrix import some
 from .conftest import PEERS
 
 TEXTS = ["A first document.", "b", "The third one is by far the longest of the four.", "Four"]
@@ -334,7 +334,14 @@ def test_csv_has_a_header_and_vectors_as_json(folders, tmp_path):
     assert len(json.loads(first["embedding"])) == len(json.loads(second["embedding"])) > 1
 
 
-def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("extension", "torn"),
+    some(
+        [(extension, torn) for extension in ("jsonl", "csv", "txt") for torn in (b"", b'["torn')],
+        *(("jsonl", b'["torn'), ("csv", b""), ("txt", b'["torn')),
+    ),
+)
+def test_a_command_goes_on_where_it_was_cut_off(extension, torn, folders, folder, tmp_path, capsys, monkeypatch):
     checkpoint = folders("chela", "AutoModelForCausalLM")
     monkeypatch.setattr(answer, "_BATCHES", 1)
     answered = []
@@ -345,31 +352,27 @@ def test_a_command_goes_on_where_it_was_cut_off(folders, folder, tmp_path, capsy
         return respond(self, prompts)
 
     monkeypatch.setattr(Generate, "answer", counted)
-    for extension in ("jsonl", "csv", "txt"):
-        out = tmp_path / f"out.{extension}"
-        command = ["generate", checkpoint, str(folder), *NEW, "--batch_size", "2", "-o", str(out)]
-        assert main(command) == 1
-        whole, lines = out.read_bytes(), progress_file(out).read_bytes().splitlines(keepends=True)
-        assert len(lines) == 11  # two batches, whose documents are answered, about to be written, written
-        for kept in range(1, 12):
-            records = [json.loads(line) for line in lines[1:kept]]
-            length = max([0, *(record[1] for record in records if isinstance(record, list))])
-            begun = max([length, *(record for record in records if isinstance(record, int))])
-            known = {
-                one["document"] if isinstance(one, dict) else one[0] for one in records if not isinstance(one, int)
-            }
-            for cut in {length, (length + begun) // 2, begun}:  # the output may be ahead of what is written down
-                for torn in (b"", b'["torn'):
-                    out.write_bytes(whole[:cut])
-                    progress_file(out).write_bytes(b"".join(lines[:kept]) + torn)
-                    answered.clear()
-                    assert main(command) == 1
-                    assert out.read_bytes() == whole
-                    assert len(answered) == 4 - len(known)  # nothing twice
-            out.write_bytes(whole[:begun] + b"somebody's")
-            progress_file(out).write_bytes(b"".join(lines[:kept]))
-            with pytest.raises(ValueError, match=r"was changed after it was written|is not the output of such"):
-                main(command)
+    out = tmp_path / f"out.{extension}"
+    command = ["generate", checkpoint, str(folder), *NEW, "--batch_size", "2", "-o", str(out)]
+    assert main(command) == 1
+    whole, lines = out.read_bytes(), progress_file(out).read_bytes().splitlines(keepends=True)
+    assert len(lines) == 11  # two batches, whose documents are answered, about to be written, written
+    for kept in range(1, 12):
+        records = [json.loads(line) for line in lines[1:kept]]
+        length = max([0, *(record[1] for record in records if isinstance(record, list))])
+        begun = max([length, *(record for record in records if isinstance(record, int))])
+        known = {one["document"] if isinstance(one, dict) else one[0] for one in records if not isinstance(one, int)}
+        for cut in {length, (length + begun) // 2, begun}:  # the output may be ahead of what is written down
+            out.write_bytes(whole[:cut])
+            progress_file(out).write_bytes(b"".join(lines[:kept]) + torn)
+            answered.clear()
+            assert main(command) == 1
+            assert out.read_bytes() == whole
+            assert len(answered) == 4 - len(known)  # nothing twice
+        out.write_bytes(whole[:begun] + b"somebody's")
+        progress_file(out).write_bytes(b"".join(lines[:kept]))
+        with pytest.raises(ValueError, match=r"was changed after it was written|is not the output of such"):
+            main(command)
 
 
 def test_documents_that_are_new_or_changed_are_added(folders, folder, tmp_path):
@@ -558,19 +561,27 @@ def test_batches_and_devices_may_change(folders, tmp_path):
     assert len(written(out)) == 4
 
 
+def on_one_thread(arguments):
+    """Run a command in a fork, which has none of its parent's threads."""
+    torch.set_num_threads(1)
+    main(arguments)
+
+
 def test_a_killed_process_leaves_what_it_wrote(folders, folder, tmp_path):
     out = tmp_path / "out.jsonl"
-    for index in range(60):
+    for index in range(40):
         (folder / f"{index}.txt").write_text(f"{index} {TEXTS[2]}" * 20)
-    command = [sys.executable, "-m", "hf_hybrid", "generate", folders("chela", "AutoModelForCausalLM"), str(folder)]
-    command += ["--batch_size", "1", "--batch_tokens", "1", "--max_new_tokens", "40", "-o", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (out.is_file() and out.read_bytes().count(b"\n") > 3):
+    command = ["generate", folders("chela", "AutoModelForCausalLM"), str(folder)]
+    command += ["--batch_size", "1", "--batch_tokens", "1", "--max_new_tokens", "30", "-o", str(out)]
+    process = multiprocessing.get_context("fork").Process(target=on_one_thread, args=(command,))
+    process.start()
+    while process.is_alive() and not (out.is_file() and out.read_bytes().count(b"\n") > 3):
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert 3 < out.read_bytes().count(b"\n") < 60
-    assert main(command[3:]) == 1  # for 2b.txt
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert 3 < out.read_bytes().count(b"\n") < 40
+    assert main(command) == 1  # for 2b.txt
     got = [row["document"] for row in written(out)]
     assert got == sorted(str(path) for path in folder.iterdir() if path.name != "2b.txt")
 

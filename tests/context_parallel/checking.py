@@ -1,4 +1,4 @@
-"""Runs cases in several processes: ``python -m tests.context_parallel.checking FOLDER FULL``, FULL 0 or 1.
+"""Runs cases in several processes: ``python -m tests.context_parallel.checking FULL FOLDER``, FULL 0 or 1.
 
 One pool of four processes, for the rest of the matrix of eight, forked from one that has imported everything, runs all
 cases; those of fewer processes run in a group of the first ones. A table goes to the folder: case → what went wrong,
@@ -237,4 +237,4 @@ def main(folder: Path, full: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "1")
+    main(Path(sys.argv[2]), sys.argv[1] == "1")

@@ -1,4 +1,4 @@
-"""Loses one of four processes: ``python -m tests.context_parallel.losing FOLDER``.
+"""Loses one of four processes; `main` wants an interpreter that has started no threads.
 
 In each case all meet once, then one ends, hangs, stops or leaves in order, and the others go on. What each of these
 says goes to ``table.json``: case → messages of those that are left.
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from multiprocessing import util
@@ -109,7 +108,3 @@ def main(folder: Path) -> None:
         left = [rank for rank in range(SIZE) if rank != victim(case)]
         table[case] = [(folder / f"{case} {rank}").read_text() for rank in left]
     (folder / "table.json").write_text(json.dumps(table))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

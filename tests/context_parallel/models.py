@@ -110,7 +110,7 @@ def model_cases(full: bool) -> list[tuple[str, Variant, str, int]]:
                     found.append((name, variant, batch, size))
         for number, batch in enumerate(DRAWN):
             for size in (2, 3, 4, 8):
-                ordinary = size == 4 and index % (2 * len(DRAWN)) == number  # one of every second variant
+                ordinary = size == 4 and index % (6 * len(DRAWN)) == 5 * number  # one of every sixth variant
                 if ordinary != full:
                     name = f"{variant.model_type} {variant.auto_class} {variant.name}, {batch}, {size} processes"
                     found.append((name, variant, batch, size))

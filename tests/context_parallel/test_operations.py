@@ -10,6 +10,7 @@ import pytest
 
 from hf_hybrid.context_parallel import check_divisible
 
+from ..bare import BARE
 from ..matrix import some
 from ..torchrun import LIMIT, once
 from .behaviours import BEHAVIOURS
@@ -21,6 +22,8 @@ from .training import TRAINING
 FULL_LIMIT = 1800
 """Seconds for the rest of the matrix, in which up to eight processes share the cores."""
 pytestmark = pytest.mark.timeout(FULL_LIMIT)  # the first test of a run waits for all
+CHECKING = "tests.context_parallel.checking"
+LOSING = f"{BARE}from tests.context_parallel import losing; losing.main(losing.Path(sys.argv[1]))"
 ORDINARY = [case.name for case in cases(False)]
 REST = [*(case.name for case in cases(True)), *drawn_names()]
 MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (False, True))
@@ -28,17 +31,23 @@ MODELS, MODELS_REST = ([name for name, *_ in model_cases(full)] for full in (Fal
 
 def table(tmp_path_factory, full: bool) -> dict[str, str]:
     limit = FULL_LIMIT if full else LIMIT
-    return filled(tmp_path_factory, f"context_parallel_{int(full)}", "checking", str(int(full)), limit=limit)
+    return filled(tmp_path_factory, f"context_parallel_{int(full)}", "-m", CHECKING, str(int(full)), limit=limit)
 
 
-def filled(tmp_path_factory, name: str, module: str, *arguments: str, limit: int = LIMIT) -> dict:
-    """The table that a module of this folder writes."""
+def filled(tmp_path_factory, name: str, *command: str, limit: int = LIMIT) -> dict:
+    """The table that Python writes to a folder, its last argument."""
 
     def fill(folder: Path) -> None:
-        command = [sys.executable, "-m", f"tests.context_parallel.{module}", str(folder), *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         root = Path(__file__).parents[2]
-        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit)
+        run = subprocess.run(
+            [sys.executable, *command, str(folder)],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
         assert run.returncode == 0, run.stderr
 
     return json.loads((once(tmp_path_factory, name, fill) / "table.json").read_text())
@@ -70,7 +79,7 @@ def test_all_operations_behave(name, tmp_path_factory):
 
 @pytest.mark.parametrize("case", [*ALONE, *WATCHED])
 def test_all_that_are_left_name_the_lost_process_and_no_other(case, tmp_path_factory):
-    messages = filled(tmp_path_factory, "context_parallel_losing", "losing")[case]
+    messages = filled(tmp_path_factory, "context_parallel_losing", "-c", LOSING)[case]
     if case == "barrier leaves":  # it has ended in order, so nobody misses it
         assert messages == ["nothing"] * LAST
         return

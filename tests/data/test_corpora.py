@@ -7,6 +7,7 @@ import pytest
 from hf_hybrid.data.corpora import _matches_and_mismatches, corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
 
+from ..bare import BARE
 from .conftest import write_package
 
 
@@ -64,16 +65,14 @@ def test_two_builds_are_equal(package, tmp_path):
 
 def test_two_processes_at_once_build_one_corpus(package, tmp_path):
     code = (
-        "import sys, logging; from hf_hybrid.data.corpora import embedded_corpus;"
+        f"{BARE} import os; from hf_hybrid.data.corpora import embedded_corpus; child = os.fork();"
         "corpus = embedded_corpus('docstrings', cache_dir=sys.argv[1], packages=[sys.argv[2]]);"
-        "print(len(corpus['train']), corpus['train'][0]['document'])"
+        "out = open(f'{sys.argv[1]}/{bool(child)}.txt', 'w');"
+        "print(len(corpus['train']), corpus['train'][0]['document'], file=out, flush=True);"
+        "assert not child or os.waitpid(child, 0)[1] == 0"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), package], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), package], timeout=120, check=True)
+    outputs = [(tmp_path / f"{parent}.txt").read_text() for parent in (False, True)]
     assert outputs[0] == outputs[1]
     assert outputs[0].strip()
     folders = [path for path in (tmp_path / "hf_hybrid" / "embedded").iterdir() if path.is_dir()]

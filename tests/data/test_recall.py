@@ -16,6 +16,8 @@ from hf_hybrid.data.preprocessing import IGNORED_LABEL
 from hf_hybrid.data.recall import NO_DISTANCE, RECALL, draw, memorization
 from hf_hybrid.data.recall.needle import NAMES
 
+from ..bare import BARE
+
 TEXT = bytes(range(97, 123)) * 80
 GIVEN = {"needle": {"text": TEXT}}
 COUNT = 32
@@ -215,7 +217,7 @@ def digests():
 
 
 def test_another_process_draws_the_same():
-    code = "from tests.data.test_recall import digests; print(digests())"
+    code = BARE + "from tests.data.test_recall import digests; print(digests())"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(digests())

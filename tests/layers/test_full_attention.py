@@ -134,16 +134,16 @@ def test_the_seed_of_torch_decides_and_each_call_draws_anew():
     assert not torch.equal(first[0], first[1])
 
 
-@pytest.mark.parametrize("scores", [2**19, 30])
+@pytest.mark.parametrize("scores", [2**19, 10])
 def test_gradients_are_those_of_the_same_mask(scores, monkeypatch):
     monkeypatch.setattr(module, "_SCORES", scores)
-    mask = make_mask("padding", 5, 9, torch.float64)
+    mask = make_mask("padding", 3, 5, torch.float64)
 
     def call(*tensors):
         torch.manual_seed(3)
         return full_attention(*tensors, attention_mask=mask, scale=SCALE, dropout=0.4)
 
-    assert torch.autograd.gradcheck(call, make(5, 9))
+    assert torch.autograd.gradcheck(call, make(3, 5, heads=2))
 
 
 def test_without_queries():

@@ -1,4 +1,4 @@
-"""Two processes compute the loss of unequal shares of a batch: ``torchrun -m tests.models.losses_divided FOLDER``.
+"""Two processes compute the loss of unequal shares of a batch: ``python -m tests.models.losses_divided FOLDER``.
 
 The first process leaves a table in the folder: wrapper → "fine", or what went wrong.
 """
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_hybrid.models import losses
 
 from ..tolerances import assert_close
-from ..torchrun import leave
+from ..torchrun import fork, leave
 from .tiny import tiny_model
 
 
@@ -70,7 +70,8 @@ def check(wrapper: Callable[[nn.Module], nn.Module]) -> None:
         assert_close(2 * found, gradient, "float32 gradient")  # they average over processes
 
 
-if __name__ == "__main__":
+def work(folder: Path) -> None:
+    """Check every wrapper as one of the processes."""
     dist.init_process_group("gloo")
     found = {}
     for name, wrapper in WRAPPERS.items():
@@ -80,5 +81,9 @@ if __name__ == "__main__":
         except Exception:
             found[name] = traceback.format_exc()
     if dist.get_rank() == 0:
-        Path(sys.argv[1], "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(found))
     leave()
+
+
+if __name__ == "__main__":
+    fork(2, work, Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Trains models for a step, sharded or split: ``torchrun -m tests.models.sharding FOLDER CASES``, a key of `CASES`.
+"""Trains models for a step, sharded or split: ``python -m tests.models.sharding FOLDER CASES``, a key of `CASES`.
 
 The first process leaves a table in the folder: model → what came out, or what went wrong.
 """
@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from hf_hybrid.layers.state_space import StateSpaceLayer
 
 from ..tolerances import assert_close
-from ..torchrun import leave
+from ..torchrun import fork, leave
 from .tiny import GENERATIVE, MODEL_CLASSES, main_output, tiny_inputs, tiny_model
 
 FINE = "fine"
@@ -100,7 +100,8 @@ def check_split(model_type: str, auto_class: str, folder: Path) -> None:
         assert_close(actual[name], tensor, "float32 model")
 
 
-if __name__ == "__main__":
+def work(root: Path, cases: str) -> None:
+    """Check the cases as one of the processes."""
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
     messages: list[str] = []
@@ -111,10 +112,10 @@ if __name__ == "__main__":
 
     logging.getLogger("transformers").addHandler(_Kept())
     found = {}
-    for case in CASES[sys.argv[2]]:
+    for case in CASES[cases]:
         messages.clear()
         try:
-            folder = Path(sys.argv[1], "-".join(case))
+            folder = root / "-".join(case)
             if case[-1] == "split":
                 check_split(*case[:-1], folder)
             else:
@@ -124,5 +125,9 @@ if __name__ == "__main__":
         except Exception:
             found["-".join(case)] = traceback.format_exc()
     if dist.get_rank() == 0:
-        Path(sys.argv[1], "found.json").write_text(json.dumps(found))
+        (root / "found.json").write_text(json.dumps(found))
     leave()
+
+
+if __name__ == "__main__":
+    fork(2, work, Path(sys.argv[1]), sys.argv[2])

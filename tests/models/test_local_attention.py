@@ -11,6 +11,7 @@ from hf_hybrid.kernels import local_attention_step
 from hf_hybrid.models.local_attention import LocalSelfAttention
 from hf_hybrid.models.masks import without_padding
 from tests.kernels.interpreter import interpreted
+from tests.matrix import some
 from tests.models.tiny import DECODER_CASES, DECODERS, tiny_config, tiny_inputs, tiny_model
 from tests.tolerances import assert_close
 
@@ -64,11 +65,13 @@ def test_steps_are_what_a_whole_sequence_gives(kind, cache):
     check(kind, cache)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+ON_TRITON = [(cache, number) for cache in CACHES for number in (2, 1)]
+
+
+@pytest.mark.parametrize(("cache", "number"), some(ON_TRITON, *ON_TRITON[::3], ON_TRITON[4]))
 @interpreted
-def test_steps_on_triton(cache):
-    check(KINDS[2], cache)
-    check(KINDS[1], cache)
+def test_steps_on_triton(cache, number):
+    check(KINDS[number], cache)
 
 
 def test_what_wants_more_than_a_step_takes_the_dense_way():

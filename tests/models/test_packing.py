@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from tests.matrix import some
 from tests.models.tiny import (
     ATTENTION_FREE,
     DECODERS,
@@ -78,14 +79,13 @@ def gradients(model, output):
     return torch.autograd.grad((output * weight).sum(), list(model.parameters()), allow_unused=True)
 
 
+SDPA = [(*case, "sdpa") for case in OPTIONS]
+EAGER = [(*case, "eager") for case in OPTIONS if case[0] not in ATTENTION_FREE]
+
+
 @pytest.mark.parametrize(
     ("model_type", "auto_class", "case", "attention"),
-    [
-        (*case, attention)
-        for case in OPTIONS
-        for attention in ("sdpa", "eager")
-        if attention == "sdpa" or case[0] not in ATTENTION_FREE
-    ],
+    some([*SDPA, *EAGER], *SDPA, *(case for case in EAGER if case[2] == "default")),
 )
 def test_packed_sequences_are_what_each_is_alone(model_type, auto_class, case, attention):
     options = OPTIONS[model_type, auto_class, case]

@@ -10,7 +10,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..matrix import some
-from ..torchrun import torchrun
+from ..torchrun import in_forks
 from .sharding import CASES, FINE
 from .tiny import MODEL_CLASSES, new_model, tiny_model
 
@@ -19,7 +19,7 @@ every_class = pytest.mark.parametrize(("model_type", "auto_class"), MODEL_CLASSE
 
 @pytest.mark.parametrize("cases", some(CASES, "generative"))
 def test_a_step_in_shards_is_a_step_of_the_whole(cases, tmp_path):
-    done = torchrun("-m", "tests.models.sharding", str(tmp_path), cases, log_dir=tmp_path / "log")
+    done = in_forks("tests.models.sharding", str(tmp_path), cases)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found == {"-".join(case): FINE for case in CASES[cases]}

@@ -1,6 +1,7 @@
 """Training scripts in processes that can be killed: forked at once from a server that has imported everything."""
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -81,6 +82,7 @@ def _work(script, argv, log, events, *, slow=False, file_limit=None, environment
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup leaves ignored
     os.environ.update(environment or {})
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported
     _report(events, file_limit)
     if slow:
         _save_slowly(events)

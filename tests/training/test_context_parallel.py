@@ -2,11 +2,8 @@
 
 import importlib
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ from hf_hybrid.training.run_folder.checkpoints import complete_checkpoints
 
 from ..matrix import some
 from ..tolerances import assert_close
-from ..torchrun import LIMIT, once
+from ..torchrun import in_forks, once
 from .children import pair
 from .conftest import NO_DROPOUT
 
@@ -141,10 +138,7 @@ def _run_jobs(folder, ran, ordinary):
     jobs = {name: job for name, job in _jobs(folder, "four", True).items() if (name in ORDINARY) == ordinary}
     path = ran / "jobs.json"
     path.write_text(json.dumps(list(jobs.values())))
-    command = [sys.executable, "-m", "tests.training.jobs", str(path), str(PROCESSES)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    done = in_forks("tests.training.jobs", str(path), str(PROCESSES))
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(PROCESSES):
         path = ran / f"outcomes-{rank}.json"

@@ -1,5 +1,6 @@
 import json
 import logging
+import runpy
 import shutil
 import subprocess
 import sys
@@ -452,29 +453,34 @@ def test_config_overrides_that_are_refused(text, message):
     assert message in str(raised.value)
 
 
-def test_the_command_prints_one_line_and_exits_with_2(base):
+def test_the_command_prints_one_line_and_exits_with_2(base, monkeypatch, capfd):
     more = ["--model_type", "spade", "--config_overrides", "ssm_state_size=3"]
-    command = [sys.executable, str(ROOT / "run_summarization.py"), *base, *more]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
-    assert result.returncode == 2
-    assert result.stderr == "error: --config_overrides ssm_state_size=3: ssm_state_size must be even; got 3\n"
+    monkeypatch.setattr(sys, "argv", ["run_summarization.py", *base, *more])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "run_summarization.py"), run_name="__main__")
+    assert left.value.code == 2
+    error = capfd.readouterr().err
+    assert error == "error: --config_overrides ssm_state_size=3: ssm_state_size must be even; got 3\n"
 
 
-@pytest.mark.parametrize("kind", [ScriptTrainingArguments, SummarizationTrainingArguments])
-def test_training_arguments_of_0_1_0_can_be_read(tmp_path, monkeypatch, kind):
-    with monkeypatch.context() as earlier:
-        earlier.setattr(kind, "__module__", "hf_hybrid.training.arguments")  # as they are called in its files
-        arguments = kind(output_dir=str(tmp_path), do_train=True, use_cpu=True, learning_rate=0.5)
-        torch.save(arguments, tmp_path / "training_args.bin")
+def test_training_arguments_of_0_1_0_can_be_read(tmp_path, monkeypatch):
+    """In an interpreter that has not imported them."""
+    kinds, paths = (ScriptTrainingArguments, SummarizationTrainingArguments), []
+    for kind in kinds:
+        paths.append(str(tmp_path / f"{kind.__name__}.bin"))
+        with monkeypatch.context() as earlier:
+            earlier.setattr(kind, "__module__", "hf_hybrid.training.arguments")  # as they are called in its files
+            torch.save(kind(output_dir=str(tmp_path), do_train=True, use_cpu=True, learning_rate=0.5), paths[-1])
     command = (
-        "import sys, torch; arguments = torch.load(sys.argv[1], weights_only=False); "
-        "print(type(arguments).__module__, arguments.learning_rate)"
+        "import sys, torch\n"
+        "for path in sys.argv[1:]:\n"
+        "    arguments = torch.load(path, weights_only=False)\n"
+        "    print(type(arguments).__module__, type(arguments).__name__, arguments.learning_rate)"
     )
-    path = str(tmp_path / "training_args.bin")
     result = subprocess.run(
-        [sys.executable, "-c", command, path], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
+        [sys.executable, "-c", command, *paths], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
     )
-    assert result.stdout == "hf_hybrid.training.flags.run 0.5\n"
+    assert result.stdout.splitlines() == [f"hf_hybrid.training.flags.run {kind.__name__} 0.5" for kind in kinds]
 
 
 def test_the_script_is_short():

@@ -84,7 +84,7 @@ def check_refusal(error: Exception, changed: dict):
 
 
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
-@examples(100)
+@examples(150)
 @given(data=st.data())
 def test_a_config_is_refused_in_words_or_makes_a_model(model_type, data):
     config_class, models = ARCHITECTURES[model_type]

@@ -152,7 +152,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@examples(15)
+@examples(25)
 @given(file=files())
 def test_a_script_refuses_a_file_before_it_builds_a_model(script, folder, file):
     path = folder / f"{script}{file[0]}"

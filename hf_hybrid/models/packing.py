@@ -19,6 +19,7 @@ from ..kernels.packed import bounds, check_cu_seqlens, sequence_starts
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids")
 """Arguments by which transformers' models are told of packed sequences."""
 PAIRS = "an encoder-decoder reads pairs of sequences"
+PAIRS_BY_POSITIONS = f"{PAIRS}, which position_ids and decoder_position_ids tell apart"
 
 
 def take_bounds(
@@ -129,6 +130,63 @@ def _divided_bounds(numbers: torch.Tensor | None, position_ids: torch.Tensor | N
     (everywhere,) = fetch(shards, [Span(0, shards.length)] * shards.size, begins)
     starts = everywhere[0].nonzero().flatten()
     return torch.cat([starts, starts.new_tensor([shards.length])])
+
+
+def take_pairs(
+    arguments: dict[str, Any],
+    document: torch.Tensor,
+    targets: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    decoder_attention_mask: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Remove `decoder_position_ids` from a forward's further arguments and return what keeps packed pairs apart.
+
+    `position_ids` and `decoder_position_ids` restart with each document and its targets, in the same order. One of
+    them may end with one sequence more, its padding.
+
+    Args:
+        arguments: Changed in place; `position_ids` stay, for the encoder.
+        document: `(B, S, ...)`, tokens or embeddings.
+        targets: `(B, T, ...)`.
+        attention_mask: The document's.
+        decoder_attention_mask: The targets'.
+        past_key_values: The forward's.
+
+    Returns:
+        A mask of cross-attention, `(B, 1, T, S)`, by which targets see their own document alone, and the removed
+        positions, `(B, T)`; None if each row is one pair, or if there are no `decoder_position_ids`.
+
+    Raises:
+        ValueError: A shape is wrong, positions of documents and targets do not restart equally often, or sequences are
+            packed together with a mask, with a cache, or in `context_parallel`.
+    """
+    decoder_position_ids = arguments.pop("decoder_position_ids", None)
+    if decoder_position_ids is None:
+        return None
+    positions = {"position_ids": arguments.get("position_ids"), "decoder_position_ids": decoder_position_ids}
+    numbers = []
+    for (name, given), inputs, mask in zip(
+        positions.items(), (document, targets), (attention_mask, decoder_attention_mask), strict=True
+    ):
+        shape = tuple(inputs.shape[:2])
+        found = _packed_by_positions(given, shape[0], mask, past_key_values)
+        numbers.append(inputs.new_zeros(shape, dtype=torch.long) if found is None else found)
+        if numbers[-1].shape != shape:
+            raise ValueError(f"{name} must be {shape}; got {tuple(numbers[-1].shape)}")
+    counts = [(found[:, -1] + 1).tolist() for found in numbers]
+    if counts == [[1] * len(document)] * 2:
+        return None
+    if active_group() is not None:
+        raise ValueError("decoder_position_ids must not pack several sequences into a row in context_parallel")
+    if any(abs(sources - written) > 1 for sources, written in zip(*counts, strict=True)):
+        raise ValueError(
+            f"position_ids and decoder_position_ids must restart equally often in each row, padding aside; got "
+            f"{counts[0]} documents and {counts[1]} targets"
+        )
+    documents, written = numbers
+    written = written.clamp_max(documents[:, -1:])  # padding without any sees the last document's
+    return written[:, None, :, None] == documents[:, None, None, :], decoder_position_ids
 
 
 def refuse_packed(arguments: dict[str, Any], why: str, attention_mask: torch.Tensor | None = None):

@@ -194,6 +194,93 @@ def test_contradictory_bounds_are_refused():
             model(**{"input_ids": ids, **given})
 
 
+# ---- packed pairs ----
+
+PAIRS = ((7, 4), (1, 6), (13, 1), (5, 5))
+"""Lengths of documents and of their targets."""
+
+
+def pairs(model):
+    generator = torch.Generator().manual_seed(1)
+    names = ("input_ids", "labels")
+    return [
+        {
+            name: torch.randint(2, 64, (1, length), generator=generator)
+            for name, length in zip(names, pair, strict=True)
+        }
+        for pair in PAIRS
+    ]
+
+
+def packed_pairs(examples, *, padding=(0, 0)):
+    """One row of all pairs, each column with padding behind them, which is a sequence of its own."""
+    batch = {}
+    names = {"input_ids": "position_ids", "labels": "decoder_position_ids"}
+    for (name, of_positions), free, value in zip(names.items(), padding, (0, -100), strict=True):
+        columns = [*(example[name] for example in examples), torch.full((1, free), value)]
+        batch[name] = torch.cat(columns, dim=1)
+        batch[of_positions] = torch.cat([torch.arange(column.shape[1]) for column in columns])[None]
+    return batch
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (3, 2), (0, 4), (2, 0)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"combine_mode": "concat"},
+        {"attention_type": "chunk"},
+        {"decoder_position": "learned_absolute", "max_decoder_position_embeddings": 8},
+        {"attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_packed_pairs_are_what_each_is_alone(options, padding):
+    """Outputs, losses and gradients."""
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM", **options).double()
+    examples = pairs(model)
+    outputs = [model(**example) for example in examples]
+    wanted = torch.cat([output.logits for output in outputs], dim=1)
+    output = model(**packed_pairs(examples, padding=padding))
+    precision = "float32" if options.get("attn_implementation") == "eager" else "float64"
+    kept = output.logits[:, : wanted.shape[1]]
+    assert_close(kept, wanted, f"{precision} gradient")
+    counts = [length for _, length in PAIRS]
+    loss = sum(count * alone.loss for count, alone in zip(counts, outputs, strict=True)) / sum(counts)
+    assert_close(output.loss, loss, "float32")
+    for got, expected in zip(gradients(model, kept), gradients(model, wanted), strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            assert_close(got, expected, f"{precision} gradient")
+
+
+def test_rows_of_packed_pairs():
+    """Two rows with pairs in other orders are what each row is alone."""
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM").double()
+    examples = pairs(model)
+    rows = [packed_pairs(examples), packed_pairs(examples[::-1])]
+    wanted = torch.cat([model(**row).logits for row in rows])
+    assert_close(model(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]}).logits, wanted, "float64")
+
+
+def test_pairs_that_do_not_fit_are_refused():
+    model = tiny_model("spade", "AutoModelForSeq2SeqLM")
+    batch = packed_pairs(pairs(model))
+    for given, message in (
+        ({"decoder_position_ids": None}, "position_ids must not pack several .*which position_ids and decoder_pos"),
+        ({"position_ids": None}, r"must restart equally often .*got \[1\] documents and \[4\] targets"),
+        ({"decoder_position_ids": torch.arange(16)[None]}, r"got \[4\] documents and \[1\] targets"),
+        ({"decoder_position_ids": batch["decoder_position_ids"][:, :9]}, r"must be \(1, 16\); got \(1, 9\)"),
+        ({"attention_mask": torch.ones_like(batch["input_ids"])}, "not restart together with attention_mask"),
+        ({"decoder_attention_mask": torch.ones(1, 16, dtype=torch.long)}, "not restart together with attention_mask"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**{**batch, **given})
+    rows = {"position_ids": torch.arange(26)[None], "decoder_position_ids": torch.arange(16)[None]}
+    whole = {name: batch[name] for name in ("input_ids", "labels")}
+    assert torch.equal(model(**whole, **rows).logits, model(**whole).logits)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("model_type", "auto_class"), REFUSING)
 def test_what_reads_whole_sequences_refuses_packed_ones(model_type, auto_class, form):

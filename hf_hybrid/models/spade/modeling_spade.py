@@ -36,7 +36,7 @@ from ..heads import (
 )
 from ..inputs import check_reads_tokens
 from ..losses import loss_alone, loss_of_logits, skips_logits
-from ..packing import PAIRS, take_shards
+from ..packing import PAIRS_BY_POSITIONS, take_pairs, take_shards
 from .configuration_spade import SpadeConfig
 from .stack import SpadePreTrainedModel, SpadeStack
 
@@ -131,7 +131,12 @@ class SpadeModel(SpadePreTrainedModel):
     ) -> Seq2SeqModelOutput:
         document = input_ids if inputs_embeds is None else inputs_embeds
         document = document if encoder_outputs is None else encoder_outputs[0]
-        source = pass_whole_rows(kwargs, document, PAIRS, attention_mask)
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError("exactly one of decoder_input_ids and decoder_inputs_embeds must be given")
+        targets = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+        masks = (attention_mask, decoder_attention_mask)
+        pairs = take_pairs(kwargs, document, targets, *masks, past_key_values)
+        source = None if pairs else pass_whole_rows(kwargs, document, PAIRS_BY_POSITIONS, attention_mask)
         target_shards = kwargs.pop("target_shards", None)
         use_cache = self.config.use_cache if use_cache is None else use_cache  # the decoder has a config of its own
         if encoder_outputs is None:
@@ -146,14 +151,14 @@ class SpadeModel(SpadePreTrainedModel):
         elif isinstance(encoder_outputs, tuple | list):
             names = ("last_hidden_state", "hidden_states", "attentions")
             encoder_outputs = BaseModelOutput(**dict(zip(names, encoder_outputs, strict=False)))
-        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
-            raise ValueError("exactly one of decoder_input_ids and decoder_inputs_embeds must be given")
         if decoder_inputs_embeds is None:
             decoder_inputs_embeds = self.encoder.embed_tokens(decoder_input_ids)
         if source is not None:
             if target_shards is None:
                 target_shards = take_shards({}, decoder_inputs_embeds, decoder_attention_mask, past_key_values)
             kwargs |= {"source_shards": source, "shards": target_shards}
+        if pairs is not None:
+            attention_mask, kwargs["position_ids"] = pairs
         decoder_outputs = self.decoder(
             attention_mask=decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
@@ -214,7 +219,8 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
             kwargs["target_shards"] = shards
         if labels is not None:
             if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, shards)
+                packed = kwargs.get("decoder_position_ids")
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, shards, packed)
             use_cache = False if use_cache is None else use_cache
         outputs = self.model(
             input_ids=input_ids,
@@ -242,11 +248,15 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
     def prepare_decoder_input_ids_from_labels(
-        self, labels: torch.LongTensor, shards: Shards | None = None
+        self,
+        labels: torch.LongTensor,
+        shards: Shards | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
     ) -> torch.LongTensor:
         """Put the start token before labels `(B, T)`, drop the last; ignored positions (-100) become padding.
 
-        Own labels of divided targets follow those of the process before; `shards` is their layout.
+        Own labels of divided targets follow those of the process before; `shards` is their layout. Packed targets have
+        positions `(B, T)`, and each begins with the start token.
         """
         for field in ("decoder_start_token_id", "pad_token_id"):
             if getattr(self.config, field) is None:
@@ -256,6 +266,13 @@ class SpadeForConditionalGeneration(HybridGenerationMixin, SpadePreTrainedModel)
         else:
             start = torch.full_like(labels[:, :1], self.config.decoder_start_token_id)
             shifted = torch.cat([start, labels[:, :-1]], dim=1)
+            if decoder_position_ids is not None:
+                if decoder_position_ids.shape[-1] != labels.shape[1]:
+                    raise ValueError(
+                        f"decoder_position_ids must be {tuple(labels.shape)}; got {tuple(decoder_position_ids.shape)}"
+                    )
+                begins = decoder_position_ids[:, 1:] != decoder_position_ids[:, :-1] + 1
+                shifted[:, 1:].masked_fill_(begins, self.config.decoder_start_token_id)
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

@@ -27,6 +27,7 @@ __all__ = [
     "most_spans",
     "noise_generator",
     "noise_mask",
+    "piece_spans",
     "replace_spans",
 ]
 
@@ -276,6 +277,25 @@ def cut_into_pieces(rows: Iterable[Tokens], size: int, *, joined: bool = False) 
                 yield piece
     if len(held) >= FEWEST:
         yield held
+
+
+def piece_spans(lengths: Array, size: int) -> Array:
+    """Return where `cut_into_pieces` cuts documents that lie one behind the other.
+
+    Args:
+        lengths: Tokens of each document.
+        size: Tokens of a piece.
+
+    Returns:
+        `(pieces, 2)`: the first token of each piece, and the one behind its last.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    counts = -(-np.asarray(lengths) // size)
+    behind = np.cumsum(counts)  # pieces up to the end of each document
+    number = np.arange(counts.sum()) - np.repeat(behind - counts, counts)  # of a piece in its document
+    starts = np.repeat(ends - lengths, counts) + number * size
+    spans = np.stack([starts, np.minimum(starts + size, np.repeat(ends, counts))], axis=1)
+    return spans[spans[:, 1] - spans[:, 0] >= FEWEST]
 
 
 @dataclass(frozen=True)

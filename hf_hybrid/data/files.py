@@ -76,14 +76,14 @@ def check_file(flag: str, path: str, extensions: Sequence[str] = EXTENSIONS) -> 
 def read_table(
     flag: str, path: str, *, tsv_header: Sequence[str] | None = None, keep_linebreaks: bool | None = None
 ) -> "pa.Table":
-    """Read a data file.
+    r"""Read a data file.
 
     - JSON: one object on each line, or one array of objects. A key that a row lacks is null.
     - CSV: starts with a header line. A column of numbers becomes numeric, its empty fields null. The index that pandas
       writes, a first column without a name, is left out.
     - TSV: CSV with tabs for commas; a quotation mark is an ordinary character, as in GLUE's own files.
     - Parquet: its columns as they are, the format of datasets on the Hub.
-    - Text: each line is a row with the column ``text``.
+    - Text: each line is a row with the column ``text``; a line break is ``\n`` also where the file has ``\r\n``.
 
     Args:
         flag: The argument that the path came from, for messages.
@@ -239,7 +239,7 @@ def _rows(place: str, extension: str, stream: IO[bytes], keep_linebreaks: bool |
             line = _text(place, number, content)
             is_array, begins = begins and line.lstrip().startswith("["), begins and not line.strip()
             if extension == ".txt":
-                yield here, {"text": line if keep_linebreaks else line.rstrip("\r\n")}
+                yield here, {"text": line.replace("\r\n", "\n") if keep_linebreaks else line.rstrip("\r\n")}
             elif is_array:
                 yield from _array_rows(place, extension, number, line, stream)
             elif line.strip():

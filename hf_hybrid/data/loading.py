@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["embedded_name", "load_raw_datasets"]
 
 _EMBEDDED_PREFIX = "embedded:"
-_FORMAT = 4  # part of the cache key: raise it when the same files give other rows
+_WHOLE_FILES = {"sample_by": "document", "encoding": "utf-8-sig"}
+"""What makes `datasets` read a ``.txt`` file as one row, without a byte order mark."""
+_FORMAT = 5  # part of the cache key: raise it when the same files give other rows
 
 
 def load_raw_datasets(
@@ -31,6 +33,7 @@ def load_raw_datasets(
     files: Mapping[str, str | None] | None = None,
     tsv_header: Sequence[str] | None = None,
     keep_linebreaks: bool | None = None,
+    whole_text_files: bool = False,
     streaming: bool = False,
     cache_dir: str | None = None,
     token: str | bool | None = None,
@@ -49,6 +52,7 @@ def load_raw_datasets(
         tsv_header: Column names for TSV files without a header, see `read_table`.
         keep_linebreaks: Also accept ``.txt`` files, one row per line, with or without its line break; None refuses
             them.
+        whole_text_files: Make a row of each ``.txt`` file of a folder or Hub dataset, and not of each of its lines.
         streaming: Read the data while they are used instead of storing them first.
         cache_dir: Where to keep built and downloaded datasets; the Hugging Face cache when None.
         token: Token for the Hub.
@@ -76,7 +80,8 @@ def load_raw_datasets(
         return _streamed(embedded_corpus(corpus, cache_dir=cache_dir), streaming)
     if not dataset_name.strip():
         raise ValueError(f"dataset_name must not be empty; got {dataset_name!r}")
-    return _load_named(dataset_name, dataset_config_name, cache_dir, token, streaming=streaming)
+    options = {"cache_dir": cache_dir, "token": token}
+    return _load_named(dataset_name, dataset_config_name, options, whole_text_files, streaming=streaming)
 
 
 def _given_files(dataset_name: str | None, flags: Mapping[str, str | None]) -> dict[str, str]:
@@ -164,7 +169,7 @@ def _convert_files(files: dict[str, str], folder: Path, reading: dict[str, Any])
 
 
 def _load_named(
-    name: str, config: str | None, cache_dir: str | None, token: str | bool | None, *, streaming: bool
+    name: str, config: str | None, options: Mapping[str, Any], whole_text_files: bool, *, streaming: bool
 ) -> "DatasetDict | IterableDatasetDict":
     """Load a folder or a Hub dataset with `datasets`."""
     import datasets
@@ -176,15 +181,22 @@ def _load_named(
         if (folder / "state.json").is_file():
             rows = datasets.Dataset.load_from_disk(str(folder))
             return _streamed(datasets.DatasetDict({"train": rows}), streaming)
-        loaded = datasets.load_dataset(
-            str(folder) if folder.is_dir() else name, config, cache_dir=cache_dir, token=token, streaming=streaming
-        )
+        path = str(folder) if folder.is_dir() else name
+        more = _WHOLE_FILES if whole_text_files and _holds_lines(path, config, options) else {}
+        loaded = datasets.load_dataset(path, config, **options, **more, streaming=streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         # OSError: not found or not reachable; ValueError: wrong configuration; RuntimeError: the dataset is a script
         raise ValueError(_cannot_load(name, folder, error)) from error
     if not isinstance(loaded, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise ValueError(f"dataset_name must be a dataset with splits; got {name!r}, a {type(loaded).__name__}")
     return loaded
+
+
+def _holds_lines(path: str, config: str | None, options: Mapping[str, Any]) -> bool:
+    """Whether a folder or Hub dataset is of ``.txt`` files whose lines `datasets` takes for rows."""
+    import datasets
+
+    return getattr(datasets.load_dataset_builder(path, config, **options).config, "sample_by", None) == "line"
 
 
 def _cannot_load(name: str, folder: Path, error: Exception) -> str:

@@ -138,7 +138,6 @@ def take_pairs(
     targets: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     decoder_attention_mask: torch.Tensor | None = None,
-    past_key_values: Cache | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Remove `decoder_position_ids` from a forward's further arguments and return what keeps packed pairs apart.
 
@@ -151,7 +150,6 @@ def take_pairs(
         targets: `(B, T, ...)`.
         attention_mask: The document's.
         decoder_attention_mask: The targets'.
-        past_key_values: The forward's.
 
     Returns:
         A mask of cross-attention, `(B, 1, T, S)`, by which targets see their own document alone, and the removed
@@ -159,7 +157,7 @@ def take_pairs(
 
     Raises:
         ValueError: A shape is wrong, positions of documents and targets do not restart equally often, or sequences are
-            packed together with a mask, with a cache, or in `context_parallel`.
+            packed together with a mask, or in `context_parallel`.
     """
     decoder_position_ids = arguments.pop("decoder_position_ids", None)
     if decoder_position_ids is None:
@@ -170,7 +168,7 @@ def take_pairs(
         positions.items(), (document, targets), (attention_mask, decoder_attention_mask), strict=True
     ):
         shape = tuple(inputs.shape[:2])
-        found = _packed_by_positions(given, shape[0], mask, past_key_values)
+        found = _packed_by_positions(given, shape[0], mask)
         numbers.append(inputs.new_zeros(shape, dtype=torch.long) if found is None else found)
         if numbers[-1].shape != shape:
             raise ValueError(f"{name} must be {shape}; got {tuple(numbers[-1].shape)}")

@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model_args, config, resume_from, ends_texts=False)
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
-        check_streaming(tokenizer, training_args)
+        check_streaming(tokenizer, data_args, training_args)
     check_resumed_model(config, resume_from, new=model_args.is_new)
 
-    splits, column = load_splits(data_args, training_args, model_args)
+    splits, column, _ = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column], ends_texts=False)
     asked = asked_splits(training_args)

@@ -86,19 +86,38 @@ def long_range_collator(examples: list[dict[str, Any]]) -> dict[str, torch.Tenso
     return batch
 
 
-def packing_collator(pad_token_id: int, size: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
-    """Return what stacks rows of packed sequences, told apart by positions that restart; padding is one more."""
-    return partial(_pack, pad_token_id, size)
+def packing_collator(
+    pad_token_id: int, size: int | None, *, is_pair: bool = False
+) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Return what stacks rows of packed sequences, told apart by positions that restart; padding is one more.
+
+    Args:
+        pad_token_id: Fills up the inputs.
+        size: Tokens of a row; as many as the longest of a batch has if None.
+        is_pair: Whether labels are sequences of their own, of other lengths.
+    """
+    return partial(_pack, pad_token_id, size, is_pair)
 
 
-def _pack(pad_token_id: int, size: int, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    rest = [size - len(example["input_ids"]) for example in examples]
-    columns = {
-        "input_ids": [[*row["input_ids"], *[pad_token_id] * free] for row, free in zip(examples, rest, strict=True)],
-        "labels": [[*row["labels"], *[IGNORED_LABEL] * free] for row, free in zip(examples, rest, strict=True)],
-        "position_ids": [
-            [position for length in (*row.get("lengths", [size - free]), free) for position in range(length)]
-            for row, free in zip(examples, rest, strict=True)
-        ],
-    }
-    return {name: torch.tensor(rows) for name, rows in columns.items()}
+def _pack(
+    pad_token_id: int, size: int | None, is_pair: bool, examples: list[dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    input_ids, position_ids = _stack(examples, "input_ids", pad_token_id, size)
+    labels, decoder_position_ids = _stack(examples, "labels", IGNORED_LABEL, size)
+    batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    return {**batch, "decoder_position_ids": decoder_position_ids} if is_pair else batch
+
+
+def _stack(
+    examples: list[dict[str, Any]], name: str, padding: int, size: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of a column, filled up, and the positions in their sequences."""
+    rows = [example[name] for example in examples]
+    rest = [(size or max(map(len, rows))) - len(row) for row in rows]
+    lengths = [example.get("lengths", {name: [len(row)]})[name] for example, row in zip(examples, rows, strict=True)]
+    filled = [[*row, *[padding] * free] for row, free in zip(rows, rest, strict=True)]
+    positions = [
+        [position for length in (*own, free) for position in range(length)]
+        for own, free in zip(lengths, rest, strict=True)
+    ]
+    return torch.tensor(filled), torch.tensor(positions)

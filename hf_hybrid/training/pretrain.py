@@ -6,14 +6,14 @@ from a checkpoint. Flags are named as in transformers' example scripts.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, most_spans
+from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, most_spans, piece_spans
 from hf_hybrid.data.tokenizer import add_mask_token, add_sentinels
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.collating import packing_collator, sequence_collator
@@ -40,7 +40,15 @@ from hf_hybrid.training.scores.pretrain import METRICS, compute_metrics, scores_
 from hf_hybrid.training.splits import asked_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, train
 from hf_hybrid.training.texts import check_streaming, comes_from_text_file, load_splits, tokenize_split
-from hf_hybrid.training.trainer.noisy_data import NoiseOfEpoch, NoisyRows, NoisyStream, Row, make_rows
+from hf_hybrid.training.trainer.noisy_data import (
+    DIGESTED,
+    NoiseOfEpoch,
+    NoisyRows,
+    NoisyStream,
+    Row,
+    StoredRows,
+    make_rows,
+)
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,9 @@ _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max
 _DEFAULT_LENGTH = 512
 _SENTINELS = 100
 """The fewest sentinels that a tokenizer gets: T5's number."""
+_PACKING_PAIRS = ("spade",)
+_PACKING_ENCODERS = tuple(name for name, (_, classes) in ARCHITECTURES.items() if "AutoModelForMaskedLM" in classes)
+"""Architectures that keep packed pieces apart: encoder-decoders and encoders."""
 _NEW_FRAME = 1
 """Special tokens that a tokenizer puts around a text if it is trained on the data: the end token."""
 
@@ -84,20 +95,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model_args, config, resume_from, complete=add_tokens)  # None: train it on the data
     check_tokenizer_source(tokenizer, data_args)
     if data_args.streaming:
-        check_streaming(tokenizer, training_args)
+        check_streaming(tokenizer, data_args, training_args)
         _check_validation_of_stream(data_args, training_args)
     _size(_NEW_FRAME if tokenizer is None else _denoiser(tokenizer, data_args).frame, data_args)
     if model_args.init_from is None:
         check_resumed_model(config, resume_from, new=model_args.is_new)
 
-    splits, column = load_splits(data_args, training_args, model_args)
+    splits, column, held_out = load_splits(data_args, training_args, model_args)
     if tokenizer is None:
         tokenizer = train_new_tokenizer(model_args, config, splits.get("train"), [column], complete=add_tokens)
     denoise = _denoiser(tokenizer, data_args)
     asked = asked_splits(training_args)
     examples = {name: _examples(splits, name, tokenizer, column, denoise, data_args, training_args) for name in asked}
-    if isinstance(rows := examples.get("train"), NoisyRows):
-        facts |= {"the number of training rows": len(rows), "the digest of the training rows": rows.digest()}
+    if (rows := examples.get("train")) is not None:
+        facts |= _facts_of_rows(rows, held_out)
         check_resumed_examples(facts, resume_from)
     model = load_model(model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
     collate = _collator(model, tokenizer, data_args, training_args)
@@ -121,12 +132,17 @@ def _fit_arguments(
     data_args: PretrainArguments, training_args: ScriptTrainingArguments, argv: Sequence[str] | None
 ) -> None:
     """Put pieces of similar length together and compute in bfloat16 by default; let each process read a stream."""
-    if "train_sampling_strategy" not in given_flags(argv):
+    if "train_sampling_strategy" not in given_flags(argv) and not data_args.streaming:
         training_args.train_sampling_strategy = "random" if data_args.packing else "group_by_length"
     if not given_flags(argv) & {"bf16", "fp16"}:
         training_args.use_bfloat16_where_it_is_fast()
     if data_args.packing:
         training_args.remove_unused_columns = False  # the collator reads one that is not the model's
+        if training_args.context_parallel_size > 1 and data_args.objective != "masked_words":
+            raise ValueError(
+                "--packing with --context_parallel_size needs --objective masked_words: packed pairs are not divided; "
+                f"got {data_args.objective}"
+            )
         rows = max(training_args.per_device_train_batch_size, training_args.per_device_eval_batch_size)
         if training_args.context_parallel_size > 1 and rows > 1:
             raise ValueError(
@@ -134,6 +150,12 @@ def _fit_arguments(
                 f"--per_device_eval_batch_size 1: one row of packed pieces is divided; got {rows}"
             )
     if data_args.streaming:
+        order = training_args.train_sampling_strategy
+        if "train_sampling_strategy" in given_flags(argv) and order != "sequential":
+            raise ValueError(
+                "--train_sampling_strategy must be sequential or left out with --streaming, which keeps the order of "
+                f"its files; got {order}"
+            )
         if training_args.dataloader_num_workers > 1:
             raise ValueError(
                 "--dataloader_num_workers must be 0 or 1 with --streaming: one reader numbers the pieces; got "
@@ -146,7 +168,14 @@ def _fit_arguments(
 
 def _check_model(config: PreTrainedConfig, data_args: PretrainArguments) -> None:
     """Raise a ValueError if the model cannot take the objective, or packed rows."""
-    if data_args.objective != "masked_words":
+    is_pair = data_args.objective != "masked_words"
+    able = _PACKING_PAIRS if is_pair else _PACKING_ENCODERS
+    if data_args.packing and config.model_type not in able:
+        raise ValueError(
+            f"--packing with --objective {data_args.objective} needs a model that keeps packed pieces apart "
+            f"({' or '.join(able)}); got {config.model_type}"
+        )
+    if is_pair:
         return
     mapping, pairs = AutoModelForMaskedLM._model_mapping, AutoModelForSeq2SeqLM._model_mapping
     known: Any = type(config) if type(config) in mapping and type(config) in pairs else None
@@ -154,11 +183,6 @@ def _check_model(config: PreTrainedConfig, data_args: PretrainArguments) -> None
         raise ValueError(
             f"--objective masked_words needs an encoder; {config.model_type} is an encoder-decoder: give "
             "--objective span_corruption or text_infilling"
-        )
-    if data_args.packing and config.model_type not in ARCHITECTURES:
-        able = [name for name, (_, classes) in ARCHITECTURES.items() if "AutoModelForMaskedLM" in classes]
-        raise ValueError(
-            f"--packing needs a model that keeps packed pieces apart ({' or '.join(able)}); got {config.model_type}"
         )
 
 
@@ -184,17 +208,31 @@ def _facts(data_args: PretrainArguments, training_args: ScriptTrainingArguments)
         "--packing": data_args.packing,
         "--streaming": data_args.streaming,
         "--data_seed": _noise_seed(training_args),
-        "--train_sampling_strategy": training_args.train_sampling_strategy,
         "the number of examples in a step (--per_device_train_batch_size times --gradient_accumulation_steps times "
         "processes)": training_args.train_batch_size
         * training_args.gradient_accumulation_steps
         * training_args.replicas,
     }
-    if data_args.streaming:  # what is stored is compared itself
-        facts["--max_train_samples"] = data_args.limits["train"]
-        if (path := data_args.files.get("train")) is not None:
-            facts["the name and size of --train_file"] = [Path(path).name, Path(path).stat().st_size]
+    if not data_args.streaming:  # what is stored is compared itself
+        return facts | {"--train_sampling_strategy": training_args.train_sampling_strategy}
+    facts["--max_train_samples"] = data_args.limits["train"]
+    name = data_args.dataset_name
+    facts["--dataset_name"] = Path(name).name if name is not None and Path(name).is_dir() else name
+    facts["--dataset_config_name"] = data_args.dataset_config_name
+    if (path := data_args.files.get("train")) is not None:
+        facts["the name and size of --train_file"] = [Path(path).name, Path(path).stat().st_size]
     return facts
+
+
+def _facts_of_rows(rows: NoisyRows | NoisyStream, held_out: int) -> dict[str, Any]:
+    """Return what tells the training rows from others: of a stream the first ones, and what is left out of all."""
+    if isinstance(rows, NoisyRows):
+        return {"the number of training rows": len(rows), "the digest of the training rows": rows.digest()}
+    return {
+        "the percentage of training rows that is cut off for validation (--validation_split_percentage, and 0 without "
+        "--do_eval or with a validation split)": held_out,
+        f"the digest of the first {DIGESTED} rows": rows.digest(),
+    }
 
 
 def _add_tokens(data_args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -242,7 +280,7 @@ def _denoiser(tokenizer: PreTrainedTokenizerBase, data_args: PretrainArguments) 
 
 
 def _examples(
-    splits: DatasetDict,
+    splits: Mapping[str, Any],
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     column: str,
@@ -259,29 +297,46 @@ def _examples(
         splits[name], name, tokenizer, column, data_args, training_args, are_lines=True, as_text=True
     )
     joined = comes_from_text_file(name, data_args)
+    packed = data_args.max_seq_length if data_args.packing else None
+    limit, seed = data_args.limits[name], _noise_seed(training_args) if name == "train" else 0
 
     def read() -> Iterator[Row]:
-        pieces = filter(denoise.takes, cut_into_pieces(_documents(tokens), size, joined=joined))
-        packed = data_args.max_seq_length if data_args.packing else None
-        return islice(make_rows(pieces, packed, denoise.frame), data_args.limits[name])
+        documents = (np.asarray(row["input_ids"], dtype=np.int32) for row in tokens)
+        pieces = filter(denoise.takes, cut_into_pieces(documents, size, joined=joined))
+        return islice(make_rows(pieces, packed, denoise.frame), limit)
 
-    seed = _noise_seed(training_args)
-    if next(read(), None) is None:
+    examples: NoisyRows | NoisyStream
+    if isinstance(tokens, Dataset):
+        examples = NoisyRows(_stored_rows(tokens, size, packed, denoise, limit, joined=joined), denoise, seed)
+    elif name == "train":
+        examples = NoisyStream(read, denoise, seed)
+    else:
+        examples = NoisyRows(list(read()), denoise, seed)
+    if not (examples.first if isinstance(examples, NoisyStream) else examples.rows):
         raise ValueError(f"split {name!r} must hold a text of at least two tokens; got none")
-    if isinstance(tokens, IterableDataset) and name == "train":
-        return NoisyStream(read, denoise, seed)
-    return NoisyRows(list(read()), denoise, seed if name == "train" else 0)
+    return examples
 
 
-def _documents(tokens: Dataset | IterableDataset) -> Iterable[np.ndarray[Any, Any]]:
-    """Yield the tokens of each row."""
-    if isinstance(tokens, IterableDataset):
-        for row in tokens:
-            yield np.asarray(row["input_ids"], dtype=np.int32)
-        return
-    for chunk in tokens.data.column("input_ids").chunks:
-        ids, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths().to_numpy())
-        yield from np.split(ids, ends[:-1])
+def _stored_rows(
+    tokens: Dataset, size: int, packed: int | None, denoise: Denoiser, limit: int | None, *, joined: bool
+) -> StoredRows:
+    """Return the rows that a stream of the same texts has; their tokens stay in the file, unless they are joined."""
+    chunks = tokens.data.column("input_ids").chunks
+    sources = [chunk.flatten().to_numpy() for chunk in chunks]
+    lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
+    if joined:
+        sources = [np.concatenate(sources)]
+        lengths = [np.array([len(sources[0])])]
+
+    def places() -> Iterator[range]:
+        before = 0
+        for source, own in zip(sources, lengths, strict=True):
+            for start, end in piece_spans(own, size):
+                if denoise.takes(source[start:end]):
+                    yield range(before + start, before + end)
+            before += len(source)
+
+    return StoredRows(sources, islice(make_rows(places(), packed, denoise.frame), limit))
 
 
 def _collator(
@@ -291,7 +346,9 @@ def _collator(
     training_args: ScriptTrainingArguments,
 ) -> Callable[[list[dict[str, Any]]], Any]:
     if data_args.packing:
-        return packing_collator(tokenizer.pad_token_id, data_args.max_seq_length or 0)
+        if data_args.objective == "masked_words":
+            return packing_collator(tokenizer.pad_token_id, data_args.max_seq_length)
+        return packing_collator(tokenizer.pad_token_id, None, is_pair=True)
     return sequence_collator(model, tokenizer, training_args)
 
 

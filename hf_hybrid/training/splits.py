@@ -56,7 +56,9 @@ def asked_splits(training_args: TrainingArguments) -> list[str]:
     return [split for flag, split in SPLITS.items() if getattr(training_args, flag)]
 
 
-def used_splits(datasets: DatasetDict, training_args: TrainingArguments, model_args: ModelArguments) -> list[str]:
+def used_splits(
+    datasets: Mapping[str, Any], training_args: TrainingArguments, model_args: ModelArguments
+) -> list[str]:
     """Return the splits that the run works on, and the training split, if any, to train a tokenizer on.
 
     Raises:

@@ -20,6 +20,7 @@ from hf_hybrid.data.denoising import (
     most_spans,
     noise_generator,
     noise_mask,
+    piece_spans,
     replace_spans,
     text_frame,
 )
@@ -201,6 +202,16 @@ def test_a_piece_holds_one_document():
     flat = np.concatenate(rows).tolist()
     assert joined == [flat[start : start + 4] for start in range(0, 20, 4)]
     assert [len(piece) for piece in cut_into_pieces([np.arange(9)], 4, joined=True)] == [4, 4]  # one token is left
+
+
+@examples(100)
+@given(lengths=st.lists(st.integers(0, 20), max_size=8), size=st.integers(2, 9))
+def test_spans_lie_where_pieces_are_cut(lengths, size):
+    tokens = np.arange(sum(lengths))
+    documents = np.split(tokens, np.cumsum(lengths)[:-1])
+    pieces = [piece.tolist() for piece in cut_into_pieces(documents, size)]
+    spans = piece_spans(np.array(lengths, dtype=np.int32), size)
+    assert [tokens[start:end].tolist() for start, end in spans] == pieces
 
 
 def test_noise_depends_on_seed_epoch_and_piece_alone():

@@ -92,12 +92,27 @@ def test_tsv_without_a_header_line_is_given_names(load, write):
 
 def test_running_text_is_rows_of_lines_for_those_who_ask(load, write):
     path = write("a.txt.gz", gzip.compress("one\n\ntwo é\r\nthree".encode()))
-    for keep, expected in ((True, ["one\n", "\n", "two é\r\n", "three"]), (False, ["one", "", "two é", "three"])):
+    for keep, expected in ((True, ["one\n", "\n", "two é\n", "three"]), (False, ["one", "", "two é", "three"])):
         rows = load(train_file=path, keep_linebreaks=keep)["train"]
         assert rows.column_names == ["text"]
         assert rows["text"][:] == expected
     with pytest.raises(ValueError, match=r"train_file must end in \.csv, \.tsv, \.json, \.jsonl, \.parquet, or"):
         load(train_file=path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_file_of_a_folder_is_one_row_for_those_who_ask(load, tmp_path, streaming):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes("\ufeffone\r\ntwo \u00e9\n\n".encode())
+    (folder / "b.txt").write_bytes(b"three")
+    rows = load(dataset_name=str(folder), whole_text_files=True, streaming=streaming)["train"]
+    assert [row["text"] for row in rows] == ["one\ntwo \u00e9\n\n", "three"]
+    assert len(list(load(dataset_name=str(folder), streaming=streaming)["train"])) == 4  # lines
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.jsonl").write_text('{"text": "one"}\n')
+    rows = load(dataset_name=str(tmp_path / "tables"), whole_text_files=True, streaming=streaming)["train"]
+    assert list(rows) == [{"text": "one"}]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.csv", "csv"), ("a.jsonl", "lines"), ("a.json", "array")])

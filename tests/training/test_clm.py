@@ -315,7 +315,7 @@ def test_lines_of_a_file_are_one_text_unless_their_breaks_are_left_out(command, 
         patch.setattr(clm, "_examples", spy)
         argv = _from_checkpoint(command("gpt2", [], "--do_eval", "--validation_file", str(packed)), trained)
         for more, expected in (
-            ([], ["one\n", "\n", "two\r\n", "three"]),
+            ([], ["one\n", "\n", "two\n", "three"]),
             (["--no_keep_linebreaks"], ["one</s>", "</s>", "two</s>", "three</s>"]),
         ):
             with pytest.raises(KeyboardInterrupt):
@@ -536,7 +536,13 @@ BAD_DATA = {
     "row without text in a stream": (
         [{"text": "some words"}, {"text": None}],
         ["--streaming", "--max_steps", "1"],
-        ["column 'text' must hold text in every row; got NoneType"],
+        ["train.jsonl, row 2 (the first row is 1): column 'text' must hold text in every row; got NoneType"],
+    ),
+    "nothing but blank rows": ([{"text": " "}] * 99, [], ["'train'", "more than spaces; got 99 blank ones"]),
+    "processes that tokenize a stream": (
+        [{"text": "some words"}],
+        ["--streaming", "--max_steps", "1", "--preprocessing_num_workers", "2"],
+        ["--preprocessing_num_workers must be 1 or left out with --streaming", "got 2"],
     ),
     "short stream": (
         [{"text": "few words"}],

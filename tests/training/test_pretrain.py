@@ -6,13 +6,14 @@ import math
 import random
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import (
@@ -29,7 +30,7 @@ from hf_hybrid.training import pretrain
 from hf_hybrid.training.flags import run
 from hf_hybrid.training.run_folder.resume import check_resumed_examples
 from hf_hybrid.training.scores.pretrain import hidden_bytes
-from hf_hybrid.training.trainer.noisy_data import NoisyRows, make_rows
+from hf_hybrid.training.trainer.noisy_data import NoisyRows, StoredRows, make_rows
 from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 from tests.matrix import some
 from tests.training.conftest import MODELS, NO_DROPOUT
@@ -140,13 +141,18 @@ def test_scores_are_those_of_the_saved_model(command, files, tmp_path, objective
     assert "eval_bits_per_byte" in card or "bits_per_byte" in card
 
 
-@pytest.mark.parametrize("model_type", ["chela", "spade"])
-def test_packed_pieces_do_not_see_each_other(command, tmp_path, model_type):
+@pytest.mark.parametrize(
+    ("objective", "model_type"),
+    [("masked_words", "chela"), ("masked_words", "spade"), ("span_corruption", "spade"), ("text_infilling", "spade")],
+)
+def test_packed_pieces_do_not_see_each_other(command, tmp_path, objective, model_type):
     """A model scores the same pieces with the same noise equally well, alone and packed."""
     more = ["--do_eval", "--max_seq_length", "300", "--learning_rate", "0.01"]
-    train = ["--config_overrides", TINY[model_type].replace("num_decoder_layers=1,", ""), "--do_train"]
-    packed = pretrain.main(command("masked_words", model_type, *more, *train, "--max_steps", "2", "--packing"))
-    alone = pretrain.main(_restart(command("masked_words", model_type, *more, output="alone"), tmp_path / "out"))
+    tiny = TINY[model_type]
+    train = ["--config_overrides", tiny.replace("num_decoder_layers=1,", "") if objective == "masked_words" else tiny]
+    train += ["--do_train", "--report", "true"]
+    packed = pretrain.main(command(objective, model_type, *more, *train, "--max_steps", "2", "--packing"))
+    alone = pretrain.main(_restart(command(objective, model_type, *more, output="alone"), tmp_path / "out"))
     assert packed["eval_samples"] < alone["eval_samples"]
     for name in ("eval_loss", "eval_tokens", "eval_bits_per_byte"):
         assert packed[name] == pytest.approx(alone[name], rel=1e-5)
@@ -226,6 +232,43 @@ def test_a_stream_is_not_resumed_with_other_files(command, no_data, tmp_path):
         pretrain.main([*again, "--max_train_samples", "20"])
 
 
+def _without(flag, argv):
+    at = argv.index(flag)
+    return argv[:at] + argv[at + 2 :]
+
+
+def test_a_stream_is_not_resumed_with_other_rows(command, tmp_path):
+    """Whatever makes them others: flags alone do not tell."""
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"text": text, "other": text[::-1]}) + "\n" for text in _texts(40, seed=4)]
+    path.write_text("".join(rows), encoding="utf-8")
+    flags = ["--train_file", str(path), "--streaming", "--do_train", "--save_steps", "1"]
+    flags += ["--resume_from_checkpoint", "auto"]
+    held_out = ["--do_eval", "--max_eval_samples", "4"]
+    argv = _without("--validation_file", command("masked_words", "bert", *flags))
+    pretrain.main([*argv, *held_out, "--max_steps", "1"])
+    argv += ["--max_steps", "2"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "a")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    at = argv.index("--tokenizer_type")
+    named = [*argv[:at], "--tokenizer_name", str(tmp_path / "tokenizer"), *argv[at + 2 :]]
+    swapped = "".join([*rows[:10], rows[11], rows[10], *rows[12:]])  # a file of the same size
+    for again, message in [
+        (argv, r"cut off for validation \(.*\) is 5 there and 0 in this run"),
+        ([*argv, *held_out, "--validation_split_percentage", "6"], "is 5 there and 6 in this run"),
+        ([*argv, *held_out, "--text_column", "other"], r"the digest of the first 64 rows is '\w+' there and '\w+' in"),
+        ([*named, *held_out], "the digest of the first 64 rows"),
+        ([*argv, *held_out], "the digest of the first 64 rows"),
+    ]:
+        if again == [*argv, *held_out]:
+            path.write_text(swapped, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            pretrain.main(again)
+    path.write_text("".join(rows), encoding="utf-8")
+    pretrain.main([*argv, *held_out, "--drop_empty_rows"])  # there are none
+
+
 def test_steps_may_be_divided_in_another_way(command, tmp_path):
     """As after running out of memory: the same examples make a step."""
     flags = ["--do_train", "--max_train_samples", "32", "--max_steps", "10", "--save_steps", "9"]
@@ -252,6 +295,35 @@ def test_a_stream_has_the_noise_of_stored_data(command, tmp_path):
     streamed = command("span_corruption", "t5", *flags, "--streaming", output="streamed")
     pretrain.main([*streamed, "--dataloader_num_workers", "1"])
     _assert_equal(tmp_path / "out", tmp_path / "streamed")
+
+
+@pytest.mark.parametrize("packed", [None, 16])
+def test_stored_rows_are_places_in_arrays_of_tokens(packed):
+    """The same rows, with the same digest, as objects; a source without tokens, and one that holds several pieces."""
+    sources = [np.arange(count, dtype=np.int32) for count in (9, 0, 13, 40)]
+    places = [range(0, 4), range(4, 7), range(7, 9), range(9, 20), range(22, 32), range(32, 62)]
+    flat = np.concatenate(sources)
+    expected = list(make_rows((flat[place.start : place.stop] for place in places), packed, 1))
+    rows = StoredRows(sources, make_rows(places, packed, 1))
+    assert [len(row) for row in rows] == ([1] * 6 if packed is None else [3, 1, 1, 1])
+    assert len(rows) == len(expected)
+    for row, other in zip([*rows, rows[-1]], [*expected, expected[-1]], strict=True):
+        assert [(number, [*piece]) for number, piece in row] == [(number, [*piece]) for number, piece in other]
+    assert np.shares_memory(rows[0][0][1], sources[0])
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+    # as in checkpoints
+    assert {NoisyRows(some, None, seed=3).digest() for some in (rows, expected)} == {"5ba9b951967744de"}
+
+
+def test_a_stored_piece_takes_a_few_bytes():
+    source = np.zeros(20_000, dtype=np.int32)
+    tracemalloc.start()
+    try:
+        rows = StoredRows([source], make_rows((range(n, n + 9) for n in range(10_000)), None, 1))
+        assert tracemalloc.get_traced_memory()[0] / len(rows) < 32
+    finally:
+        tracemalloc.stop()
 
 
 def _rows():
@@ -296,6 +368,46 @@ def test_a_txt_file_is_one_document(command, tmp_path):
     assert trained["eval_samples"] == math.ceil((len(text) - 1) / (LENGTH - 1))
 
 
+@pytest.mark.parametrize("way", ["stored", "streaming"])
+def test_each_txt_file_of_a_folder_is_one_document(command, tmp_path, collated, way):
+    texts = ["".join(f"{line}\n" for line in _texts(5, seed)) for seed in range(3)]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--per_device_train_batch_size", "99"]
+    argv = _without("--validation_file", command("masked_words", "bert", *flags))
+    argv = [*_without("--train_file", argv), "--dataset_name", str(tmp_path / "texts")]
+    pretrain.main([*argv, *(["--streaming", "--max_train_samples", "99"] if way == "streaming" else [])])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    pieces = [text[start : start + LENGTH - 1] for text in texts for start in range(0, len(text), LENGTH - 1)]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    rows = list(itertools.chain.from_iterable(collated))[: len(pieces)]
+    assert sorted(_restored(row, tokenizer, "masked_words") for row in rows) == sorted(
+        piece.replace("\n", "\u010a") for piece in pieces
+    )
+
+
+@pytest.mark.parametrize("name", ["text.txt", "rows.jsonl"])
+@pytest.mark.parametrize("way", ["stored", "streaming"])
+def test_a_split_of_blank_rows_is_refused(command, tmp_path, name, way):
+    (tmp_path / name).write_text("\n \n\n" if name == "text.txt" else '{"text": "  "}\n' * 3)
+    flags = ["--do_train", "--max_steps", "1", "--train_file", str(tmp_path / name)]
+    flags += ["--streaming"] if way == "streaming" else []
+    with pytest.raises(ValueError, match="'train' must hold at least one row with more than spaces; got 3 blank ones"):
+        pretrain.main(command("masked_words", "bert", *flags))
+
+
+def test_a_bad_row_of_a_stream_is_named_by_its_number_in_the_file(command, tmp_path):
+    """Also behind rows that validate."""
+    rows = [{"text": "a text"}] * 130 + [{"text": 7}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--do_train", "--do_eval", "--max_eval_samples", "2", "--streaming", "--max_steps", "50"]
+    flags += ["--train_file", str(tmp_path / "rows.jsonl"), "--save_strategy", "no"]
+    argv = _without("--validation_file", command("masked_words", "bert", *flags))
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 131 .*: column 'text' must hold text .*; got int: 7"):
+        pretrain.main(argv)
+
+
 @pytest.mark.parametrize(
     ("objective", "model_type", "more", "message"),
     [
@@ -314,8 +426,14 @@ def test_a_txt_file_is_one_document(command, tmp_path):
             "masked_words", "bert", ["--mean_noise_span_length", "3"],
             "--mean_noise_span_length has no meaning for --objective masked_words",
         ),
-        ("span_corruption", "t5", ["--packing"], "--packing needs --objective masked_words.*got span_corruption"),
-        ("masked_words", "bert", ["--packing"], r"--packing needs a model .*\(chela or spade\); got bert"),
+        (
+            "span_corruption", "t5", ["--packing"],
+            r"--packing with --objective span_corruption needs a model .*\(spade\); got t5",
+        ),
+        (
+            "masked_words", "bert", ["--packing"],
+            r"--packing with --objective masked_words needs a model .*\(chela or spade\); got bert",
+        ),
         ("masked_words", "bart", [], "--objective masked_words needs an encoder; bart is an encoder-decoder"),
         ("span_corruption", "bert", [], "bert.* has no class for AutoModelForSeq2SeqLM|AutoModelForSeq2SeqLM"),
         ("masked_words", "bert", ["--streaming", "--max_steps", "-1"], "--streaming needs --max_steps"),
@@ -323,6 +441,14 @@ def test_a_txt_file_is_one_document(command, tmp_path):
         (
             "masked_words", "bert", ["--streaming", "--dataloader_num_workers", "2"],
             "--dataloader_num_workers must be 0 or 1 with --streaming: .*; got 2",
+        ),
+        (
+            "masked_words", "bert", ["--streaming", "--train_sampling_strategy", "group_by_length"],
+            "--train_sampling_strategy must be sequential or left out with --streaming.*; got group_by_length",
+        ),
+        (
+            "masked_words", "bert", ["--streaming", "--preprocessing_num_workers", "4"],
+            "--preprocessing_num_workers must be 1 or left out with --streaming.*; got 4",
         ),
         (
             "masked_words", "bert", ["--do_eval", "--metric_for_best_model", "bits"],
@@ -354,10 +480,8 @@ def test_a_stream_is_not_read_for_a_validation_split(command, no_data, tmp_path)
         ([], r"--streaming needs --validation_file or --max_eval_samples for --do_eval"),
         ([*text_file, "--max_eval_samples", "2"], r"a txt file needs --validation_file"),
     ]:
-        argv = command("masked_words", "bert", *flags, *more)
-        place = argv.index("--validation_file")
         with pytest.raises(ValueError, match=message):
-            pretrain.main(argv[:place] + argv[place + 2 :])
+            pretrain.main(_without("--validation_file", command("masked_words", "bert", *flags, *more)))
 
 
 def test_positions_that_begin_behind_padding_suffice(command, tmp_path):

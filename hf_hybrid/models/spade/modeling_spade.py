@@ -133,9 +133,9 @@ class SpadeModel(SpadePreTrainedModel):
         document = document if encoder_outputs is None else encoder_outputs[0]
         if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
             raise ValueError("exactly one of decoder_input_ids and decoder_inputs_embeds must be given")
-        targets = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-        masks = (attention_mask, decoder_attention_mask)
-        pairs = take_pairs(kwargs, document, targets, *masks, past_key_values)
+        if decoder_inputs_embeds is None:
+            decoder_inputs_embeds = self.encoder.embed_tokens(decoder_input_ids)
+        pairs = take_pairs(kwargs, document, decoder_inputs_embeds, attention_mask, decoder_attention_mask)
         source = None if pairs else pass_whole_rows(kwargs, document, PAIRS_BY_POSITIONS, attention_mask)
         target_shards = kwargs.pop("target_shards", None)
         use_cache = self.config.use_cache if use_cache is None else use_cache  # the decoder has a config of its own
@@ -149,10 +149,7 @@ class SpadeModel(SpadePreTrainedModel):
                 **kwargs,
             )
         elif isinstance(encoder_outputs, tuple | list):
-            names = ("last_hidden_state", "hidden_states", "attentions")
-            encoder_outputs = BaseModelOutput(**dict(zip(names, encoder_outputs, strict=False)))
-        if decoder_inputs_embeds is None:
-            decoder_inputs_embeds = self.encoder.embed_tokens(decoder_input_ids)
+            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])  # states, hidden states, attentions
         if source is not None:
             if target_shards is None:
                 target_shards = take_shards({}, decoder_inputs_embeds, decoder_attention_mask, past_key_values)

@@ -230,6 +230,8 @@ class TextArguments(DataArguments):
     cut_from_train = ("validation",)
     keep_linebreaks: ClassVar[bool] = True
     """Whether the lines of txt files keep their breaks."""
+    whole_text_files: ClassVar[bool] = False
+    """Whether a txt file of a folder or data set is one text; otherwise each of its lines is."""
 
     text_column: str | None = flag(None, "Column with the texts.")
     streaming: bool = flag(False, "Read data while training, without storing them; needs --max_steps.")
@@ -295,6 +297,7 @@ class ClmArguments(TextArguments):
 class PretrainArguments(TextArguments):
     """Flags of texts, their pieces, and what is hidden in them."""
 
+    whole_text_files = True
     small_run: ClassVar = {
         "max_seq_length": 128, "max_train_samples": 300, "max_eval_samples": 50, "max_predict_samples": 50,
     }  # fmt: skip
@@ -320,8 +323,8 @@ class PretrainArguments(TextArguments):
     )
     packing: bool = flag(
         False,
-        "Put several short pieces into a row of --max_seq_length, where they do not see each other; for masked_words "
-        "with an encoder of this package.",
+        "Put several short pieces into a row of --max_seq_length, where they do not see each other; for SPADE, and "
+        "for masked_words with CHELA.",
     )
 
     def __post_init__(self) -> None:
@@ -330,11 +333,6 @@ class PretrainArguments(TextArguments):
         if not 0 < self.density < 1:
             raise ValueError(f"--noise_density must lie between 0 and 1, both excluded; got {self.density}")
         self._check_spans()
-        if self.packing and self.objective != "masked_words":
-            raise ValueError(
-                f"--packing needs --objective masked_words: an encoder-decoder reads pairs of sequences; got "
-                f"{self.objective}"
-            )
         super().__post_init__()
 
     @property

@@ -1,13 +1,17 @@
 """Texts with noise as a Trainer reads them: the noise of a piece depends on seed, epoch and its number alone.
 
 So a run that is resumed in the middle of an epoch, several processes and workers all see what one process sees.
-A row holds the pieces of an example with their numbers: one piece, or several if they are packed.
+A row holds the pieces of an example with their numbers: one piece, or several if they are packed. Stored pieces are
+places in arrays of tokens: an object for each would be copied by every worker, once it has counted a reference to it.
 """
 
 import hashlib
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count
-from typing import Any
+from functools import cached_property
+from itertools import accumulate, chain, count, islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +21,20 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_hybrid.data.denoising import Denoiser, noise_generator
 
-Row = Sequence[tuple[int, np.ndarray[Any, Any]]]
+Array = np.ndarray[Any, Any]
+Row = Sequence[tuple[int, Array]]
+Piece = TypeVar("Piece", Array, range)
+"""The tokens of a piece, or their places."""
+DIGESTED = 64
+"""The rows that tell a stream from another."""
 
 
-def make_rows(pieces: Iterable[np.ndarray[Any, Any]], size: int | None, frame: int) -> Iterator[Row]:
+def make_rows(pieces: Iterable[Piece], size: int | None, frame: int) -> Iterator[list[tuple[int, Piece]]]:
     """Number pieces, and put each into a row, or with a `size` as many as fit into one of so many tokens.
 
     `frame` are the special tokens that each piece has besides its own.
     """
-    row: list[tuple[int, np.ndarray[Any, Any]]] = []
+    row: list[tuple[int, Piece]] = []
     used = 0
     for number, piece in enumerate(pieces):
         length = len(piece) + frame
@@ -38,11 +47,52 @@ def make_rows(pieces: Iterable[np.ndarray[Any, Any]], size: int | None, frame: i
         yield row
 
 
+def digest_of(rows: Iterable[Row]) -> str:
+    """Return a hash of rows without noise, in their order."""
+    found = hashlib.sha256()
+    for row in rows:
+        for number, piece in row:
+            found.update(number.to_bytes(8) + len(piece).to_bytes(8) + np.ascontiguousarray(piece).tobytes())
+    return found.hexdigest()[:16]
+
+
+class StoredRows(Sequence[Row]):
+    """Rows of pieces that are places in arrays of tokens: a row takes 8 bytes, and a piece 16.
+
+    Args:
+        sources: Arrays of tokens, such as those of a file that is mapped into memory. They are not copied.
+        rows: Rows as `make_rows` numbers them. Their pieces are places of tokens, counted through all sources.
+    """
+
+    def __init__(self, sources: Sequence[Array], rows: Iterable[Sequence[tuple[int, range]]]) -> None:
+        self._sources = list(sources)
+        self._ends = list(accumulate(map(len, self._sources)))
+        self._places, self._starts = array("q"), array("q", [0])
+        for row in rows:
+            for _, piece in row:
+                self._places.extend((piece.start, piece.stop))
+            self._starts.append(len(self._places) // 2)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # one row, no slices
+        row = range(len(self))[index]
+        return [(number, self._piece(number)) for number in range(self._starts[row], self._starts[row + 1])]
+
+    def _piece(self, number: int) -> Array:
+        start, end = self._places[2 * number], self._places[2 * number + 1]
+        source = bisect_right(self._ends, start)
+        before = self._ends[source] - len(self._sources[source])
+        return self._sources[source][start - before : end - before]
+
+
 def add_noise(row: Row, denoise: Denoiser, seed: int, epoch: int) -> dict[str, Any]:
-    """Return ``input_ids`` and ``labels`` of a row, and of packed pieces ``lengths``."""
+    """Return ``input_ids`` and ``labels`` of a row, and of packed pieces the ``lengths`` of both."""
     examples = [denoise(piece, noise_generator(seed, epoch, number)) for number, piece in row]
     joined = {name: list(chain.from_iterable(example[name] for example in examples)) for name in examples[0]}
-    packed = {"lengths": [len(example["input_ids"]) for example in examples]} if len(row) > 1 else {}
+    lengths = {name: [len(example[name]) for example in examples] for name in joined}
+    packed = {"lengths": lengths} if len(row) > 1 else {}
     return joined | packed
 
 
@@ -61,11 +111,7 @@ class NoisyRows(Dataset[dict[str, Any]]):
 
     def digest(self) -> str:
         """Return a hash of the rows without noise, in their order."""
-        found = hashlib.sha256()
-        for row in self.rows:
-            for number, piece in row:
-                found.update(number.to_bytes(8) + len(piece).to_bytes(8) + np.ascontiguousarray(piece).tobytes())
-        return found.hexdigest()[:16]
+        return digest_of(self.rows)
 
     @property
     def epoch(self) -> int:
@@ -82,6 +128,15 @@ class NoisyStream(IterableDataset[dict[str, Any]]):
 
     def __init__(self, read: Callable[[], Iterator[Row]], denoise: Denoiser, seed: int) -> None:
         self.read, self.denoise, self.seed = read, denoise, seed
+
+    @cached_property
+    def first(self) -> list[Row]:
+        """The first `DIGESTED` rows."""
+        return list(islice(self.read(), DIGESTED))
+
+    def digest(self) -> str:
+        """Return a hash of the first rows without noise."""
+        return digest_of(self.first)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for epoch in count():

@@ -59,22 +59,18 @@ REPORTS = {
     "products_ms": bench_profile,
     "precision": bench_models,
 }
-PLANNED = (
-    {f"starter_{task}.csv" for task in ("dialogsum", "mrpc", "stsb")}
-    | {"from_t5.csv", "from_t5_8192.csv"}
-    | {
-        module.DEFAULT_OUT.name
-        for module in (
-            bench_checkpointing,
-            bench_growth,
-            bench_tokens,
-            bench_generation,
-            bench_loading,
-            bench_loss,
-            bench_profile,
-        )
-    }
-)
+PLANNED = {"from_t5.csv", "from_t5_8192.csv"} | {
+    module.DEFAULT_OUT.name
+    for module in (
+        bench_checkpointing,
+        bench_growth,
+        bench_tokens,
+        bench_generation,
+        bench_loading,
+        bench_loss,
+        bench_profile,
+    )
+}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

@@ -1,8 +1,9 @@
 r"""Make the texts that the starter is pre-trained on, without what the demo and the starter's evaluation hold out.
 
 ``python -m benchmarks.starter path/to/data path/to/corpus`` writes ``train.jsonl`` and ``validation.jsonl`` with a
-document in each row, and ``sources.json`` with their number, size, hash, licence and origin. `path/to/data` holds
-novels and Wikipedia's articles, and the tasks of `EVALUATED`; the documentation is that of the installed packages.
+document in each row, and ``sources.json`` with their number, size, hash, licence and origin, and a hash of each page
+of documentation. `path/to/data` holds novels and Wikipedia's articles, and the tasks of `EVALUATED`; the documentation
+is that of the installed packages.
 
 The starter is a SPADE encoder-decoder of 7.3 million parameters, under 16 MB in bfloat16. It learns by text infilling,
 which makes it copy: in a pilot, 400 steps on the demo's task reached a validation loss of 4.01 after 800 steps of it,
@@ -23,7 +24,7 @@ import lzma
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ HELD_OUT = ("docstrings", "modules")
 """The embedded corpora whose validation and test splits are held out."""
 EVALUATED = ("dialogsum", "scitldr", "sumpubmed", "glue/sst2", "glue/cola", "glue/mrpc", "glue/stsb")
 """The data sets with which the starter is evaluated, whose validation splits are held out too."""
+_STANDARD_LIBRARY = "Python"
 _LONG = 8  # different runs of a text that is looked for in all sources; shorter ones are phrases
 _SHARE = 0.5  # of a text's runs, which makes another contain it
 _TITLE = re.compile(r"^ = [^=\n]+ = $", re.MULTILINE)
@@ -156,25 +158,47 @@ def held_out(**corpora: Any) -> list[str]:
     return [row[column] for rows in found for row in rows for column in ("document", "summary")]
 
 
-def documentation(**corpora: Any) -> tuple[list[str], int]:
-    """Return the documentation of each module of the training split, and how many parts are left out of it.
+def documentation(**corpora: Any) -> tuple[dict[str, str], int]:
+    """Return the page of each module of the training split by its name, and how many parts are left out of all.
 
     Args:
         **corpora: Arguments of `embedded_corpus`.
     """
-    contained, pages, left_out = Contained(held_out(**corpora)), [], 0
-    for page in embedded_corpus("text", **corpora)["train"]["text"]:
-        parts = page.split("\n\n")
+    contained, pages, left_out = Contained(held_out(**corpora)), {}, 0
+    for row in embedded_corpus("text", **corpora)["train"]:
+        parts = row["text"].split("\n\n")
         kept = contained.without(parts)
         left_out += len(parts) - len(kept)
         if kept:
-            pages.append("\n\n".join(kept))
+            pages[row["source"]] = "\n\n".join(kept)
     return pages, left_out
 
 
-def divided(pages: Sequence[str]) -> dict[str, list[str]]:
+def divided(pages: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Divide the documentation of modules for pre-training: every fiftieth is for validation."""
-    return {"train": [page for number, page in enumerate(pages) if number % 50], "validation": list(pages[::50])}
+    found: dict[str, dict[str, str]] = {"train": {}, "validation": {}}
+    for number, (module, page) in enumerate(pages.items()):
+        found["train" if number % 50 else "validation"][module] = page
+    return found
+
+
+def hashes_of_pages(pages: Mapping[str, str], packages: Iterable[str]) -> dict[str, set[str]]:
+    """Return the first 12 hexadecimal digits of each page's SHA-256, by package.
+
+    Args:
+        pages: Pages by their modules.
+        packages: The packages' names; a module of no other is the standard library's.
+    """
+    found: dict[str, set[str]] = {package: set() for package in packages}
+    for module, page in pages.items():
+        package = module.partition(".")[0]
+        found[package if package in found else _STANDARD_LIBRARY].add(hash_of_page(page))
+    return found
+
+
+def hash_of_page(page: str) -> str:
+    """Return the first 12 hexadecimal digits of a page's SHA-256."""
+    return hashlib.sha256(page.encode()).hexdigest()[:12]
 
 
 def digest(texts: Iterable[str]) -> str:
@@ -247,13 +271,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_split = divided(pages)
     report: dict[str, Any] = {name: {"what": what, "licence": licence} for name, (what, licence) in SOURCES.items()}
     contained = Contained(evaluated(arguments.data))
+    read_pages: dict[str, str] = {}
     for split in ("train", "validation"):
         read = novels(arguments.data, split)
         with (arguments.folder / f"{split}.jsonl").open("w", encoding="utf-8") as stream:
             for name, texts in (
                 ("novels", read.values()),
                 ("wikipedia", articles(arguments.data, split)),
-                ("documentation", of_split[split]),
+                ("documentation", of_split[split].values()),
             ):
                 written, copies = paragraphs_without(contained, texts)
                 stream.writelines(json.dumps({"text": text, "source": name}) + "\n" for text in written)
@@ -264,9 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "lines_of_evaluated_tasks": copies,
                 }
         report["novels"][split]["names"] = list(read)
+        read_pages |= zip(of_split[split], written, strict=True)  # the documentation, the last of the three
+    packages = corpus_report(embedded_corpus("text"))["packages"]
     report["documentation"] |= {
         "left_out": left_out,
-        "packages": corpus_report(embedded_corpus("text"))["packages"],
+        "packages": packages,
+        "pages": {name: " ".join(sorted(found)) for name, found in hashes_of_pages(read_pages, packages).items()},
     }
     (arguments.folder / "sources.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))

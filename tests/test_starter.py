@@ -1,5 +1,6 @@
 """The texts that the starter is pre-trained on: nothing that the demo validates or tests with is among them."""
 
+import hashlib
 import json
 import lzma
 import re
@@ -100,15 +101,22 @@ def test_documentation_has_nothing_that_is_held_out(places, monkeypatch):
     texts = held_out(**places)
     assert texts
     contained = Contained(texts)
-    parts = [part for page in pages for part in page.split("\n\n")]
-    assert not any(contained.parts(page.split("\n\n")) for page in pages)
+    parts = [part for page in pages.values() for part in page.split("\n\n")]
+    assert not any(contained.parts(page.split("\n\n")) for page in pages.values())
     whole = embedded_corpus("text", **places)["train"]["text"]
     assert len(parts) + left_out == sum(len(page.split("\n\n")) for page in whole)
     secret = max(parts, key=len)
     monkeypatch.setattr(starter, "held_out", lambda **_: [secret])  # had it been held out, it would not be there
     pages, left_out = documentation(**places)
     assert left_out > 0
-    assert secret not in "\n\n".join(pages).split("\n\n")
+    assert secret not in "\n\n".join(pages.values()).split("\n\n")
+
+
+def test_pages_have_hashes_by_package():
+    pages = {"json.decoder": "one", "orchard": "two", "orchard.apples": "three"}
+    found = starter.hashes_of_pages(pages, ["Python", "orchard", "numpy"])
+    assert {package: len(hashes) for package, hashes in found.items()} == {"Python": 1, "orchard": 2, "numpy": 0}
+    assert found["Python"] == {hashlib.sha256(b"one").hexdigest()[:12]}
 
 
 def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
@@ -131,6 +139,7 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "embedded_corpus", lambda name: embedded(name, **places))
     assert main([str(data), str(tmp_path / "corpus")]) == 0
     report = json.loads((tmp_path / "corpus" / "sources.json").read_text())
+    documents = []
     for split in ("train", "validation"):
         rows = [json.loads(line) for line in (tmp_path / "corpus" / f"{split}.jsonl").read_text().splitlines()]
         every_second = ["Hardy_Tess_1891", "Hardy_Jude_1895"]
@@ -145,8 +154,11 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
             assert report[name][split]["documents"] == len(texts) > 0
             assert report[name][split]["characters"] == sum(map(len, texts))
             assert report[name][split]["sha256"] == digest(texts)
+            documents += texts if name == "documentation" else []
         assert [report[name][split]["lines_of_evaluated_tasks"] for name in ("novels", "wikipedia")] == [2, 0]
     assert list(report["documentation"]["packages"]) == ["orchard"]
+    recorded = report["documentation"]["pages"]["orchard"].split()
+    assert recorded == sorted(map(starter.hash_of_page, documents))
 
 
 def test_a_run_becomes_a_starter(tmp_path, monkeypatch):

@@ -161,9 +161,10 @@ def _tokenizer(
         tokenizer = lra_tokenizer(name)
         given = model_args.overrides(type(config))
         fit_config_to_tokenizer(config, tokenizer, vocab_size_is_given="vocab_size" in given)
-    sources = {flag: getattr(model_args, flag) for flag in ("tokenizer_name", "tokenizer_type", "model_name_or_path")}
-    sources["resume_from_checkpoint"] = resume_from
-    source = next((f"--{flag} {value}" for flag, value in sources.items() if value is not None), "the tokenizer")
+    flags = ("tokenizer_name", "tokenizer_type", "model_name_or_path")
+    sources = [model_args.shown(flag) for flag in flags if getattr(model_args, flag) is not None]
+    sources += [] if resume_from is None else [f"--resume_from_checkpoint {resume_from}"]
+    source = next(iter(sources), "the tokenizer")
     check_tokenizer(tokenizer, name, source)
     ids = data_args.task.vocab_size or 0
     if config.vocab_size < ids:

@@ -13,12 +13,22 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_hybrid
-from benchmarks.starter import HELD_OUT, Contained, digest, divided, documentation, held_out
+from benchmarks import ship_starter
+from benchmarks.starter import (
+    HELD_OUT,
+    Contained,
+    digest,
+    divided,
+    documentation,
+    hash_of_page,
+    hashes_of_pages,
+    held_out,
+)
 from hf_hybrid.commands.program import main as hf_hybrid_main
 from hf_hybrid.data.corpora import corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
 from hf_hybrid.starters import STARTERS, folder_of_starter, name_of_starter, starter
-from hf_hybrid.training import summarization
+from hf_hybrid.training import clm, glue, long_range, summarization
 
 NAME = "spade-en-tiny"
 TEXT = (
@@ -80,6 +90,10 @@ def test_a_card_says_what_a_user_must_know():
     assert " hours on two CPU cores" in card.text
     assert "/tmp" not in card.text  # where it was made is nobody's business
     assert "/work" not in card.text
+    # what `benchmarks.ship_starter` writes of these sources, and of this length
+    length = re.search(r"--max_seq_length (\d+)", card.text)[1]
+    assert ship_starter.LIMITS.format(length=length) in card.text
+    assert ship_starter.data_and_licences(sources) in card.text
 
 
 @torch.no_grad()
@@ -108,22 +122,67 @@ def pages():
 def test_no_document_that_the_demo_holds_out_is_read(pages):
     contained = Contained(held_out())
     assert HELD_OUT == ("docstrings", "modules")
-    assert not any(contained.parts(page.split("\n\n")) for page in pages[0])
-    read = "\n".join(map(words_of, pages[0]))
+    assert not any(contained.parts(page.split("\n\n")) for page in pages[0].values())
+    read = "\n".join(map(words_of, pages[0].values()))
     for row in list(embedded_corpus("docstrings")["test"])[::5]:  # literally, and not as `Contained` looks for it
         for text in row["document"], row["summary"]:
             assert words_of(text) not in read, text
 
 
-def test_it_has_read_those_pages_and_no_others(pages):
+@pytest.fixture(scope="module")
+def recorded():
+    """What the starter has read of the documentation, as it was recorded."""
+    return json.loads((starter(NAME) / "sources.json").read_text(encoding="utf-8"))["documentation"]
+
+
+def test_it_has_read_those_pages_and_no_others(pages, recorded, subtests):
     """So nothing that the demo is tested on: the recorded hashes are those of the texts without it."""
-    sources = json.loads((starter(NAME) / "sources.json").read_text(encoding="utf-8"))["documentation"]
     installed = corpus_report(embedded_corpus("text"))["packages"]
-    if installed != sources["packages"]:  # other versions document other things
-        pytest.skip(f"the starter was trained on {sources['packages']}; these are installed: {installed}")
-    assert pages[1] == sources["left_out"]
-    for split, texts in divided(pages[0]).items():
-        assert digest(texts) == sources[split]["sha256"]
+    read = {package: set(hashes.split()) for package, hashes in recorded["pages"].items()}
+    here = hashes_of_pages(pages[0], {**dict.fromkeys(read), **installed})
+    assert sum(map(len, read.values())) == sum(recorded[split]["documents"] for split in ("train", "validation"))
+    compared = []
+    for package, version in recorded["packages"].items():
+        with subtests.test(package):
+            if _release(package, version) != _release(package, installed.get(package, "none")):
+                pytest.skip(f"the starter has read {package} {version}; {installed.get(package, 'none')} is installed")
+            compared.append(package)
+            assert _shared(read, here, [package]) >= _SAME_OF_ONE
+    assert compared, f"no package is installed in the version that the starter has read: {recorded['packages']}"
+    assert _shared(read, here, compared) >= _SAME
+    if installed == recorded["packages"]:
+        assert here == read
+        assert pages[1] == recorded["left_out"]
+        for split, texts in divided(pages[0]).items():
+            assert digest(texts.values()) == recorded[split]["sha256"]
+
+
+# What other packages document, and Python's patches, change what is a copy of what: without the standard library 0.99
+# of the others' pages are the same, and at least 0.90 of those of each.
+_SAME, _SAME_OF_ONE = 0.95, 0.7
+
+
+def _shared(read, here, packages):
+    """Return how many of the pages of packages, read or here, are both."""
+    both = sum(len(read[package] & here[package]) for package in packages)
+    return both / sum(len(read[package] | here[package]) for package in packages)
+
+
+def _release(package, version):
+    """Return a version without what hardly changes its documentation: Python's patch, and torch's build."""
+    public = version.partition("+")[0]
+    return public.rpartition(".")[0] if package == "Python" else public
+
+
+def test_no_page_with_what_is_held_out_is_recorded(pages, recorded):
+    """Neither the pages of modules that are held out, nor a page as it is with the parts that are left out."""
+    read = set(" ".join(recorded["pages"].values()).split())
+    corpus = embedded_corpus("text")
+    others = [text for split in ("validation", "test") for text in corpus[split]["text"]]
+    whole = {row["source"]: row["text"] for row in corpus["train"]}
+    others += [page for module, page in whole.items() if page != pages[0].get(module)]
+    assert len(others) > 100
+    assert read.isdisjoint(map(hash_of_page, others))
 
 
 # ---- names ----
@@ -227,3 +286,52 @@ def test_a_name_that_is_nearly_a_starters_is_explained(run, tmp_path):
     with pytest.raises(ValueError, match="no configuration") as raised:
         run(tmp_path / "out", "--model_name_or_path", "me/spade-en-tiny", "--do_train")
     assert "Did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (
+            clm,
+            ["--model_name_or_path", NAME],
+            f"--model_name_or_path {NAME}: is_encoder_decoder must be False for SpadeForCausalLM; .*"
+            r"\. It is an encoder-decoder: train it with summarization$",
+        ),
+        (
+            clm,
+            ["--config_name", NAME],
+            f"--config_name {NAME}: is_encoder_decoder must be False for .* summarization$",
+        ),
+        (
+            glue,
+            ["--model_name_or_path", NAME, "--init_from", "t5"],
+            f"--init_from t5 --model_name_or_path {NAME}: .*spade",
+        ),
+        (
+            summarization,
+            ["--model_name_or_path", NAME, "--model_type", "spade"],
+            f"--model_type spade trains from scratch and cannot be combined with --model_name_or_path {NAME}; ",
+        ),
+        (
+            summarization,
+            ["--model_name_or_path", NAME, "--tokenizer_type", "bytes"],
+            f"--tokenizer_type bytes makes a tokenizer and cannot be combined with an existing one: {NAME}$",
+        ),
+        (
+            long_range,
+            ["--model_name_or_path", NAME, "--task_name", "lra_listops"],
+            f"--model_name_or_path {NAME} has another vocabulary than lra_listops, ",
+        ),
+        (
+            long_range,
+            ["--model_name_or_path", NAME, "--task_name", "lra_pathfinder"],
+            f"--model_name_or_path {NAME}: .* must read real values",
+        ),
+    ],
+)
+def test_what_cannot_take_it_says_its_name(script, flags, message, data, tmp_path):
+    """And not the folder in which the package lies."""
+    files = [] if script is long_range else ["--train_file", str(data["train"])]
+    with pytest.raises(ValueError, match=message) as raised:
+        script.main([*flags, *files, "--do_train", "--use_cpu", "--output_dir", str(tmp_path / "out")])
+    assert str(starter(NAME)) not in str(raised.value)

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_TYPES
 from hf_hybrid.models.peft_targets import METHODS
-from hf_hybrid.starters import STARTERS, folder_of_starter
+from hf_hybrid.starters import STARTERS, folder_of_starter, name_of_starter
 from hf_hybrid.training.flags.checks import check_choice_flag, flag
 from hf_hybrid.training.flags.overrides import parse_config_overrides, parse_peft_config
 
@@ -81,9 +81,6 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        for name in ("model_name_or_path", "config_name", "tokenizer_name"):
-            if (source := getattr(self, name)) is not None:
-                setattr(self, name, folder_of_starter(source))
         self._check_init_from()
         self._check_peft()
         if self.model_name_or_path is None and self.model_type is None and self.config_name is None:
@@ -113,6 +110,9 @@ class ModelArguments:
                 f"--tokenizer_type {self.tokenizer_type} makes a tokenizer and cannot be combined with an existing "
                 f"one: {self.tokenizer_name or self.model_name_or_path}"
             )
+        for name in ("model_name_or_path", "config_name", "tokenizer_name"):
+            if (source := getattr(self, name)) is not None:
+                setattr(self, name, folder_of_starter(source))
 
     def _check_init_from(self) -> None:
         check_choice_flag("init_from", self.init_from, INIT_SOURCES)
@@ -141,6 +141,10 @@ class ModelArguments:
                 "scratch has no weights to keep"
             )
         parse_peft_config(self.peft_config or "{}", self.peft)
+
+    def shown(self, name: str) -> str:
+        """Return a flag with its value as a user gave it, a starter's name and not its folder, for messages."""
+        return f"--{name} {name_of_starter(str(getattr(self, name)))}"
 
     @property
     def init_type(self) -> str | None:

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_hybrid.models.spade.conversion_spade import config_from_t5
 from hf_hybrid.starters import STARTERS
@@ -53,7 +60,10 @@ def load_config(
         return config
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
-        raise ValueError(f"{source}: its architecture {config.model_type!r} has no class for {auto_class.__name__}")
+        raise ValueError(
+            f"{source}: its architecture {config.model_type!r} has no class for {auto_class.__name__}"
+            f"{_script_of_pairs(config, auto_class)}"
+        )
     if not config.is_encoder_decoder:  # the task's class takes the decoder alone, or refuses
         for field, value in _fitting(role, type(config)).items():
             if getattr(config, field) != value:
@@ -63,9 +73,16 @@ def load_config(
         try:
             model = _check_buildable(auto_class, config, reads)
         except Exception as error:
-            raise ValueError(f"{source}: {one_line(error)}") from error
+            raise ValueError(f"{source}: {one_line(error)}{_script_of_pairs(config, auto_class)}") from error
         check_adapter(model, model_args)
     return config
+
+
+def _script_of_pairs(config: PreTrainedConfig, auto_class: Any) -> str:
+    """Return what to add to a message that refuses an encoder-decoder as a language model."""
+    is_pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
+    refused = auto_class is AutoModelForCausalLM and is_pair
+    return ". It is an encoder-decoder: train it with summarization" if refused else ""
 
 
 def _new_config(
@@ -93,7 +110,7 @@ def read_config(model_args: ModelArguments) -> tuple[str, PreTrainedConfig]:
         ValueError: The folder is not a checkpoint, or has no configuration.
     """
     flag = "model_name_or_path" if model_args.config_name is None else "config_name"
-    source = f"--{flag} {getattr(model_args, flag)}"
+    source = model_args.shown(flag)
     base = adapter_base(model_args)
     if base is not None:
         _check_start_from_adapter(model_args)
@@ -141,7 +158,7 @@ def _check_buildable(auto_class: Any, config: PreTrainedConfig, reads: str) -> P
 
 def _config_from_source(model_args: ModelArguments, auto_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     config_class: Any = _config_class(str(model_args.init_type), auto_class)
-    flags = f"--init_from {model_args.init_from} --model_name_or_path {model_args.model_name_or_path}"
+    flags = f"--init_from {model_args.init_from} {model_args.shown('model_name_or_path')}"
     if auto_class is AutoModelForCausalLM:
         raise ValueError(f"{flags}: a causal language model has no encoder that T5's could become")
     overrides = model_args.overrides(config_class)

@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_hybrid.data.tokenizer import byte_tokenizer, leave_texts_open, train_tokenizer
+from hf_hybrid.starters import name_of_starter
 from hf_hybrid.training.flags.data import DataArguments
 from hf_hybrid.training.flags.model import ModelArguments
 from hf_hybrid.training.model.adapters import adapter_base, adapter_folder
@@ -64,11 +65,12 @@ def load_tokenizer(
         tokenizer = byte_tokenizer() if ends_texts else leave_texts_open(byte_tokenizer())
     else:
         check_checkpoint_folder(flag, name, _TOKENIZER_FILES)
+        source = f"--{flag} {name_of_starter(name)}"
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_arguments(model_args))
         except (OSError, ValueError) as error:
-            raise ValueError(f"--{flag} {name}: no tokenizer could be loaded. {error}") from error
-        _complete_special_tokens(tokenizer, f"--{flag} {name}", needs_end=needs_end)
+            raise ValueError(f"{source}: no tokenizer could be loaded. {error}") from error
+        _complete_special_tokens(tokenizer, source, needs_end=needs_end)
     if complete is not None:
         complete(tokenizer)
     _fit_new_config(model_args, config, tokenizer)

@@ -78,7 +78,7 @@ def _load(
     trains: bool,
 ) -> tuple[Any, list[str]]:
     """Load the checkpoint; return the model and the names of new weights."""
-    source, base = f"--model_name_or_path {model_args.model_name_or_path}", adapter_base(model_args)
+    source, base = model_args.shown("model_name_or_path"), adapter_base(model_args)
     try:
         if model_args.init_type == "spade":
             if not trains:
@@ -134,8 +134,8 @@ def _fit_to_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, model_args
     ids, rows = number_of_ids(tokenizer), model.config.vocab_size if table is None else table.shape[0]
     if ids > rows and uses_adapter(model_args):
         raise ValueError(
-            f"--model_name_or_path {model_args.model_name_or_path}: its embedding has {rows} rows and the tokenizer "
-            f"{ids} ids, and an adapter cannot lengthen it; resize the model and save it, then start from there"
+            f"{model_args.shown('model_name_or_path')}: its embedding has {rows} rows and the tokenizer {ids} ids, "
+            "and an adapter cannot lengthen it; resize the model and save it, then start from there"
         )
     if ids > rows:
         model.resize_token_embeddings(ids)

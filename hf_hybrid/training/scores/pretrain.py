@@ -31,7 +31,9 @@ def hidden_bytes(tokenizer: PreTrainedTokenizerBase, labels: np.ndarray[Any, Any
 def token_bytes(tokenizer: PreTrainedTokenizerBase, number: int) -> int:
     """Return how many bytes of UTF-8 a token adds to a text behind another word, a space before it included.
 
-    Of a character that several tokens make up, each counts its own bytes. Special tokens add none.
+    Of a character that several tokens make up, each counts its own bytes. Special tokens add none, also the one in
+    place of what a tokenizer does not know. Where a token does not say whether the text has a space before it, it
+    counts the one that decoding writes: BERT's pieces of ``isn't`` have the bytes of "isn ' t", two too many.
     """
     known: dict[int, int] = tokenizer.__dict__.setdefault("_token_bytes", {})
     if number not in known:

@@ -27,7 +27,6 @@ __all__ = [
     "most_spans",
     "noise_generator",
     "noise_mask",
-    "piece_spans",
     "replace_spans",
 ]
 
@@ -255,20 +254,20 @@ def mask_words(
     return inputs, labels
 
 
-def cut_into_pieces(rows: Iterable[Tokens], size: int, *, joined: bool = False) -> Iterator[Array]:
+def cut_into_pieces(rows: Iterable[Any], size: int, *, joined: bool = False) -> Iterator[Any]:
     """Cut documents into pieces, each of one document; drop what has a single token.
 
     Args:
-        rows: The tokens of each document.
+        rows: The tokens of each document, or if they are not joined the `range` of their places.
         size: Tokens of a piece; a document's last may have fewer.
         joined: Whether the rows are parts of one document, such as the lines of a file.
 
     Yields:
         The pieces, in order.
     """
-    held = np.empty(0, dtype=np.int32)
+    held: Any = np.empty(0, dtype=np.int32)
     for row in rows:
-        tokens = np.concatenate([held, row]) if joined else np.asarray(row)
+        tokens = np.concatenate([held, row]) if joined else row
         end = len(tokens) // size * size if joined else len(tokens)
         held = tokens[end:]
         for start in range(0, end, size):
@@ -277,25 +276,6 @@ def cut_into_pieces(rows: Iterable[Tokens], size: int, *, joined: bool = False) 
                 yield piece
     if len(held) >= FEWEST:
         yield held
-
-
-def piece_spans(lengths: Array, size: int) -> Array:
-    """Return where `cut_into_pieces` cuts documents that lie one behind the other.
-
-    Args:
-        lengths: Tokens of each document.
-        size: Tokens of a piece.
-
-    Returns:
-        `(pieces, 2)`: the first token of each piece, and the one behind its last.
-    """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    counts = -(-np.asarray(lengths) // size)
-    behind = np.cumsum(counts)  # pieces up to the end of each document
-    number = np.arange(counts.sum()) - np.repeat(behind - counts, counts)  # of a piece in its document
-    starts = np.repeat(ends - lengths, counts) + number * size
-    spans = np.stack([starts, np.minimum(starts + size, np.repeat(ends, counts))], axis=1)
-    return spans[spans[:, 1] - spans[:, 0] >= FEWEST]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, most_spans, piece_spans
+from hf_hybrid.data.denoising import Denoiser, cut_into_pieces, most_spans
 from hf_hybrid.data.tokenizer import add_mask_token, add_sentinels
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.training.collating import packing_collator, sequence_collator
@@ -331,9 +331,11 @@ def _stored_rows(
     def places() -> Iterator[range]:
         before = 0
         for source, own in zip(sources, lengths, strict=True):
-            for start, end in piece_spans(own, size):
-                if denoise.takes(source[start:end]):
-                    yield range(before + start, before + end)
+            ends = np.cumsum(own, dtype=np.int64)
+            documents = map(range, (ends - own).tolist(), ends.tolist())
+            for place in cut_into_pieces(documents, size):
+                if denoise.takes(source[place.start : place.stop]):
+                    yield range(before + place.start, before + place.stop)
             before += len(source)
 
     return StoredRows(sources, islice(make_rows(places(), packed, denoise.frame), limit))
@@ -346,9 +348,9 @@ def _collator(
     training_args: ScriptTrainingArguments,
 ) -> Callable[[list[dict[str, Any]]], Any]:
     if data_args.packing:
-        if data_args.objective == "masked_words":
-            return packing_collator(tokenizer.pad_token_id, data_args.max_seq_length)
-        return packing_collator(tokenizer.pad_token_id, None, is_pair=True)
+        is_pair = data_args.objective != "masked_words"  # whose labels are longer or shorter than what is read
+        size = None if is_pair else data_args.max_seq_length
+        return packing_collator(tokenizer.pad_token_id, size, is_pair=is_pair)
     return sequence_collator(model, tokenizer, training_args)
 
 

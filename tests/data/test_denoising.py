@@ -20,7 +20,6 @@ from hf_hybrid.data.denoising import (
     most_spans,
     noise_generator,
     noise_mask,
-    piece_spans,
     replace_spans,
     text_frame,
 )
@@ -207,11 +206,12 @@ def test_a_piece_holds_one_document():
 @examples(100)
 @given(lengths=st.lists(st.integers(0, 20), max_size=8), size=st.integers(2, 9))
 def test_spans_lie_where_pieces_are_cut(lengths, size):
-    tokens = np.arange(sum(lengths))
-    documents = np.split(tokens, np.cumsum(lengths)[:-1])
-    pieces = [piece.tolist() for piece in cut_into_pieces(documents, size)]
-    spans = piece_spans(np.array(lengths, dtype=np.int32), size)
-    assert [tokens[start:end].tolist() for start, end in spans] == pieces
+    tokens = np.arange(100, 100 + sum(lengths))
+    ends = np.cumsum(lengths, dtype=int)
+    pieces = [piece.tolist() for piece in cut_into_pieces(np.split(tokens, ends[:-1]), size)]
+    spans = list(cut_into_pieces(map(range, ends - lengths, ends), size))
+    assert all(isinstance(span, range) for span in spans)
+    assert [tokens[span.start : span.stop].tolist() for span in spans] == pieces
 
 
 def test_noise_depends_on_seed_epoch_and_piece_alone():

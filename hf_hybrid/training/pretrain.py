@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """
     groups = (ModelArguments, PretrainArguments, ScriptTrainingArguments)
     model_args, data_args, training_args = parse_arguments(groups, argv)
-    is_pair = data_args.objective != "masked_words"
+    is_pair = data_args.is_pair
     auto_class = AutoModelForSeq2SeqLM if is_pair else AutoModelForMaskedLM
     _fit_arguments(data_args, training_args, argv)
     outputs, role = result_files(training_args), None if is_pair else _ENCODER
@@ -138,7 +138,7 @@ def _fit_arguments(
         training_args.use_bfloat16_where_it_is_fast()
     if data_args.packing:
         training_args.remove_unused_columns = False  # the collator reads one that is not the model's
-        if training_args.context_parallel_size > 1 and data_args.objective != "masked_words":
+        if training_args.context_parallel_size > 1 and data_args.is_pair:
             raise ValueError(
                 "--packing with --context_parallel_size needs --objective masked_words: packed pairs are not divided; "
                 f"got {data_args.objective}"
@@ -168,14 +168,13 @@ def _fit_arguments(
 
 def _check_model(config: PreTrainedConfig, data_args: PretrainArguments) -> None:
     """Raise a ValueError if the model cannot take the objective, or packed rows."""
-    is_pair = data_args.objective != "masked_words"
-    able = _PACKING_PAIRS if is_pair else _PACKING_ENCODERS
+    able = _PACKING_PAIRS if data_args.is_pair else _PACKING_ENCODERS
     if data_args.packing and config.model_type not in able:
         raise ValueError(
             f"--packing with --objective {data_args.objective} needs a model that keeps packed pieces apart "
             f"({' or '.join(able)}); got {config.model_type}"
         )
-    if is_pair:
+    if data_args.is_pair:
         return
     mapping, pairs = AutoModelForMaskedLM._model_mapping, AutoModelForSeq2SeqLM._model_mapping
     known: Any = type(config) if type(config) in mapping and type(config) in pairs else None
@@ -348,9 +347,8 @@ def _collator(
     training_args: ScriptTrainingArguments,
 ) -> Callable[[list[dict[str, Any]]], Any]:
     if data_args.packing:
-        is_pair = data_args.objective != "masked_words"  # whose labels are longer or shorter than what is read
-        size = None if is_pair else data_args.max_seq_length
-        return packing_collator(tokenizer.pad_token_id, size, is_pair=is_pair)
+        size = None if data_args.is_pair else data_args.max_seq_length  # noise changes the lengths of a pair
+        return packing_collator(tokenizer.pad_token_id, size, is_pair=data_args.is_pair)
     return sequence_collator(model, tokenizer, training_args)
 
 

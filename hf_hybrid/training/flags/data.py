@@ -336,6 +336,11 @@ class PretrainArguments(TextArguments):
         super().__post_init__()
 
     @property
+    def is_pair(self) -> bool:
+        """Whether labels are a sequence of their own, which an encoder-decoder writes."""
+        return self.objective != "masked_words"
+
+    @property
     def density(self) -> float:
         """Share of the tokens that is hidden."""
         return DENSITIES[self.objective] if self.noise_density is None else self.noise_density

@@ -175,10 +175,10 @@ def _form(panels: Sequence[Any]) -> tuple[Callable[[Axes, Any], None], float, fl
     if isinstance(panels[0], Bars):
         return _draw_bars, 6.8, 1.1 + 0.34 * max(len(panel.cells) for panel in panels), {}
     if isinstance(panels[0], Recall):
-        lines = max(sum(map(len, panel.tasks.values())) + len(panel.notes) for panel in panels)
+        lines = 4 + max(len(panel.tasks) + len(panel.notes) for panel in panels)
         return draw_recall, 5.2, 3.2 + 0.19 * lines, {}
     if isinstance(panels[0], States):
-        return draw_states, 5.2, 3.2 + 0.19 * max(len(panel.models) for panel in panels), {}
+        return draw_states, 5.2, 3.2 + 0.19 * (2 + max(len(panel.models) for panel in panels)), {}
     return draw_costs, 4.2, 2.75, {"font.size": 12, "axes.titlesize": 12}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.recall_models import MODELS, ablation_reach, state_numbers
 from benchmarks.recall_order import has_diverged, kept, mean_of, share
@@ -20,6 +21,7 @@ from hf_hybrid.data.recall import RECALL
 RESULTS = Path("benchmarks/results")
 UNLEARNT = "not learnt"
 _LINE = 60
+_GREY = "#8c959f"
 # a task's colour, of Okabe and Ito's colours for the colour-blind, and two of Tol's
 TASKS = {
     "aggregate": "#0072b2",
@@ -34,6 +36,7 @@ TASKS = {
     "few_facts": "#009e73",
     "facts": "#0072b2",
     "sparse_facts": "#d55e00",
+    "votes": "#cc79a7",
 }
 
 
@@ -130,20 +133,28 @@ def draw_recall(axes: Axes, panel: Recall) -> None:
         style = {"color": TASKS[task], "marker": "o", "markersize": 4}
         for model, points in models.items():
             distances, accuracies = zip(*points, strict=True)
-            line, name = "-" if model == panel.title else "--", _label(task, model, panel.title)
+            line, name = ("-", task) if model == panel.title else ("--", None)
             filled = [place for place, distance in enumerate(distances) if distance < panel.trained[task]]
             axes.plot(distances, accuracies, line, **style, markerfacecolor="white", label=name)
             axes.plot(distances, accuracies, " ", **style, markevery=filled)
         axes.axhline(panel.chances[task], color=TASKS[task], linestyle=":", linewidth=0.8)
+    axes.plot([], [], "--", color=_GREY, label="the same without the global part")
+    axes.plot([], [], " ", color=_GREY, marker="o", markersize=4, markerfacecolor="white", label="beyond training")
+    axes.plot([], [], ":", color=_GREY, label="guessing")
+    if panel.reach is not None:
+        axes.axvline(panel.reach, color=_GREY, linewidth=0.8, label="how far it reaches without the global part")
     for line in panel.notes:
         axes.plot([], [], " ", label=line)
-    if panel.reach is not None:
-        axes.axvline(panel.reach, color="#8c959f", linewidth=0.8)
+    _scale(axes, f"distance of the answer, {panel.unit}", "share of right answers")
+
+
+def _scale(axes: Axes, distance: str, share: str) -> None:
+    """Scale and name the axes of shares over something that grows in powers of two."""
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set_ylim(-0.03, 1.03)
-    line = "" if panel.reach is None else "; line: reach of the dashed models"
-    axes.set_xlabel(f"distance of the answer, {panel.unit} (hollow: beyond training{line})")
-    axes.set_ylabel("share of right answers")
+    axes.set_xlabel(distance)
+    axes.set_ylabel(share)
     axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.18), borderaxespad=0)
 
 
@@ -157,12 +168,14 @@ class States:
             points if it was measured with several sizes of its state.
         seeds: The same of every single seed.
         chance: Accuracy of a guess.
+        without_keys: That of a model that says the likeliest of the values told; None if the task has no keys.
     """
 
     title: str
     models: Mapping[str, Sequence[tuple[int, float]]]
     seeds: Mapping[str, Sequence[tuple[int, float]]]
     chance: float
+    without_keys: float | None
 
 
 def states(results: Path = RESULTS) -> list[States]:
@@ -173,7 +186,7 @@ def states(results: Path = RESULTS) -> list[States]:
     for task in STATE_TASKS:
         models: dict[str, list[tuple[int, float]]] = {}
         seeds: dict[str, list[tuple[int, float]]] = {}
-        chance = 0.0
+        measured: list[Row] = []
         for name, kind in MODELS.items():
             own = kept(rows, task, name)
             accuracy = share(own)
@@ -182,15 +195,16 @@ def states(results: Path = RESULTS) -> list[States]:
                 models.setdefault(kind.state_of or name, []).append((size, accuracy))
                 single = [(size, value) for row in own if (value := share([row])) is not None]
                 seeds.setdefault(kind.state_of or name, []).extend(single)
-                chance = mean_of(own, "chance") or 0.0
+                measured += own
         if any(len(points) > 1 for points in models.values()):
             both = ({name: sorted(points) for name, points in found.items()} for found in (models, seeds))
-            panels.append(States(task, *both, chance))
+            guesses = mean_of(measured, "chance") or 0.0, mean_of(measured, "without_keys")
+            panels.append(States(task, *both, *guesses))
     return panels
 
 
 def draw_states(axes: Axes, panel: States) -> None:
-    """Draw a panel: a line for each architecture with several sizes, a point for each other one, dots for guessing.
+    """Draw a panel: a line for each architecture with several sizes, and a point for each other one.
 
     They are means; every seed is a small point of its own.
     """
@@ -201,9 +215,7 @@ def draw_states(axes: Axes, panel: States) -> None:
             sizes, accuracies, "-" if len(points) > 1 else " ", color=colour, marker="o", markersize=4, label=name
         )
         axes.plot(*zip(*panel.seeds[name], strict=True), " ", color=colour, marker=".", markersize=3, alpha=0.6)
-    axes.axhline(panel.chance, color="#8c959f", linestyle=":", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(-0.03, 1.03)
-    axes.set_xlabel("numbers kept of a sequence: states, and keys and values")
-    axes.set_ylabel("share of right far answers")
-    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.18), borderaxespad=0)
+    axes.axhline(panel.chance, color=_GREY, linestyle=":", linewidth=0.8, label="guessing")
+    if panel.without_keys is not None:
+        axes.axhline(panel.without_keys, color=_GREY, linestyle="-.", linewidth=0.8, label="the likeliest value told")
+    _scale(axes, "numbers kept of a sequence: states, and keys and values", "share of right far answers")

@@ -9,8 +9,6 @@ from benchmarks.recall_models import MODELS
 from benchmarks.recall_run import LEARNT, RECIPES, STABLE, Run, is_done_by
 from benchmarks.record import Row
 
-GATE = ("Llama", "CHELA", "Mamba-2")
-"""The models that do a published task first: if they do not learn it, the others have one run each."""
 AT_CHANCE = 0.02
 """Share of right answers above guessing that still counts as guessed."""
 SLOWER = "slower"
@@ -104,21 +102,15 @@ def todo(
 ) -> Iterator[Run]:
     """Yield the runs that are missing and can start.
 
-    The first seed searches the learning rate, and the others take the best. A published task begins with `GATE`; until
-    a run learns it, each other model has one run at the middle rate. Ablations on own tasks, and copies with another
-    size of the state, take the rate of their model.
+    The first seed searches the learning rate, and the others take the best. A published task has one run of each model
+    until one of them has learnt it, and none of copies with another size of the state.
     """
     done = {_key(row) for row in rows}
     for task in tasks:
-        doing = [model for model in models if is_done_by(task, model)]
-        first = [] if RECIPES[task].is_own else [model for model in doing if model in GATE]
-        is_open = all((task, model, str(seeds[0]), rate) in done for model in first for rate in rates)
-        if not is_open:
-            doing, asked = first, (rates, seeds[:1])
-        elif first and is_unlearnt(rows, task):
-            asked = (sorted(rates, key=float)[len(rates) // 2 :][:1], seeds[:1])
-        else:
-            asked = (rates, seeds)
+        doing, asked = [model for model in models if is_done_by(task, model)], (rates, seeds)
+        if is_unlearnt(rows, task):
+            doing = [model for model in doing if MODELS[model].state_of is None]
+            asked = (rates[:1], seeds[:1])
         missing = [[run for run in _runs(rows, task, model, *asked) if run.key not in done] for model in doing]
         # every model's first rate before any second one, which ends early once the first has solved the task
         turns = (run for runs in zip_longest(*missing) for run in runs if run is not None)
@@ -126,29 +118,44 @@ def todo(
 
 
 def _runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of a model that can start or are done."""
-    kind, is_own, seeds = MODELS[model], RECIPES[task].is_own, seeds_of(task, model, seeds)
-    leader = kind.state_of or (kind.ablation_of if is_own else None)
-    of_leader = rows_of(rows, task, leader or model)
-    own = [row for row in of_leader if row["seed"] == str(seeds[0])]
-    best = best_row(own)
-    overtaken = int(STABLE * fewest_steps(own)) if best is not None and best["solved_step"] else None
-    search = [Run(task, leader or model, seeds[0], rate, overtaken=overtaken) for rate in rates]
-    if best is None or not {row["learning_rate"] for row in own}.issuperset(rates):
-        return search
-    further = [Run(task, model, seed, best["learning_rate"]) for seed in seeds]
-    if kind.state_of is not None:
-        return [] if not is_own and is_guessed(best) else further
-    if leader is None:
-        return [*search, *further]
-    # an ablation is trained as long as its model was with the same seed
-    steps = {row["seed"]: row["trained_steps"] for row in kept(rows, task, leader)}
-    return [replace(run, most=int(steps[seed] or 0) or None) for run in further if (seed := str(run.seed)) in steps]
+    """Return the runs of a model that can start or are done; those of the model that it waits for if none can."""
+    kind, recipe = MODELS[model], RECIPES[task]
+    if recipe.is_own and kind.ablation_of is not None:
+        # an ablation is trained as long as its model was with the same seed
+        leading = _runs(rows, task, kind.ablation_of, rates, seeds)
+        if _best(rows, task, kind.ablation_of, rates, seeds[0]) is None:
+            return leading
+        steps = {row["seed"]: row["trained_steps"] for row in kept(rows, task, kind.ablation_of)}
+        runs = [run for run in _own_runs(rows, task, model, rates, seeds) if str(run.seed) in steps]
+        return [replace(run, most=int(steps[str(run.seed)] or 0) or None) for run in runs]
+    if not recipe.is_own and kind.state_of is not None:
+        best = _best(rows, task, kind.state_of, rates, seeds[0])
+        if best is None:
+            return _runs(rows, task, kind.state_of, rates, seeds)
+        if is_guessed(best):
+            return []
+    return _own_runs(rows, task, model, rates, seeds)
+
+
+def _own_runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+    """Return the first seed's search of the rate, and the other seeds once it has ended."""
+    first, *others = seeds_of(task, model, seeds)
+    own = [row for row in rows_of(rows, task, model) if row["seed"] == str(first)]
+    overtaken = int(STABLE * fewest_steps(own)) if any(row["solved_step"] for row in own) else None
+    search = [Run(task, model, first, rate, overtaken=overtaken) for rate in rates]
+    best = _best(rows, task, model, rates, first)
+    return search if best is None else [*search, *(Run(task, model, seed, best["learning_rate"]) for seed in others)]
+
+
+def _best(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seed: int) -> Row | None:
+    """Return the best row of a model's search; None until all rates are done, and if all have diverged."""
+    own = [row for row in rows_of(rows, task, model) if row["seed"] == str(seed)]
+    return best_row(own) if {row["learning_rate"] for row in own}.issuperset(rates) else None
 
 
 def is_guessed(row: Row) -> bool:
-    """Return whether a row's far answers are hardly better than guesses."""
-    return (share([row]) or 0.0) <= float(row["chance"]) + AT_CHANCE
+    """Return whether a row's far answers are hardly better than guesses among the values that a sequence tells."""
+    return (share([row]) or 0.0) <= float(row["without_keys"] or row["chance"]) + AT_CHANCE
 
 
 def _key(row: Row) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -25,7 +25,7 @@ from hf_hybrid.data.recall import RECALL, Examples, draw
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
 FAR = 32
-"""Tokens beyond which no ablation reaches, and from which the own tasks ask."""
+"""Tokens beyond which no ablation reaches; answers that lie further back are far."""
 FACTORS = (2, 4, 16)
 """Lengths of further tests, in lengths of training."""
 BINS = tuple(2**power for power in range(12))
@@ -57,7 +57,8 @@ class Recipe:
         width: Width of the models.
         sizes: Sizes of the task, where they are not those of `RECALL`.
         is_encoder_decoder: Whether encoder-decoders do the task, or causal language models.
-        is_own: Whether its far answers lie where no ablation reaches, so that ablations need no search of rates.
+        is_own: Whether its far answers lie where no ablation reaches, so that ablations, which can only guess them,
+            are trained no longer than their models.
         has_longer: Whether longer sequences than those of training ask for the same.
         has_seeds: Whether several seeds are worth their time.
     """
@@ -72,16 +73,19 @@ class Recipe:
     has_seeds: bool = True
 
 
+# near answers, which every ablation reaches, are asked for too
+_OWN: dict[str, Any] = {"batch": 16, "sizes": {"gap": 0}, "is_own": True}
 _FACTS: dict[str, Any] = {"batch": 16, "sizes": {"segment_size": SEGMENT}, "is_encoder_decoder": True, "is_own": True}
 RECIPES: dict[str, Recipe] = {
-    "aggregate": Recipe(800, batch=16, is_own=True),
-    "majority": Recipe(800, batch=16, is_own=True),
-    "latch": Recipe(1600, batch=16, is_own=True),
-    "key_value": Recipe(2000, batch=16, is_own=True),
+    "aggregate": Recipe(800, **_OWN),
+    "majority": Recipe(800, **_OWN),
+    "latch": Recipe(1600, **_OWN),
+    "key_value": Recipe(2000, **_OWN),
     # longer documents of facts have blanks, which training never shows
     "few_facts": Recipe(1500, **_FACTS, has_longer=False),
     "facts": Recipe(2500, **_FACTS, has_longer=False),
     "sparse_facts": Recipe(2500, **_FACTS),
+    "votes": Recipe(2500, **_FACTS, has_longer=False),
     "in_context_recall": Recipe(1200, batch=16),
     "noisy_recall": Recipe(1200, batch=16),
     "selective_copying": Recipe(1200, batch=8),
@@ -200,8 +204,9 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
     falls to zero, so that all models are tested in a like state.
 
     Returns:
-        ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``validation``
-        (the share of right far answers, or of all if none is far) and ``validation_loss``; ``solved_step`` if the task
+        ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``without_keys``
+        if the task has it, ``validation`` (the share of right far answers, or of all if none is far) and
+        ``validation_loss``; ``solved_step`` if the task
         was solved; and what `accuracies` returns for the tests, of longer sequences as ``x2``, ... . No tests if
         another rate was faster; only ``parameters`` if the loss was not finite.
     """
@@ -213,6 +218,8 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
     optimizer = optimizer_of(model, float(run.rate))
     validation = examples(run.task, "validation", VALIDATION, recipe, seed=run.seed)
     values["chance"] = validation.chance
+    if validation.without_keys is not None:
+        values["without_keys"] = validation.without_keys
     most = min(run.most or recipe.steps, recipe.steps)
     ending, check_every = math.ceil(ENDING * recipe.steps), recipe.steps // _CHECKS or 1
     schedule: Any = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * recipe.steps), recipe.steps)
@@ -275,8 +282,8 @@ def _batches(run: Run, recipe: Recipe) -> Iterator[Examples]:
 def rows_of(kept: Examples, places: Any) -> Examples:
     """Return some of the examples."""
     documents = None if kept.document_ids is None else kept.document_ids[places]
-    rows = (part[places] for part in (kept.input_ids, kept.labels, kept.distances))
-    return Examples(*rows, vocab_size=kept.vocab_size, chance=kept.chance, document_ids=documents)
+    input_ids, labels, distances = (part[places] for part in (kept.input_ids, kept.labels, kept.distances))
+    return replace(kept, input_ids=input_ids, labels=labels, distances=distances, document_ids=documents)
 
 
 def _logits(model: nn.Module, batch: Examples) -> torch.Tensor:

@@ -88,32 +88,46 @@ def test_every_model_has_its_first_rate_before_any_has_its_second():
 # ---- models that follow others ----
 
 
-def test_ablations_on_own_tasks_take_rate_and_steps_of_their_model():
+def test_ablations_on_own_tasks_follow_their_model_and_take_its_steps():
     ask = partial(missing, models=["BST, windows alone"])
     assert ask([]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
-    rows = [solved("15", "0.001", seed="4"), row(seed="4", rate="0.003", outcome=SLOWER, accuracy="")]
-    assert ask(rows) == [("BST, windows alone", 4, "0.001")]  # seed 5 of its model is still to come
-    rows.append(row(seed="5", trained_steps="20"))
+    rows = [solved("15", "0.001", seed="4")]
+    assert ask(rows) == [("BST", 4, "0.003")]  # the search of its model has not ended
+    rows.append(row(seed="4", rate="0.003", outcome=SLOWER, accuracy="", trained_steps="90"))
     given = (["latch"], ["BST, windows alone"], RATES, [4, 5])
-    assert [(run.seed, run.rate, run.most) for run in todo(rows, *given)] == [(4, "0.001", 30), (5, "0.001", 20)]
+    assert [(run.seed, run.rate, run.most) for run in todo(rows, *given)] == [(4, "0.003", 30), (4, "0.001", 30)]
+    rows += [
+        row(model="BST, windows alone", seed="4", rate=rate, far=far) for rate, far in zip(RATES, "12", strict=True)
+    ]
+    assert [*todo(rows, *given)] == []  # seed 5 of its model is still to come
+    rows.append(row(seed="5", trained_steps="20"))
+    assert [(run.seed, run.rate, run.most) for run in todo(rows, *given)] == [(5, "0.003", 20)]
     rows[-1] = row(seed="5", outcome="diverged", trained_steps="", accuracy="")
-    assert [(run.seed, run.most) for run in todo(rows, *given)] == [(4, 30), (5, None)]
+    assert [(run.seed, run.most) for run in todo(rows, *given)] == [(5, None)]
 
 
-def test_another_size_of_the_state_takes_the_rate_of_its_model():
-    ask = partial(missing, tasks=["key_value"], models=["BST, N 8"])
-    assert ask([]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
-    both = [solved("15", "0.001", task="key_value", seed="4"), row("key_value", seed="4", rate="0.003")]
-    assert ask(both) == [("BST, N 8", seed, "0.001") for seed in (4, 5)]
-    assert STATE_TASKS == ("key_value", "mqar")
+def test_an_ablation_waits_for_nothing_where_its_model_has_diverged():
+    gone = [row(seed="4", rate=rate, outcome="diverged", accuracy="", validation_loss="") for rate in RATES]
+    assert missing(gone, models=["BST, windows alone"]) == []
+
+
+def test_another_size_of_the_state_is_a_model_of_its_own():
+    task = STATE_TASKS[0]
+    search = [("BST, N 8", 4, rate) for rate in RATES]
+    assert missing([], tasks=[task], models=["BST, N 8"]) == search
+    rows = [solved("15", "0.001", task=task, model="BST, N 8", seed="4")]
+    rows.append(row(task, "BST, N 8", seed="4", rate="0.003", outcome=SLOWER, accuracy=""))
+    assert missing(rows, tasks=[task], models=["BST, N 8"]) == [("BST, N 8", 5, "0.001")]
 
 
 def test_on_a_published_task_it_waits_until_its_model_does_more_than_guess():
     ask = partial(missing, tasks=["mqar"], models=["BST, N 8"])
-    guessed = [row("mqar", seed="4", rate=rate, far="0.11", accuracy="0.3") for rate in RATES]
+    assert ask([row("mqar", "SPADE", far="0.9")]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
+    values = {"accuracy": "0.3", "without_keys": "0.25"}
+    guessed = [row("mqar", seed="4", rate=rate, far="0.26", **values) for rate in RATES]
     learnt = row("mqar", "SPADE", far="0.9")  # opens the task
     assert ask([*guessed, learnt]) == []
-    assert ask([{**guessed[0], "far": "0.13"}, guessed[1], learnt]) == [("BST, N 8", 4, "0.003")]
+    assert ask([{**guessed[0], "far": "0.28"}, guessed[1], learnt]) == [("BST, N 8", 4, rate) for rate in RATES]
 
 
 def test_what_says_nothing_about_range_has_one_seed():
@@ -128,37 +142,23 @@ def test_what_says_nothing_about_range_has_one_seed():
 # ---- published tasks ----
 
 
-def gate(share):
-    names = ("CHELA", "Llama", "Mamba-2")
-    rows = [row("mqar", name, seed="4", rate=rate, far="0.2") for name in names for rate in RATES]
-    return [*rows[:-1], {**rows[-1], "far": share}]
-
-
-def test_three_models_try_a_published_task_before_all_others():
-    ask = partial(missing, tasks=["mqar"], models=["BST", "BST, windows alone", "CHELA", "Llama", "Mamba-2"])
-    first = [(name, 4, rate) for rate in RATES for name in ("CHELA", "Llama", "Mamba-2")]
+def test_a_published_task_has_one_run_of_each_model_until_one_has_learnt_it():
+    ask = partial(missing, tasks=["mqar"], models=["BST", "BST, windows alone", "BST, N 8", "Llama"])
+    first = [("BST", 4, "0.003"), ("BST, windows alone", 4, "0.003"), ("Llama", 4, "0.003")]
     assert ask([]) == first
-    assert ask(gate("0.2")[:-1]) == first[-1:]
-    # not learnt: one run of each other model, at the middle rate
-    rates = ["0.003", "0.01", "0.001"]
-    rest = [row("mqar", name, seed="4", rate="0.01", far="0.2") for name in ("CHELA", "Llama", "Mamba-2")]
-    assert ask([*gate("0.5"), *rest], rates=rates) == [("BST", 4, "0.003"), ("BST, windows alone", 4, "0.003")]
-    # learnt: everything, ablations with a search of their own
-    opened = {*ask([*gate("0.2"), row("mqar", seed="4", rate="0.003", far="0.51")])}
-    assert opened == {
-        ("BST", 4, "0.001"),
-        *(("BST, windows alone", 4, rate) for rate in RATES),
-        ("CHELA", 5, "0.003"),
-        ("Llama", 5, "0.003"),
-        ("Mamba-2", 5, "0.003"),
-    }
-    assert missing([], tasks=["mqar"], models=["BST"], seeds=[4]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
+    rows = [row("mqar", model, seed="4", rate="0.003", far="0.5") for model, _, _ in first]
+    assert ask(rows[:2]) == first[2:]
+    assert ask(rows) == []
+    opened = {*ask([*rows[:2], {**rows[2], "far": "0.51"}])}
+    assert opened == {(model, 4, "0.001") for model, _, _ in first}
 
 
 def test_a_task_is_unlearnt_as_long_as_no_run_has_half_of_the_far_answers():
-    assert is_unlearnt(gate("0.5"), "mqar")
-    opened = [*gate("0.51"), *(row("mqar", "Llama", seed=seed, far="0.1") for seed in ("5", "6"))]
-    assert not is_unlearnt(opened, "mqar")  # whatever further seeds do
+    rows = [row("mqar", far="0.2"), row("mqar", "Llama", far="0.5")]
+    assert is_unlearnt(rows, "mqar")
+    assert not is_unlearnt(
+        [*rows, row("mqar", "CHELA", far="0.51"), row("mqar", "CHELA", seed="5", far="0.1")], "mqar"
+    )
     assert is_unlearnt([row("mqar", outcome="diverged", accuracy="")], "mqar")
     assert not is_unlearnt([row("latch", far="0.1")], "latch")  # an own task
 

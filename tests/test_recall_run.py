@@ -98,9 +98,11 @@ def test_the_ablation_of_documents_reads_one_segment_and_every_other_model_all(n
 
 
 @pytest.mark.parametrize("task", OWN)
-def test_own_tasks_ask_beyond_the_reach_of_ablations(task):
+def test_own_tasks_ask_within_the_reach_of_ablations_and_mostly_beyond_it(task):
     asked = examples(task, "test", 200, RECIPES[task])
-    assert asked.distances[asked.labels != IGNORED_LABEL].min() > FAR
+    distances = asked.distances[asked.labels != IGNORED_LABEL]
+    assert distances.min() < min(ablation_reach(name) for name in ABLATIONS if not MODELS[name].is_encoder_decoder)
+    assert (distances > FAR).mean() > 0.5
 
 
 def test_the_compressor_reads_the_last_output_alone():

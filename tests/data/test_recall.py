@@ -21,7 +21,7 @@ from ..bare import BARE
 TEXT = bytes(range(97, 123)) * 80
 GIVEN = {"needle": {"text": TEXT}}
 COUNT = 32
-FACTS = ("facts", "few_facts", "sparse_facts")
+FACTS = ("facts", "few_facts", "sparse_facts", "votes")
 
 
 def drawn(name, split="train", count=COUNT, **sizes):
@@ -130,22 +130,27 @@ def test_a_slow_reader_finds_the_same_answers_at_the_same_distances(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), [("facts", (32, 48)), ("few_facts", (16, 32)), ("sparse_facts", (32, 64))]
+    ("name", "lengths"),
+    [("facts", (32, 48)), ("few_facts", (16, 32)), ("sparse_facts", (32, 64)), ("votes", (24, 48))],
 )
 def test_facts_are_read_from_the_document(name, lengths):
-    keys, values, asked, segment = (size(name, field) for field in ("keys", "values", "asked", "segment_size"))
+    fields = ("keys", "values", "mentions", "asked", "segment_size")
+    keys, values, mentions, asked, segment = (size(name, field) for field in fields)
     for length in lengths:
         examples = drawn(name, length=length)
         blank = examples.vocab_size - 1
         for row in range(COUNT):
             document = examples.document_ids[row].tolist()
-            told = {token // values: (token % values, place) for place, token in enumerate(document) if token != blank}
-            assert (len(told), document.count(blank)) == (keys, length - keys)
+            told = [[(token % values, place) for place, token in enumerate(document) if token // values == key]
+                    for key in range(keys)]  # fmt: skip
+            assert {len(facts) for facts in told} == {mentions}
+            assert document.count(blank) == length - keys * mentions
             for place in range(asked):
-                value, where = told[examples.input_ids[row, place] - keys * values]
-                assert examples.labels[row, place] == keys * values + keys + value
+                facts = told[examples.input_ids[row, place] - keys * values]
+                [(value, count)] = Counter(value for value, _ in facts).most_common(1)
+                assert (examples.labels[row, place], count) == (keys * values + keys + value, mentions // 2 + 1)
                 read = place * (length // segment) // asked
-                assert examples.distances[row, place] == abs(where // segment - read)
+                assert examples.distances[row, place] == min(abs(where // segment - read) for _, where in facts)
 
 
 def test_compression_asks_for_every_token_but_the_last():
@@ -252,6 +257,42 @@ def test_the_published_sizes():
 # ---- the parts that chance decides ----
 
 
+def values_without_keys(name, examples):
+    """Yield the values that a sequence tells, each as often as it is told, and the answers it asks for."""
+    for row, (tokens, labels) in enumerate(zip(examples.input_ids.tolist(), examples.labels.tolist(), strict=True)):
+        if name in FACTS:
+            keys, values = size(name, "keys"), size(name, "values")
+            document = examples.document_ids[row]
+            answer_of = dict(zip(tokens, labels, strict=True))
+            told = Counter(document[document < keys * values].tolist()).most_common()
+            best = {token // values: keys * values + keys + token % values for token, _ in reversed(told)}
+            assert all(best[token - keys * values] == answer for token, answer in answer_of.items())
+            yield [*best.values()], labels
+        elif name == "key_value" or name.startswith("mqar"):
+            yield tokens[1 : 2 * size(name, "pairs") : 2], labels
+        else:
+            keys = (size(name, "vocab_size") - size(name, "noise_vocab_size")) // 2
+            value_of = {key: value for key, value in zip(tokens[::2], tokens[1::2], strict=True) if key < keys}
+            yield [*value_of.values()], labels[len(labels) // 2 :]  # most keys have come by then
+
+
+@pytest.mark.parametrize("name", [name for name in RECALL if drawn(name, count=1).without_keys is not None])
+def test_values_without_their_keys_give_as_many_right_answers_as_said(name):
+    examples = drawn(name, "test", 4000 if size(name, "length") < 128 else 1000)
+    right = []
+    for told, labels in values_without_keys(name, examples):
+        likeliest = Counter(told).most_common(1)[0][0]
+        right.append(np.mean([label == likeliest for label in labels if label != IGNORED_LABEL]))
+    error = np.std(right) / len(right) ** 0.5
+    assert abs(np.mean(right) - examples.without_keys) <= 4 * error
+    assert examples.floor == max(examples.chance, examples.without_keys) > examples.chance
+
+
+def test_what_asks_for_no_key_has_no_floor_but_chance():
+    examples = drawn("latch")
+    assert (examples.without_keys, examples.floor) == (None, examples.chance)
+
+
 def test_questions_of_mqar_come_after_gaps_of_a_power_law():
     """With one pair, the place of its only question has exactly the weights of the paper."""
     examples = draw("mqar_64", "train", 20_000, pairs=1, power=0.01)
@@ -342,7 +383,8 @@ def test_the_needle_lies_at_its_depth_and_every_name_occurs():
         ("needle", {"text": TEXT[:9], "length": 70}, "text must be longer than length 70; got '9 bytes'"),
         ("needle", {"length": 4000}, "text must be longer than length 4000; got '2080 bytes'"),
         ("needle", {"depth": 1.5}, "depth must be from 0 to 1; got 1.5"),
-        ("facts", {"length": 30}, "length must be at least the 32 keys; got 30"),
+        ("facts", {"length": 30}, "length must be at least the 32 facts; got 30"),
+        ("votes", {"mentions": 2}, "mentions must be odd; got 2"),
         ("facts", {"length": 34}, "length must be a multiple of segment_size 4; got 34"),
         ("facts", {"count": 0}, "count must be an integer of at least 1; got 0"),
         (

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hf_hybrid.data.drawing import Array, check, check_sizes
-from hf_hybrid.data.recall.examples import Examples, distinct, empty
+from hf_hybrid.data.recall.examples import Examples, distinct, empty, share_of_likeliest
 
 __all__ = ["in_context_recall", "key_value", "mqar"]
 
@@ -64,7 +64,7 @@ def mqar(
     np.put_along_axis(input_ids, questions, keys, axis=1)
     np.put_along_axis(labels, questions, values, axis=1)
     np.put_along_axis(distances, questions, questions - (2 * np.arange(pairs) + 1), axis=1)
-    return Examples(input_ids, labels, distances, vocab_size, chance=1 / half)
+    return Examples(input_ids, labels, distances, vocab_size, chance=1 / half, without_keys=1 / pairs)
 
 
 def in_context_recall(
@@ -123,7 +123,8 @@ def in_context_recall(
     distances[rows, 2 * asked] = 2 * (asked - before[rows, asked]) - 1
     tokens = first_noise + generator.integers(max(noise_vocab_size, 1), size=(count, length))
     input_ids = np.where(np.repeat(is_noise, 2, axis=1), tokens, input_ids)
-    return Examples(input_ids, labels, distances, vocab_size, chance=1 / values)
+    without_keys = share_of_likeliest(keys, values)
+    return Examples(input_ids, labels, distances, vocab_size, chance=1 / values, without_keys=without_keys)
 
 
 def _places_before(drawn: Array, is_noise: Array, keys: int) -> Array:
@@ -197,4 +198,5 @@ def key_value(
     input_ids[:, questions] = np.take_along_axis(shown, asked, axis=1)
     labels[:, questions] = np.take_along_axis(meant, asked, axis=1)
     distances[:, questions] = questions - (2 * asked + 1)
-    return Examples(input_ids, labels, distances, keys + values + noise_vocab_size, chance=1 / values)
+    vocab_size, without_keys = keys + values + noise_vocab_size, share_of_likeliest(pairs, values)
+    return Examples(input_ids, labels, distances, vocab_size, chance=1 / values, without_keys=without_keys)

@@ -70,6 +70,7 @@ RECALL: dict[str, RecallTask] = {
     "facts": RecallTask(facts),
     "few_facts": RecallTask(facts, {"keys": 16, "length": 16}),
     "sparse_facts": RecallTask(facts, {"keys": 16}),
+    "votes": RecallTask(facts, {"keys": 8, "mentions": 3, "length": 24, "asked": 24}),
 }
 """The tasks by name."""
 

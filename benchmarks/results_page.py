@@ -59,7 +59,8 @@ REPORTS = {
     "products_ms": bench_profile,
     "precision": bench_models,
 }
-PLANNED = {"from_t5.csv", "from_t5_8192.csv"} | {
+_LRA = {f"lra_{task}.csv" for task in ("listops", "pathfinder", "speech", "text")}
+PLANNED = {"from_t5.csv", "from_t5_8192.csv", *_LRA} | {
     module.DEFAULT_OUT.name
     for module in (
         bench_checkpointing,
@@ -69,6 +70,7 @@ PLANNED = {"from_t5.csv", "from_t5_8192.csv"} | {
         bench_loading,
         bench_loss,
         bench_profile,
+        bench_recall,
     )
 }
 """Files that the pages have a place for before they are measured."""

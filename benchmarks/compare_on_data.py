@@ -1,7 +1,7 @@
 """Train small models on the same data with equal flags, each at its best learning rate, with several seeds.
 
 Run it from the repository root; ``--data`` names the folders of the datasets, each a folder with a ``train`` and a
-``validation`` file::
+``validation`` file (experiments whose data are drawn need none)::
 
     python -m benchmarks.compare_on_data benchmarks/experiments/novels.json benchmarks/experiments/facts.json \
         --data path/to/data --jobs 2                                          # in this order
@@ -275,7 +275,8 @@ def plan_of(
         rates, flags = experiment.rates(model), experiment.flags(model)
         run = Run(experiment.name, model, seeds[0], rates[0], "plan")
         step = _tried(experiment, run, folder / run.folder, start)
-        evaluation = flags.get("max_eval_samples", 0) / flags["per_device_train_batch_size"] / 3
+        evaluated = sum(flags.get(f"max_{split}_samples", 0) for split in ("eval", "predict"))
+        evaluation = evaluated / flags["per_device_train_batch_size"] / 3
         searches = len(rates) if len(rates) > 1 else 0
         short = experiment.spec.get("search_steps")
         # without shortened runs the first seed's search includes its run at the best rate
@@ -293,6 +294,7 @@ def _tried(experiment: Experiment, run: Run, folder: Path, start: Callable[[Path
     """Return the CPU minutes of a step."""
     _delete(folder)
     few = {"max_steps": _TRIED, "eval_steps": _TRIED, "logging_steps": 1, "max_eval_samples": 4}
+    few |= {"do_predict": False} if "do_predict" in experiment.flags(run.model) else {}
     _write_run(folder, experiment, run, {**experiment.run_flags(run), **few}, SAVE_EVERY)
     process = start(folder)
     try:
@@ -331,9 +333,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.report is not None:
         print(report(read_csv(arguments.report)))
         return 0
-    if not arguments.experiments or not arguments.data:
-        parser.error("give experiments and --data, or --report")
-    experiments = [read_experiment(path, arguments.data, arguments.results) for path in arguments.experiments]
+    if not arguments.experiments:
+        parser.error("give experiments, or --report")
+    try:
+        experiments = [read_experiment(path, arguments.data, arguments.results) for path in arguments.experiments]
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.plan:
         return _print_plan(experiments, arguments.seeds, arguments.output_dir / "plan")
     queue = Queue(experiments, arguments.seeds, arguments.output_dir, arguments.save_every)

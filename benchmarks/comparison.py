@@ -38,6 +38,7 @@ TITLES = {
     "eval_rouge2": "ROUGE-2",
     "eval_rougeL": "ROUGE-L",
     "eval_gen_len": "length (tokens)",
+    "predict_accuracy": "test accuracy",
     "peak_mib": "peak memory (MiB)",
 }
 _DIGITS = {"loss": 4, "bits": 4, "accuracy": 3, "matthews": 3, "f1": 3}

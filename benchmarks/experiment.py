@@ -168,7 +168,8 @@ class Experiment:
     def _long_range(self, flags: Mapping[str, Any]) -> list[Any]:
         """What two flags stand for: the settings of ``recipe``, and the rows that are drawn for ``task_name``."""
         task, seed = flags["task_name"], flags.get("drawing_seed", 0)
-        drawn = [] if self.files else [digest_of_drawn(task, split, seed) for split in ("train", "validation")]
+        splits = ("train", "validation", *(("test",) if flags.get("do_predict") else ()))
+        drawn = [] if self.files else [digest_of_drawn(task, split, seed) for split in splits]
         recipe = replace(find_recipe(flags["recipe"], task), source="") if "recipe" in flags else None
         return [*drawn, recipe and asdict(recipe)]
 
@@ -218,7 +219,9 @@ def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experime
 def _data_files(path: Path, name: str, data: Sequence[Path]) -> dict[str, Path]:
     folder = next((root / name for root in data if (root / name).is_dir()), None)
     if folder is None:
-        raise ValueError(f"{path}: --data must name a folder with {name} in it; got {', '.join(map(str, data))}")
+        raise ValueError(
+            f"{path}: --data must name a folder with {name} in it; got {', '.join(map(str, data)) or 'none'}"
+        )
     return {split: data_file(folder, split) for split in ("train", "validation")}
 
 

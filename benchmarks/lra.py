@@ -8,11 +8,16 @@ tasks are drawn without any::
     python -m benchmarks.lra --task lra_listops --model CHELA --fraction 0.1     # a tenth of the recipe's updates
     python -m benchmarks.lra --task lra_pathfinder_16 --model CHELA --small      # a rehearsal on a CPU
 
-A run is a folder, ``OUTPUT_DIR/TASK/MODEL-SEED``. When its minutes are over, it saves a checkpoint there and ends; the
-same command goes on from it, also on another machine to which the folder was copied, with the batches that would have
-come next. The checkpoint holds a hash of the recipe and of the rows to train on and to validate, and others are
-refused. Data are drawn on all cores, in parts that are kept in ``OUTPUT_DIR/data``: a slice whose minutes they take
-ends between two parts. After the last epoch, the weights of the epoch with the best validation are tested.
+A run is a folder, ``OUTPUT_DIR/TASK/MODEL-SEED``. It saves a checkpoint there every two minutes, after each validation
+and when its minutes are over, and ends then; the same command goes on from it, also on another machine to which the
+folder was copied, with the batches that would have come next. Ctrl-C or SIGTERM ends it after the present batch, with
+a checkpoint; a second one ends it at once, and what was saved before stays. The checkpoint holds a hash of the recipe
+and of the rows to train on and to validate, and others are refused. Data are drawn on all cores, in parts that are
+kept in ``OUTPUT_DIR/data``: a slice whose minutes they take ends between two parts. After the last epoch, the weights
+of the epoch with the best validation are tested.
+
+A run whose loss or weights are no longer finite ends, and leaves its last checkpoint as it is: the same command would
+come to the same step. ``--learning_rate`` replaces the recipe's; the run has a folder of its own, and the row says so.
 
 Where the time is not enough for a recipe, ``--fraction`` trains with a schedule of so many of its updates, whose
 learning rate falls to zero at its end, and ``--finish`` tests what there is when the minutes are over; the run can go
@@ -25,9 +30,11 @@ import hashlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +54,8 @@ from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
 CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
 _RESUMED = ("model", "optimizer", "schedule")
+_SAVE_EVERY = 120.0
+"""Seconds of training or validation after which a checkpoint is saved."""
 _SMALL_ROWS = {"train": 32, "validation": 16, "test": 16}
 Batch = dict[str, torch.Tensor]
 
@@ -75,6 +84,14 @@ def digest(rows: LongRangeRows) -> str:
 # ---- training ----
 
 
+class Interrupted(Exception):
+    """The run was asked to end, and has saved what it had to save."""
+
+
+class Diverged(Exception):
+    """The loss or the weights are not finite; the last checkpoint is as it was."""
+
+
 class LongRangeRun:
     """A model, its optimizer and how far it has come."""
 
@@ -83,6 +100,8 @@ class LongRangeRun:
         self.task, self.folder = arguments.task, folder
         self.device = torch.device(arguments.device)
         self.recipe = recipe_of(arguments.model, arguments.task, arguments.small)
+        self.rate_of_recipe = self.recipe.learning_rate
+        self.recipe = replace(self.recipe, learning_rate=arguments.learning_rate or self.rate_of_recipe)
         count = _SMALL_ROWS if arguments.small else dict.fromkeys(_SMALL_ROWS, arguments.rows)
         known, cache = LRA[arguments.task], str(Path(arguments.output_dir, "data"))
         where: dict[str, Any] = {"data_dir": arguments.data_dir, "seed": arguments.seed, "cache_dir": cache}
@@ -104,6 +123,8 @@ class LongRangeRun:
         self.schedule = get_scheduler(self.recipe.schedule, self.optimizer, warmup, self.steps)
         self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
         self.best: dict[str, Any] = {"validation": -1.0}
+        self.is_interrupted, self.saved_step = False, 0
+        self.counted = self.saved_at = time.monotonic()
         config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
         data = [digest(self.rows[split]) for split in ("train", "validation")]
         recipe = asdict(replace(self.recipe, source=""))
@@ -128,20 +149,57 @@ class LongRangeRun:
         """Train until so many minutes after the beginning of the slice, and save; return whether all is done.
 
         Reading or drawing the data is part of the slice, and no part of the minutes of training.
+
+        Raises:
+            Interrupted: A signal came; the run is saved.
+            Diverged: The loss or the weights are not finite.
         """
-        began = time.monotonic()
-        while self.step < self.steps:
-            for batch in self._rest_of_epoch():
-                self._update(batch)
-                if self.step % self.steps_per_epoch == 0 or self.step == self.steps:
-                    self.validate()
-                if self.step == self.steps:
-                    break
-                if time.monotonic() - self.entered > 60 * minutes:
-                    self.save(began)
-                    return False
-        self.save(began)
+        self.counted = self.saved_at = time.monotonic()
+        with self._noticing_signals():
+            self._validate_if_due()  # an interruption may have come before it
+            while self.step < self.steps:
+                for batch in self._rest_of_epoch():
+                    self._update(batch)
+                    self._tend()
+                    self._validate_if_due()
+                    if self.step == self.steps:
+                        break
+                    if time.monotonic() - self.entered > 60 * minutes:
+                        self.save()
+                        return False
         return True
+
+    @contextmanager
+    def _noticing_signals(self) -> Iterator[None]:
+        """Note SIGINT and SIGTERM, to end after the present batch; the second one interrupts at once."""
+
+        def note(number: int, frame: Any) -> None:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            self.is_interrupted = True
+
+        before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+    def _tend(self) -> None:
+        """Save if it is time to or if a signal came, between two batches of training or validation."""
+        if self.is_interrupted or time.monotonic() - self.saved_at > _SAVE_EVERY:
+            self.save()
+        if self.is_interrupted:
+            raise Interrupted
+
+    def _validate_if_due(self) -> None:
+        """Validate after each epoch and at the end, unless that has been done, and save."""
+        is_due = self.step > 0 and (self.step % self.steps_per_epoch == 0 or self.step == self.steps)
+        if is_due and (not self.history or self.history[-1]["step"] < self.step):
+            self.validate()
+            self.save()
+            if self.is_interrupted:
+                raise Interrupted
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
         """Yield the batches of this epoch that have not come yet; their order depends on seed and epoch alone."""
@@ -156,7 +214,7 @@ class LongRangeRun:
         torch.manual_seed(self.seed * 1_000_003 + self.step)  # dropout goes on as if nothing had stopped it
         loss = self.model(**batch).loss
         if not torch.isfinite(loss):
-            raise RuntimeError(f"the loss of step {self.step} is not finite: try a lower learning rate")
+            raise Diverged(self._end_of(f"the loss of step {self.step} is not finite"))
         loss.backward()
         if self.recipe.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -166,8 +224,14 @@ class LongRangeRun:
         self.step += 1
 
     def validate(self) -> None:
-        """Validate the present weights, and keep them if they are the best ones so far."""
-        validation = self.accuracy("validation")
+        """Validate the present weights, and keep them if they are the best ones so far.
+
+        Raises:
+            Interrupted: A signal came; the run is saved as it was before the validation.
+            Diverged: The weights are not finite.
+        """
+        self._check_weights()
+        validation = self.accuracy("validation", tends=True)
         self.history.append({"step": self.step, "validation": validation})
         epoch = self.step / self.steps_per_epoch
         print(f"epoch {epoch:.4g} of {self.recipe.epochs}: {validation:.4f}", flush=True)
@@ -176,24 +240,48 @@ class LongRangeRun:
             self.best = {"validation": validation, "weights": weights}
 
     @torch.no_grad()
-    def accuracy(self, split: str) -> float:
-        """Return the share of right labels."""
+    def accuracy(self, split: str, tends: bool = False) -> float:
+        """Return the share of right labels; `tends` saves the run in between."""
         self.model.eval()
         rows, right = self.rows[split], 0
         for batch in batches(rows, range(len(rows)), self.recipe.batch_size, self.device):
             right += int((self.model(**batch).logits.argmax(dim=-1) == batch["labels"]).sum())
+            if tends:
+                self._tend()
         return right / len(rows)
 
     # ---- checkpoints ----
 
-    def save(self, began: float) -> None:
-        """Write a checkpoint; an interruption leaves the one before."""
-        self.minutes += (time.monotonic() - began) / 60
+    def _check_weights(self) -> None:
+        """Refuse weights that are not finite: a checkpoint of them could not go on.
+
+        Raises:
+            Diverged: Some are.
+        """
+        for name, value in self.model.state_dict().items():
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise Diverged(self._end_of(f"{name} is not finite after step {self.step}"))
+
+    def _end_of(self, what: str) -> str:
+        kept = f"The checkpoint of step {self.saved_step} stays" if self.saved_step else "There is no checkpoint"
+        rate = self.recipe.learning_rate
+        return f"{what}, at a learning rate of {rate:g}. {kept}. Begin again with --learning_rate below {rate:g}"
+
+    def save(self) -> None:
+        """Write a checkpoint; an interruption leaves the one before.
+
+        Raises:
+            Diverged: The weights are not finite; nothing is written.
+        """
+        self._check_weights()
+        now = time.monotonic()
+        self.minutes, self.counted = self.minutes + (now - self.counted) / 60, now
         states = {name: getattr(self, name).state_dict() for name in _RESUMED} | {"best": self.best}
         counts = {"step": self.step, "minutes": self.minutes, "history": self.history, "hash": self.hash}
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / CHECKPOINT) as path:
             torch.save({**states, **counts}, path)
+        self.saved_at, self.saved_step = time.monotonic(), self.step
 
     def resume(self) -> None:
         """Go on from a checkpoint, if there is one.
@@ -202,6 +290,8 @@ class LongRangeRun:
             ValueError: It is of another recipe, or cannot be read.
         """
         path = self.folder / CHECKPOINT
+        for unfinished in self.folder.glob(f"_{CHECKPOINT}.*"):  # of a process that was killed
+            unfinished.unlink(missing_ok=True)
         if not path.exists():
             return
         try:
@@ -218,6 +308,7 @@ class LongRangeRun:
         self.step, self.minutes, self.history, self.best = (
             kept[name] for name in ("step", "minutes", "history", "best")
         )
+        self.saved_step = self.step
 
     def test(self) -> dict[str, Any]:
         """Test the best weights, the present ones among them, and write and return the result."""
@@ -229,7 +320,7 @@ class LongRangeRun:
         shares = {"of_recipe": self.step / whole, "of_schedule": self.step / self.steps}
         counts = {"steps": self.step, **shares, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
         scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
-        scores["rows"] = self.source
+        scores |= {"rows": self.source, "learning_rate": self.recipe.learning_rate}
         parameters = self.model.num_parameters()
         result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
         with replacing(self.folder / RESULT) as path:
@@ -240,7 +331,7 @@ class LongRangeRun:
 # ---- the command line ----
 
 
-def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe) -> str:
+def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe, rate_of_recipe: float) -> str:
     """Return a table: this run, and the papers' models on the same task."""
     lines = [[f"**{model}**, here", f"{result['parameters']:,}", f"{100 * result['accuracy']:.2f}"]]
     split = "" if result["tested"] == "test" else f", on the {result['tested']} split, which also chose the epoch"
@@ -250,6 +341,8 @@ def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe) 
         trained += f", stopped after {100 * result['of_schedule']:.3g} % of its schedule"
     elif result["of_recipe"] < 1:
         trained += ", in a schedule of so many"
+    if result["learning_rate"] != rate_of_recipe:
+        trained += f", at a learning rate of {result['learning_rate']:g} for the recipe's {rate_of_recipe:g}"
     examples = f"{result['examples']:,} examples ({result['rows']})"
     title = f"{task}: {examples}, {trained}, {result['minutes']:.1f} minutes{split}"
     return f"{title} ({recipe.source})\n\n" + markdown_table(["model", "parameters", "accuracy (%)"], lines)
@@ -257,6 +350,28 @@ def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train for some minutes; test and print the row once all epochs are done."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes must be positive; got {arguments.minutes}")
+    if not 0 < arguments.fraction <= 1:
+        parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
+    if arguments.learning_rate is not None and not 0 < arguments.learning_rate < math.inf:
+        parser.error(f"--learning_rate must be positive; got {arguments.learning_rate}")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(parser, arguments)
+    except Diverged as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from what is saved")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -269,31 +384,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tested", choices=("test", "validation"), default="test", help="split of the last score (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning_rate", type=float, help="peak, for that of the recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")
     parser.add_argument("--fraction", type=float, default=1.0, help="share of the recipe's updates to train (all)")
     parser.add_argument("--finish", action="store_true", help="test what there is when the minutes are over")
     parser.add_argument("--small", action="store_true", help="a tiny model, few rows, two epochs: a rehearsal")
-    arguments = parser.parse_args(argv)
-    if not arguments.minutes > 0:
-        parser.error(f"--minutes must be positive; got {arguments.minutes}")
-    if not 0 < arguments.fraction <= 1:
-        parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
-    name = f"{slug(arguments.model)}-{arguments.seed}{'-small' if arguments.small else ''}"
-    folder = arguments.output_dir / arguments.task / name
+    return parser
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Do a slice of the run that a command line names.
+
+    Raises:
+        Diverged: The loss or the weights are not finite.
+    """
+    rate = "" if arguments.learning_rate is None else f"-lr{arguments.learning_rate:g}"
+    name = f"{slug(arguments.model)}-{arguments.seed}{rate}{'-small' if arguments.small else ''}"
     try:
-        run = LongRangeRun(arguments, folder)
+        run = LongRangeRun(arguments, arguments.output_dir / arguments.task / name)
         run.resume()
     except ValueError as error:
         parser.error(str(error))
     except DrawingStopped as stopped:
         print(f"{stopped}; the same command goes on")
         return 0
-    if not run.train(arguments.minutes):
+    try:
+        is_done = run.train(arguments.minutes)
+    except Interrupted:
+        print(f"interrupted at step {run.step} of {run.steps}, which is saved; the same command goes on")
+        return 130
+    if not is_done:
         print(f"step {run.step} of {run.steps} after {run.minutes:.1f} minutes; the same command goes on")
         if not arguments.finish:
             return 0
-    print("\n" + row(arguments.model, arguments.task, run.test(), run.recipe))
+    print("\n" + row(arguments.model, arguments.task, run.test(), run.recipe, run.rate_of_recipe))
     return 0
 
 

@@ -1,8 +1,8 @@
 """Make an untrained T5 with SPADE's starting values: ``python -m benchmarks.t5_start FOLDER``.
 
 It has the starter's sizes and tokenizer. Its weights are those of a new SPADE with full attention and no state space
-model, which has the same parameters under other names: biases that prefer near keys, small queries, sizes by width. The
-embeddings keep T5's own, which have a standard deviation of one: T5's head scales what it multiplies with them.
+model, which has the same parameters under other names: biases that prefer near keys, small queries, sizes by width.
+The embeddings keep T5's own, which have a standard deviation of one: T5's head scales what it multiplies with them.
 """
 
 import argparse

@@ -40,14 +40,18 @@ def _lra_without_training(flags: Flags) -> Scores:
 
     folder, seed = flags.get("data_dir"), flags.get("drawing_seed", 0)
     where: dict[str, Any] = {"data_dir": None if folder is None else Path(folder), "seed": seed}
-    limits = {"train": flags.get("max_train_samples"), "validation": flags.get("max_eval_samples")}
-    rows = {split: load_lra_once(flags["task_name"], split, count=limits[split], **where) for split in limits}
-    labels = {split: found.labels.tolist() for split, found in rows.items()}
-    scores = _of_label(labels["train"], labels["validation"], flags)
-    if flags["task_name"].startswith(
-        "lra_listops"
-    ):  # the outermost operator bounds the value: a maximum is rarely small
-        scores["outermost operator"] = {"eval_accuracy": _share_by_first_token(rows["train"], rows["validation"])}
+    train = load_lra_once(flags["task_name"], "train", count=flags.get("max_train_samples"), **where)
+    most = statistics.mode(train.labels.tolist())
+    scores: Scores = {}
+    for kind, split in (("eval", "validation"), ("predict", "test")):
+        if kind == "predict" and not flags.get("do_predict"):
+            continue
+        rows = load_lra_once(flags["task_name"], split, count=flags.get(f"max_{kind}_samples"), **where)
+        found = {"most frequent label": statistics.fmean(label == most for label in rows.labels.tolist())}
+        if flags["task_name"].startswith("lra_listops"):  # it bounds the value: a maximum is rarely small
+            found["outermost operator"] = _share_by_first_token(train, rows)
+        for name, share in found.items():
+            scores.setdefault(name, {})[f"{kind}_accuracy"] = share
     return scores
 
 

@@ -7,10 +7,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import compare_on_data, costs, facts, figures, first_summaries, results_page, train_one
+from benchmarks import compare_on_data, costs, facts, figures, first_summaries, results_page, speech_splits, train_one
 from benchmarks import experiment as experiment_module
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
@@ -18,6 +19,7 @@ from benchmarks.experiment import Experiment, read_experiment
 from benchmarks.record import read_csv
 from benchmarks.sizes import sizes
 from benchmarks.without_training import BASELINES
+from hf_hybrid.data.lra import load_lra
 from hf_hybrid.training.flags.recipes import find_recipe
 
 EXPERIMENTS = Path(__file__).parent.parent / "benchmarks" / "experiments"
@@ -225,6 +227,57 @@ def test_drawn_data_need_no_folder_and_read_ones_are_named(bench, tmp_path):
         bench.work()
 
 
+def test_only_experiments_that_read_files_need_a_folder_of_data(bench, tmp_path, monkeypatch, capsys):
+    worked = []
+    monkeypatch.setattr(Queue, "work", lambda queue, jobs: worked.extend(queue.experiments))
+    flags = {**SPEC["flags"], "task_name": "lra_listops_200"}
+    bench.change(SPEC | {"script": "long_range", "data": "drawn:lra_listops_200", "flags": flags})
+    command = [
+        str(tmp_path / "small.json"),
+        "--results",
+        str(tmp_path / "results"),
+        "--output_dir",
+        str(tmp_path / "o"),
+    ]
+    assert compare_on_data.main(command) == 0
+    assert worked == ["small"]
+    bench.change(SPEC)
+    with pytest.raises(SystemExit):
+        compare_on_data.main(command)
+    assert "small.json: --data must name a folder with texts in it; got none" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare_on_data.main([])
+    assert "give experiments, or --report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech"])
+def test_the_rows_that_score_a_model_choose_nothing(name):
+    spec = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert "predict_accuracy" in spec["scores"]
+    assert Experiment(name, spec, {}, Path()).scores[0] == "eval_loss"  # of the validation split
+    assert spec["flags"]["do_predict"]
+    assert spec["flags"]["max_predict_samples"] > spec["flags"]["max_eval_samples"]
+
+
+def test_recordings_are_held_out_for_a_test(tmp_path):
+    (tmp_path / "all").mkdir()
+    for split, count in (("train", 12), ("validation", 3)):
+        audio = np.arange(2 * count, dtype=np.int16)  # two samples each: 2 n and 2 n + 1
+        offsets, labels = np.arange(0, 2 * count + 1, 2), np.arange(count) % 10
+        np.savez(tmp_path / "all" / f"{split}.npz", audio=audio, offsets=offsets, labels=labels, speakers=labels + 1)
+    assert speech_splits.main([str(tmp_path / "all"), str(tmp_path / "apart")]) == 0
+    found = {path.stem: np.load(path) for path in (tmp_path / "apart").iterdir()}
+    first = {split: part["audio"][part["offsets"][:-1]] // 2 for split, part in found.items()}
+    assert first["test"].tolist() == [0, 5, 10]
+    assert first["train"].tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 11]
+    assert first["validation"].tolist() == [0, 1, 2]
+    for split, part in found.items():
+        assert part["labels"].tolist() == (first[split] % 10).tolist()
+        assert part["speakers"].tolist() == (part["labels"] + 1).tolist()
+    rows = load_lra("lra_speech", "test", data_dir=tmp_path / "apart")
+    assert [(2**15 * row).tolist() for row in rows.inputs] == [[0, 1], [10, 11], [20, 21]]
+
+
 def test_the_most_frequent_label_is_scored(tmp_path):
     for split, labels in (("train", [1, 1, 0]), ("validation", [0, 1, 0, 0])):
         lines = (json.dumps({"text": "a film", "label": label}) + "\n" for label in labels)
@@ -235,6 +288,10 @@ def test_the_most_frequent_label_is_scored(tmp_path):
         _, baseline = BASELINES[script]
         assert baseline(flags) == {"most frequent label": {"eval_accuracy": 0.25}}
         assert baseline(flags | {"max_eval_samples": 2}) == {"most frequent label": {"eval_accuracy": 0.5}}
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    (tmp_path / "train.jsonl").write_text((tmp_path / "test.jsonl").read_text())
+    tested = BASELINES["long_range"][1](read | {"do_predict": True, "max_predict_samples": 2})
+    assert tested == {"most frequent label": {"eval_accuracy": 0.25, "predict_accuracy": 1.0}}
 
 
 def test_the_outermost_operator_of_listops_is_scored(tmp_path):
@@ -270,12 +327,18 @@ def test_an_experiment_of_other_drawn_rows_or_settings_is_another_one(tmp_path, 
     hashes.append(recipe())
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
+    asked = []
+    monkeypatch.setattr(experiment_module, "digest_of_drawn", lambda name, split, seed: asked.append(split) or "rows")
+    path.write_text(json.dumps(spec | {"flags": flags | {"do_predict": True}}))
+    recipe()
+    assert asked == ["train", "validation", "test"]
 
 
 def test_the_plan_tries_every_model_and_counts_all_runs(bench):
-    def plan(spec):
+    def plan(spec, **more):
         bench.begun = []
-        bench.change(spec | {"flags": SPEC["flags"] | {"per_device_train_batch_size": 2, "max_eval_samples": 6}})
+        flags = {"per_device_train_batch_size": 2, "max_eval_samples": 6, **more}
+        bench.change(spec | {"flags": SPEC["flags"] | flags})
         experiment = read_experiment(bench.root / "small.json", [bench.root / "data"], bench.root / "results")
         return compare_on_data.plan_of(experiment, SEEDS, bench.root / "runs", start=bench.start)
 
@@ -287,6 +350,11 @@ def test_the_plan_tries_every_model_and_counts_all_runs(bench):
     table, minutes = plan(SPEC | {"search_steps": 2})
     assert "| searched, S4 | 6 |" in table
     assert minutes == pytest.approx((6 * 9.8 + 3 * 3.2) / 8)
+    table, minutes = plan(
+        SPEC, do_predict=True, max_predict_samples=12
+    )  # two steps more, of runs and not of the trial
+    assert minutes == pytest.approx((5 + 3) * 11.8 / 8)
+    assert bench.flags[ORDER[0]]["do_predict"] is False
     assert not bench.table.exists()
     bench.loss = lambda model_type, seed, rate: None
     with pytest.raises(RuntimeError, match=r"(?s)exit status 1; the end of .*ValueError: no"):
@@ -742,13 +810,13 @@ def test_the_sizes_are_those_of_what_is_trained(tmp_path):
     """What the script builds for a task, with its labels and vocabulary, has as many parameters as were counted."""
     spec = json.loads((EXPERIMENTS / "lra_listops.json").read_text(encoding="utf-8"))
     flags = {"max_train_samples": 4, "max_eval_samples": 2, "max_steps": 1, "per_device_train_batch_size": 2}
-    flags |= {"learning_rate": 0.001, "seed": 0, "cache_dir": str(tmp_path / "cache")}
+    flags |= {"learning_rate": 0.001, "seed": 0, "cache_dir": str(tmp_path / "cache"), "max_predict_samples": 3}
     experiment = Experiment("", spec, {}, Path())
     run = {"script": "long_range", "flags": {**experiment.flags("SPADE"), **flags}, "save_every": 100.0}
     result = train_one.train(run, tmp_path / "model")
     assert result["outcome"] == "ok"
     assert result["values"]["parameters"] == sizes(spec)["SPADE"]
-    assert {"eval_loss", "eval_accuracy", "cpu_minutes"} <= result["values"].keys()
+    assert {"eval_loss", "eval_accuracy", "predict_accuracy", "cpu_minutes"} <= result["values"].keys()
     assert [point["step"] for point in result["curve"]] == [1]
 
 

@@ -1,8 +1,11 @@
 """The Long Range Arena in slices: what was stopped ends as if it had not been, and recipes are the papers'."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -179,6 +182,8 @@ def test_models_without_a_recipe_are_refused(tmp_path, capsys):
     assert "--recipe s4 has no settings for --task_name lra_speech; it has some for" in capsys.readouterr().err
     assert PAPERS["CHELA, its paper"]["lra_text"] == 91.10
     assert PAPERS["S4, first version (Gu et al. 2022a)"]["lra_pathfinder"] == 86.05
+    assert PAPERS["CHELA, its paper"]["lra_pathx"] == 98.15
+    assert "lra_pathx" not in PAPERS["Transformer (Tay et al. 2021)"]  # as good as guessing
     assert "lra_listops" not in PAPERS["CHELA, S4D, its paper"]  # table 6 has few tasks
 
 
@@ -216,7 +221,154 @@ def test_batches_pad_and_count():
     assert (second["input_ids"].tolist(), second["attention_mask"].tolist()) == ([[0]], [[1]])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(small, monkeypatch):
-    monkeypatch.setattr(nn.functional, "cross_entropy", lambda *_, **__: torch.tensor(float("nan")))
-    with pytest.raises(RuntimeError, match="the loss of step 0 is not finite"):
-        small("bad")
+# ---- what is lost when a run is killed, and what a bad step leaves ----
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing is saved any more."""
+
+
+@contextmanager
+def after_update(step, happens):
+    """Let something happen to a run as soon as it has made an update."""
+    update = lra.LongRangeRun._update
+
+    def counted(run, batch):
+        update(run, batch)
+        if run.step == step:
+            happens(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lra.LongRangeRun, "_update", counted)
+        yield
+
+
+def kill(run):
+    raise Killed
+
+
+def ask_to_end(number, times=1):
+    return lambda *_: [os.kill(os.getpid(), number) for _ in range(times)]
+
+
+def checkpoint_of(tmp_path, name):
+    return torch.load(folder_of(tmp_path, name) / lra.CHECKPOINT)
+
+
+def goes_on_as_if_nothing_had_happened(small, tmp_path, name):
+    assert small("whole") == small(name) == 0
+    whole, cut = (checkpoint_of(tmp_path, of) for of in ("whole", name))
+    torch.testing.assert_close(whole["model"], cut["model"], rtol=0, atol=0)
+    return whole["history"] == cut["history"]
+
+
+@pytest.mark.parametrize(("seconds", "step"), [(1e9, 3), (0.0, 4)])  # the first epoch has three steps
+def test_a_killed_run_has_its_last_validation_and_its_last_minutes(small, tmp_path, monkeypatch, seconds, step):
+    assert lra._SAVE_EVERY <= 120
+    monkeypatch.setattr(lra, "_SAVE_EVERY", seconds)
+    with after_update(5, kill), pytest.raises(Killed):
+        small("cut")
+    assert checkpoint_of(tmp_path, "cut")["step"] == step
+    assert goes_on_as_if_nothing_had_happened(small, tmp_path, "cut")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_with_a_checkpoint(small, tmp_path, capsys, number):
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
+    with after_update(2, ask_to_end(number)):
+        assert small("cut") == 130
+    assert "interrupted at step 2 of 6, which is saved; the same command goes on" in capsys.readouterr().out
+    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert checkpoint_of(tmp_path, "cut")["step"] == 2
+    assert goes_on_as_if_nothing_had_happened(small, tmp_path, "cut")
+
+
+def test_a_signal_ends_a_validation_which_comes_again(small, tmp_path, monkeypatch):
+    read = lra.batches
+
+    def interrupted(rows, order, size, device):
+        for batch in read(rows, order, size, device):
+            if isinstance(order, range):
+                ask_to_end(signal.SIGTERM)()
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lra, "batches", interrupted)
+        assert small("cut") == 130
+    kept = checkpoint_of(tmp_path, "cut")
+    assert (kept["step"], kept["history"]) == (3, [])
+    assert goes_on_as_if_nothing_had_happened(small, tmp_path, "cut")
+
+
+def test_a_second_signal_ends_a_run_at_once(small, tmp_path, capsys):
+    with after_update(5, ask_to_end(signal.SIGINT, times=2)):
+        assert small("cut") == 130
+    assert "interrupted; the same command goes on from what is saved" in capsys.readouterr().out
+    assert checkpoint_of(tmp_path, "cut")["step"] == 3
+
+
+def test_a_kill_during_a_save_loses_nothing_that_was_saved(small, tmp_path, monkeypatch):
+    small("cut", "--minutes", "1e-9")
+    path = folder_of(tmp_path, "cut") / lra.CHECKPOINT
+    before = path.read_bytes()
+
+    def half(state, to):
+        to.write_bytes(before[:1000])
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lra.torch, "save", half)
+        with pytest.raises(Killed):
+            small("cut", "--minutes", "1e-9")
+    assert path.read_bytes() == before
+    left = path.with_name(f"_{path.name}.123")  # SIGKILL leaves it
+    left.write_bytes(before[:1000])
+    assert small("cut", "--minutes", "1e-9") == 0
+    assert checkpoint_of(tmp_path, "cut")["step"] == 2
+    assert not left.exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_checkpoint(small, tmp_path, monkeypatch, capsys):
+    infinite = lambda *_, **__: torch.tensor(float("nan"))  # noqa: E731
+    small("bad", "--minutes", "1e-9")
+    before = (folder_of(tmp_path, "bad") / lra.CHECKPOINT).read_bytes()
+    monkeypatch.setattr(nn.functional, "cross_entropy", infinite)
+    message = "the loss of step 1 is not finite, at a learning rate of 0.001. The checkpoint of step 1 stays. "
+    for name, told in (("bad", message), ("bad", message), ("new", "There is no checkpoint. Begin again with --lea")):
+        assert small(name) == 1
+        assert told in capsys.readouterr().err
+    assert (folder_of(tmp_path, "bad") / lra.CHECKPOINT).read_bytes() == before
+    assert not (folder_of(tmp_path, "new") / lra.CHECKPOINT).exists()
+
+
+# before a save by the clock, and before a validation
+@pytest.mark.parametrize(("seconds", "step", "last"), [(0.0, 5, 4), (1e9, 6, 3)])
+def test_weights_that_are_not_finite_are_not_saved(small, tmp_path, monkeypatch, capsys, seconds, step, last):
+    def spoil(run):
+        next(run.model.parameters()).data[0] = float("inf")
+
+    small("bad", "--minutes", "1e-9")
+    monkeypatch.setattr(lra, "_SAVE_EVERY", seconds)
+    with after_update(step, spoil):
+        assert small("bad") == 1
+    assert f" is not finite after step {step}, at a" in (told := capsys.readouterr().err)
+    assert f"The checkpoint of step {last} stays" in told
+    kept = checkpoint_of(tmp_path, "bad")
+    assert kept["step"] == last
+    assert all(value.isfinite().all() for value in kept["model"].values())
+
+
+def test_a_learning_rate_of_ones_own_is_a_run_of_its_own(small, tmp_path, capsys):
+    small("one")
+    assert "at a learning rate of" not in capsys.readouterr().out
+    assert small("one", "--learning_rate", "5e-4") == 0
+    assert "at a learning rate of 0.0005 for the recipe's 0.001, " in capsys.readouterr().out
+    own = tmp_path / "one" / "lra_listops_200" / "CHELA-0-lr0.0005-small"
+    results = [json.loads((folder / lra.RESULT).read_text()) for folder in (folder_of(tmp_path, "one"), own)]
+    assert [result["learning_rate"] for result in results] == [1e-3, 5e-4]
+    assert torch.load(own / lra.CHECKPOINT)["schedule"]["base_lrs"][0] == 5e-4
+    (own / lra.CHECKPOINT).replace(folder_of(tmp_path, "one") / lra.CHECKPOINT)
+    for flags, message in (([], "must have the recipe and the rows of"), (["--learning_rate", "0"], "be positive")):
+        with pytest.raises(SystemExit):
+            small("one", *flags)
+        assert message in capsys.readouterr().err

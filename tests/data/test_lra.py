@@ -394,6 +394,21 @@ def test_official_pathfinder(tmp_path):
         list(read_pathfinder(folder))
 
 
+def test_official_path_x_has_its_size(tmp_path):
+    folder = tmp_path / "lra_release" / "lra_release" / "pathfinder128" / "curv_contour_length_14"
+    for name in ("metadata", "imgs"):
+        (folder / name).mkdir(parents=True)
+    image = np.random.default_rng(0).integers(256, size=(128, 128)).astype(np.uint8)
+    (folder / "metadata" / "0.npy").write_text("".join(f"imgs one.png {number} 1\n" for number in range(10)))
+    Image.fromarray(image).save(folder / "imgs" / "one.png")
+    rows = load_lra("lra_pathx", "train", data_dir=tmp_path)
+    assert (len(rows.inputs), len(rows.inputs[0])) == (8, LRA["lra_pathx"].length)
+    assert (rows.inputs[0] == image.reshape(-1) / np.float32(127.5) - 1).all()
+    Image.fromarray(image[:32, :32]).save(folder / "imgs" / "one.png")
+    with pytest.raises(ValueError, match=r"one.png must have 128 x 128 pixels; got 32 x 32"):
+        load_lra("lra_pathx", "train", data_dir=tmp_path)
+
+
 def test_official_cifar10(tmp_path):
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
@@ -407,7 +422,8 @@ def test_official_cifar10(tmp_path):
     red, green, blue = (rows[3, 1 + 1024 * colour : 1025 + 1024 * colour] for colour in range(3))
     # TensorFlow: integers to shares of 255, weights, and back by 255.5 and a cast
     grey = np.floor((0.2989 * (red / 255) + 0.587 * (green / 255) + 0.114 * (blue / 255)) * 255.5)
-    np.testing.assert_allclose(train.inputs[3], grey / 127.5 - 1, atol=1e-6)
+    # as Mega's command normalises it: --pixel-normalization 0.48 0.24
+    np.testing.assert_allclose(train.inputs[3], (grey / 255 - 0.48) / 0.24, atol=1e-5)
     (folder / "test_batch.bin").write_bytes(rows.tobytes()[:-1])
     with pytest.raises(ValueError, match=r"test_batch.bin must be records of 3073 bytes; it has 30729 bytes"):
         list(read_cifar10(folder / "test_batch.bin"))
@@ -430,6 +446,19 @@ def test_archives_of_images_and_recordings(tmp_path):
     assert [row.tolist() for row in rows.inputs] == [[0], [0.5, -1]]
 
 
+def test_own_images_have_the_tasks_size_and_brightness(tmp_path):
+    image = np.random.default_rng(0).integers(256, size=(1, 32, 32)).astype(np.uint8)
+    save(tmp_path / "train.npz", images=image, labels=np.array([7]))
+    (row,) = load_lra("lra_image", "train", data_dir=tmp_path).inputs
+    np.testing.assert_allclose(row, (image.reshape(-1) / 255 - 0.48) / 0.24, atol=1e-5)
+    assert row.dtype == np.float32
+    for shape in ((32, 31), (16, 16), (64, 64)):
+        save(tmp_path / "train.npz", images=np.zeros((1, *shape), np.uint8), labels=np.array([7]))
+        got = f"train.npz: images must have 32 x 32 pixels, those of the task; got {shape[0]} x {shape[1]}"
+        with pytest.raises(ValueError, match=got):
+            load_lra("lra_image", "train", data_dir=tmp_path)
+
+
 def test_slow_speech_is_the_means_of_eight_samples(tmp_path):
     audio = np.array([*[800] * 8, *[-1600] * 8, 1600, 0, 0, *[0] * 3], np.int16)
     save(tmp_path / "test.npz", audio=audio, offsets=np.array([0, 19, 22]), labels=np.array([3, 0], np.uint8))
@@ -450,6 +479,13 @@ def test_slow_speech_is_the_means_of_eight_samples(tmp_path):
         ({"images": np.zeros((1, 1, 1), np.uint8), "labels": [10]}, "labels must be integers from 0 to 9"),
         ({"audio": np.zeros(4, np.int16), "offsets": [0, 5], "labels": [1]}, "offsets must ascend to at most 4"),
         ({"audio": np.zeros(4), "offsets": [0, 4], "labels": [1]}, "audio must be int16 in one row; got float64"),
+        ({"images": np.zeros((1, 0, 2), np.uint8), "labels": [1]}, "images must be uint8, (1, height, width)"),
+        ({"audio": np.zeros(4, np.int16), "offsets": [0.0, 4.0], "labels": [1]}, "offsets must ascend to at most 4"),
+        ({"audio": np.zeros(4, np.int16), "offsets": [-1, 4], "labels": [1]}, "offsets must ascend to at most 4"),
+        (
+            {"audio": np.zeros(4, np.int16), "offsets": np.array([0, 3, 2], np.uint64), "labels": [1, 1]},
+            "offsets must ascend to at most 4",  # unsigned differences are positive
+        ),
     ],
 )
 def test_archives_that_do_not_fit_are_refused(tmp_path, arrays, message):
@@ -469,6 +505,66 @@ def test_broken_archives_are_refused(tmp_path):
         read_arrays(tmp_path / "b.npz")
 
 
+def entry(content, offset, value):
+    """Change two bytes in both headers of an archive's first file: the local one and that of the directory."""
+    changed = bytearray(content)
+    for header, where in ((b"PK\x03\x04", offset), (b"PK\x01\x02", offset + 2)):
+        place = content.index(header) + where
+        changed[place : place + 2] = value.to_bytes(2, "little")
+    return bytes(changed)
+
+
+def test_damage_anywhere_in_an_archive_is_refused_by_name(tmp_path):
+    """Also what zipfile, zlib and NumPy have errors of their own for."""
+    path, labels = tmp_path / "a.npz", np.arange(6, dtype=np.uint8)
+    np.savez_compressed(
+        path, images=np.random.default_rng(0).integers(256, size=(6, 4, 4), dtype=np.uint8), labels=labels
+    )
+    content = path.read_bytes()
+    damaged = [content[:size] for size in range(0, len(content), 11)]
+    for place in range(0, len(content), 5):
+        damaged.append(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+    damaged += [entry(content, 6, 1), entry(content, 8, 99), entry(content, 8, 14), entry(content, 8, 0)]
+    errors = []
+    for changed in damaged:
+        path.write_bytes(changed)
+        try:
+            read_arrays(path)
+        except ValueError as error:
+            errors.append(error)
+    assert all("a.npz" in str(error) for error in errors)
+    causes = {type(error.__cause__).__name__ for error in errors}
+    assert causes >= {"BadZipFile", "error", "NotImplementedError", "RuntimeError", "EOFError"}  # zlib's is `error`
+
+
+def test_what_is_no_text_is_refused_by_file_and_line(tmp_path):
+    for name in ("neg", "pos"):
+        (tmp_path / "aclImdb" / "train" / name).mkdir(parents=True)
+    review = tmp_path / "aclImdb" / "train" / "pos" / "0_9.txt"
+    review.write_bytes("good\nsch\xf6n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"0_9.txt, line 2: must be UTF-8; byte 8 is not \(invalid"):
+        load_lra("lra_text", "train", data_dir=tmp_path)
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "0.npy").write_bytes(b"imgs one.png 0 1\nimgs \xff.png 1 1\n")
+    with pytest.raises(ValueError, match=r"0.npy, line 2: must be UTF-8; byte 22 is not"):
+        list(read_pathfinder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('"text1": "a\\ud800", "text2": "b", "label": 1', "text1 must be text that UTF-8 can hold; character 1 is"),
+        ('"text1": "a", "text2": null, "label": 1', "text2 must be a text; got none"),
+        (f'"text1": "a", "text2": "b", "label": {10**400}', "the label must be an integer from 0 to 1; got 1000"),
+    ],
+)
+def test_fields_that_hold_no_text_or_label_are_refused_by_row(tmp_path, fields, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text1": "a", "text2": "b", "label": 0}}\n{{{fields}}}\n')
+    with pytest.raises(ValueError, match=f"a.jsonl, row 2: {message}"):
+        list(read_pairs(path))
+
+
 # ---- the table ----
 
 
@@ -476,7 +572,7 @@ def test_broken_archives_are_refused(tmp_path):
 def test_every_task_is_drawn_or_names_its_files(name, tmp_path):
     task = LRA[name]
     if task.draw is None:
-        with pytest.raises(ValueError, match=f"{name} must have data_dir, the folder of .*test"):
+        with pytest.raises(ValueError, match=f"{name} must have data_dir, the folder of .*(test|contour)"):
             load_lra(name, "test")
     else:
         rows = load_lra(name, "test", count=3)
@@ -500,10 +596,13 @@ def test_bad_names_are_refused():
         load_lra("lra_listops", "train", count=0)
 
 
-def test_reviews_of_unknown_labels_are_refused(tmp_path):
+def test_reviews_without_a_text_or_of_unknown_labels_are_refused(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"text": "a", "label": "so so"}\n')
     with pytest.raises(ValueError, match=r"train.jsonl, row 1: the label must be an integer from 0 to 1; got 'so so'"):
+        list(read_reviews(path))
+    path.write_text('{"text": "a", "label": 1}\n{"text": null, "label": 1}\n')
+    with pytest.raises(ValueError, match=r"train.jsonl, row 2: text must be a text; got none"):
         list(read_reviews(path))
 
 
@@ -569,6 +668,29 @@ def test_rows_are_the_same_for_any_number_of_processes(name, tmp_path, small_par
         assert rows.labels.tolist() == wanted.labels.tolist()
         assert [row.tolist() for row in rows.inputs[:4]] == [row.tolist() for row in few.inputs]
     assert len({row.tobytes() for row in wanted.inputs}) == 8  # each part has a seed of its own
+
+
+def test_a_kept_part_that_is_broken_is_drawn_again(tmp_path, small_parts, monkeypatch, caplog):
+    ask = partial(load_lra_once, "lra_listops_200", "test", count=7, cache_dir=str(tmp_path))
+    wanted, draw, drawn = ask(), kept._draw_one, []
+    (folder,) = (path for path in (tmp_path / "hf_hybrid" / "lra").iterdir() if path.is_dir())
+    monkeypatch.setattr(kept, "_draw_one", lambda folder, shard: (drawn.append(shard[3]), draw(folder, shard)))
+    middle, content = folder / "00001.npz", (folder / "00001.npz").read_bytes()
+    flipped = [content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :] for place in (60, 150, 300)]
+    for damaged in (b"", content[:100], *flipped, (folder / "00002.npz").read_bytes()):  # the last has another count
+        middle.write_bytes(damaged)
+        drawn.clear()
+        rows = ask()
+        assert drawn == [1]
+        assert [row.tolist() for row in rows.inputs] == [row.tolist() for row in wanted.inputs]
+        assert rows.labels.tolist() == wanted.labels.tolist()
+    assert caplog.text.count("00001.npz cannot be read") == 6
+    middle.write_bytes(b"")
+    monkeypatch.setattr(kept, "_draw_one", lambda *_: middle.write_bytes(b""))
+    with pytest.raises(
+        ValueError, match=r"cache_dir must keep what is written to it; parts of .*lra_listops_200-test"
+    ):
+        ask()
 
 
 def test_drawing_stops_between_parts_and_goes_on(tmp_path, small_parts, monkeypatch):

@@ -53,7 +53,7 @@ def files(tmp_path):
             rows.append({"text": " ".join(words), "text1": words[0], "text2": "good", "label": number % 2})
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         labels = generator.integers(10, size=count)
-        images = (generator.random((count, 6, 6)) * 20 + 20 * labels[:, None, None]).astype(np.uint8)
+        images = (generator.random((count, 32, 32)) * 20 + 20 * labels[:, None, None]).astype(np.uint8)
         np.savez(folder / f"{split}.npz", images=images, labels=labels)
     return folder
 
@@ -192,6 +192,7 @@ def no_work(monkeypatch):
         ("lra_text", "chela", ["--max_seq_length", "5000"], "at most 4096, the longest sequence of lra_text; got"),
         ("lra_text", "chela", [], r"lra_text must have data_dir, the folder of aclImdb/train \(official, from https://ai.st"),
         ("lra_image", "chela", ["--data_dir", "{empty}"], r"must hold cifar-10-batches-bin \(official, from https://www.cs"),
+        ("lra_pathx", "chela", [], "lra_pathx must have data_dir, the folder of .*pathfinder128/curv_cont"),
         ("lra_image", "chela", ["--data_dir", "{empty}/none"], "--data_dir must be a folder; .*none is none"),
         ("lra_pathfinder_16", "chela", ["--data_dir", "{empty}"], "data_dir must be left out for lra_pathfinder_16"),
         ("lra_pathfinder_16", "bert", [], r"must read real values \(input_values\) here"),

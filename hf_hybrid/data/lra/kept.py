@@ -1,6 +1,8 @@
 """Rows of the Long Range Arena that are drawn once, part by part, and kept in a cache."""
 
 import hashlib
+import io
+import logging
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
@@ -15,8 +17,11 @@ from hf_hybrid.data.lra.tasks import LraRows, draw_shard, find_lra, load_lra, ro
 
 __all__ = ["DrawingStopped", "digest_of_drawn", "load_lra_once"]
 
+logger = logging.getLogger(__name__)
+
 _ARRAYS = ("inputs", "ends", "labels")
 _Shard = tuple[str, str, int, int, int]
+_Part = tuple[Array, Array, Array]
 _FEW = 4
 """Rows that are drawn to tell one generator from another."""
 
@@ -46,6 +51,8 @@ def load_lra_once(
 ) -> LraRows:
     """Do as `load_lra`, and keep what is drawn: the published sets take minutes to hours.
 
+    A kept part that cannot be read, or is none of these rows, is drawn again.
+
     Args:
         name: A key of `LRA`.
         split: ``train``, ``validation`` or ``test``.
@@ -58,7 +65,7 @@ def load_lra_once(
         until: Time of `time.monotonic` after which no part but a first one is begun; None for any.
 
     Raises:
-        ValueError: As `load_lra`, or the cache cannot be written to.
+        ValueError: As `load_lra`, or the cache cannot be written to, or a part of it does not fit into memory.
         DrawingStopped: The time is over.
     """
     if find_lra(name, split, data_dir) is not None:
@@ -66,25 +73,44 @@ def load_lra_once(
     drawn = f"{name}-{split}-{count or 'all'}-{seed}-{digest_of_drawn(name, split, seed)}"
     folder = cache_root(cache_dir) / "lra" / drawn
     shards = [(name, split, seed, *shard) for shard in enumerate(shards_of(name, split, count))]
-    if any(not _file(folder, shard).exists() for shard in shards):
+    parts = {shard: _read(folder, shard) for shard in shards}
+    if any(part is None for part in parts.values()):
         with locked(folder):
             folder.mkdir(exist_ok=True)
-            missing = [shard for shard in shards if not _file(folder, shard).exists()]
+            parts |= {shard: _read(folder, shard) for shard, part in parts.items() if part is None}
+            missing = [shard for shard, part in parts.items() if part is None]
+            for path in (path for path in (_file(folder, shard) for shard in missing) if path.exists()):
+                logger.warning("%s cannot be read, or has other rows: it is drawn again.", path)
+                path.unlink()
             _draw(folder, missing, min(processes, len(missing)), until)
             left = sum(not _file(folder, shard).exists() for shard in missing)
-        if left:
-            raise DrawingStopped(f"{name}, {split}: {len(shards) - left} of {len(shards)} parts are drawn")
-    return rows_of_shards(_read(_file(folder, shard)) for shard in shards)
+            if left:
+                raise DrawingStopped(f"{name}, {split}: {len(shards) - left} of {len(shards)} parts are drawn")
+            parts |= {shard: _read(folder, shard) for shard in missing}
+    if any(part is None for part in parts.values()):
+        raise ValueError(f"cache_dir must keep what is written to it; parts of {folder} cannot be read")
+    return rows_of_shards(part for part in parts.values() if part is not None)
 
 
 def _file(folder: Path, shard: _Shard) -> Path:
     return folder / f"{shard[3]:05}.npz"
 
 
-def _read(path: Path) -> tuple[Array, Array, Array]:
-    with np.load(path, allow_pickle=False) as kept:
-        inputs, ends, labels = (kept[name] for name in _ARRAYS)
-    return inputs, ends, labels
+def _read(folder: Path, shard: _Shard) -> _Part | None:
+    """Return a part that is kept; None if there is none, or a broken one."""
+    path = _file(folder, shard)
+    if not path.exists():
+        return None
+    content = io.BytesIO(path.read_bytes())
+    try:
+        with np.load(content, allow_pickle=False) as kept:
+            inputs, ends, labels = (kept[name] for name in _ARRAYS)
+    except MemoryError as error:
+        raise ValueError(f"{path} must fit into memory; it does not, or is broken: delete it then") from error
+    except Exception:  # zipfile, its decompressors and NumPy raise many kinds for a broken file
+        return None
+    is_whole = len(ends) == len(labels) == shard[-1] and ends[-1] == len(inputs)
+    return (inputs, ends, labels) if is_whole else None
 
 
 def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | None) -> None:

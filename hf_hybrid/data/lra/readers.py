@@ -1,7 +1,6 @@
 """Read the data of the Long Range Arena: the official files, film reviews, pixels and sound."""
 
 import io
-import zipfile
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -71,13 +70,29 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str, int]]:
             raise ValueError(
                 f"{path} must have the columns label, text1 and text2; it lacks {', '.join(sorted(missing))}"
             )
-        yield str(row["text1"]), str(row["text2"]), _label(row["label"], 2, f"{path}, row {number}")
+        where = f"{path}, row {number}"
+        first, second = (_text(row[name], name, where) for name in ("text1", "text2"))
+        yield first, second, _label(row["label"], 2, where)
+
+
+def _text(value: Any, column: str, where: str) -> str:
+    """Return a field that holds a text; files of JSON can have none, or halves of characters, which have no bytes."""
+    if value is None:
+        raise ValueError(f"{where}: {column} must be a text; got none")
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {column} must be text that UTF-8 can hold; character {error.start} is not"
+        ) from error
+    return text
 
 
 def _label(value: Any, labels: int, where: str) -> int:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1.0
     if number not in range(labels):
         raise ValueError(f"{where}: the label must be an integer from 0 to {labels - 1}; got {value!r}")
@@ -95,7 +110,7 @@ def read_reviews(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
         A text and its label.
 
     Raises:
-        ValueError: A folder or column is missing, or a label is not 0 or 1.
+        ValueError: A folder or column is missing, a file is not UTF-8, or a label is not 0 or 1.
     """
     if path.is_dir():
         folders = [path / name for name in ("neg", "pos")]
@@ -105,7 +120,7 @@ def read_reviews(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
         for both in zip_longest(*(_some_files(folder, share) for folder in folders)):
             for label, file in enumerate(both):
                 if file is not None:
-                    yield file.read_text(encoding="utf-8"), label
+                    yield _content(file), label
         return
     for number, row in enumerate(iterate_rows("data_dir", str(path)), start=1):
         if missing_columns := {"text", "label"} - row.keys():
@@ -113,7 +128,17 @@ def read_reviews(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
                 f"{path} must have the columns text and label; it lacks {', '.join(sorted(missing_columns))}"
             )
         label = {"neg": 0, "pos": 1, "negative": 0, "positive": 1}.get(row["label"], row["label"])
-        yield str(row["text"]), _label(label, 2, f"{path}, row {number}")
+        where = f"{path}, row {number}"
+        yield _text(row["text"], "text", where), _label(label, 2, where)
+
+
+def _content(path: Path) -> str:
+    """Return the text of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes().count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}: must be UTF-8; byte {error.start} is not ({error.reason})") from error
 
 
 def _some_files(folder: Path, share: tuple[float, float]) -> list[Path]:
@@ -144,14 +169,14 @@ def read_pathfinder(
         An image `(size, size)`, uint8, and its label.
 
     Raises:
-        ValueError: A file is missing, or is no image of this size.
+        ValueError: A file is missing, is not UTF-8, or is no image of this size.
     """
     files = sorted((folder / "metadata").glob("*.npy"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise ValueError(f"data_dir must hold metadata/*.npy of Pathfinder; {folder / 'metadata'} has none")
     listed = []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(_content(file).splitlines(), start=1):
             words = line.split()
             if len(words) < 4:
                 raise ValueError(f"{file}, line {number}: must name folder, file, number and label; got {line[:80]!r}")
@@ -165,12 +190,12 @@ def read_pathfinder(
 
 
 def _image(path: Path, size: int) -> Array:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("L"))
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # PIL raises SyntaxError for broken PNG files
+    except Exception as error:  # PIL raises many kinds for a broken file
         raise ValueError(f"{path} must be an image; it cannot be read ({error})") from error
     if pixels.shape != (size, size):
         raise ValueError(f"{path} must have {size} x {size} pixels; got {' x '.join(map(str, pixels.shape))}")
@@ -210,7 +235,7 @@ def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
         yield grey.astype(np.uint8).reshape(32, 32), int(row[0])
 
 
-def read_arrays(path: Path, labels: int = 10) -> tuple[list[Array], Array]:
+def read_arrays(path: Path, labels: int = 10, size: int | None = None) -> tuple[list[Array], Array]:
     """Read images or recordings from a NumPy archive, as sequences of numbers.
 
     Images are an array ``images`` `(N, H, W)` of uint8, read row by row. Recordings are an array ``audio`` of int16,
@@ -219,6 +244,7 @@ def read_arrays(path: Path, labels: int = 10) -> tuple[list[Array], Array]:
     Args:
         path: The file, ``.npz``.
         labels: Number of labels.
+        size: Pixels of a side of images; any when None.
 
     Returns:
         A sequence of float32 for each example, from -1 to 1, and the labels.
@@ -231,37 +257,45 @@ def read_arrays(path: Path, labels: int = 10) -> tuple[list[Array], Array]:
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
             arrays = {
-                name: archive[name] for name in archive.files if name in ("images", "audio", "offsets", "labels")
+                name: _array(archive[name])
+                for name in archive.files
+                if name in ("images", "audio", "offsets", "labels")
             }
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except Exception as error:  # zipfile, its decompressors and NumPy raise many kinds for a broken file
         raise ValueError(f"{path} must be a NumPy archive of arrays; it cannot be read ({error})") from error
     found = arrays.get("labels")
     if found is None or ("images" in arrays) == ("audio" in arrays):
         raise ValueError(f"{path} must hold labels and either images or audio; it holds {', '.join(arrays) or 'none'}")
-    if (
-        found.ndim != 1
-        or found.dtype.kind not in "iu"
-        or found.size == 0
-        or not 0 <= found.min() <= found.max() < labels
-    ):
+    is_whole = found.ndim == 1 and found.dtype.kind in "iu" and found.size > 0
+    if not is_whole or not 0 <= found.min() <= found.max() < labels:
         raise ValueError(f"{path}: labels must be integers from 0 to {labels - 1}, one for each example")
-    if "images" in arrays:
-        images = arrays["images"]
-        if images.ndim != 3 or images.dtype != np.uint8 or len(images) != len(found):
-            raise ValueError(
-                f"{path}: images must be uint8, ({len(found)}, height, width); got {images.dtype}, {images.shape}"
-            )
-        values = images.reshape(len(images), -1).astype(np.float32) / 127.5 - 1
-        return list(values), found.astype(np.int64)
-    audio, offsets = arrays["audio"], arrays.get("offsets")
+    read = _images(path, arrays["images"], len(found), size) if "images" in arrays else _recordings(path, arrays)
+    return read, found.astype(np.int64)
+
+
+def _array(found: Any) -> Array:
+    """Return what an entry of an archive holds; NumPy gives the bytes of one that has no header of an array."""
+    if not isinstance(found, np.ndarray):
+        raise TypeError("an entry has no header of an array")
+    return found
+
+
+def _images(path: Path, images: Array, count: int, size: int | None) -> list[Array]:
+    if images.ndim != 3 or images.dtype != np.uint8 or len(images) != count or not images.size:
+        raise ValueError(f"{path}: images must be uint8, ({count}, height, width); got {images.dtype}, {images.shape}")
+    if size is not None and images.shape[1:] != (size, size):
+        got = " x ".join(map(str, images.shape[1:]))
+        raise ValueError(f"{path}: images must have {size} x {size} pixels, those of the task; got {got}")
+    return list(images.reshape(count, -1).astype(np.float32) / 127.5 - 1)
+
+
+def _recordings(path: Path, arrays: dict[str, Array]) -> list[Array]:
+    audio, offsets, count = arrays["audio"], arrays.get("offsets"), len(arrays["labels"])
     if audio.ndim != 1 or audio.dtype != np.int16:
         raise ValueError(f"{path}: audio must be int16 in one row; got {audio.dtype}, {audio.shape}")
-    if (
-        offsets is None
-        or offsets.shape != (len(found) + 1,)
-        or (np.diff(offsets) < 1).any()
-        or offsets[-1] > len(audio)
-    ):
-        raise ValueError(f"{path}: offsets must ascend to at most {len(audio)}, one more than the {len(found)} labels")
+    places = [] if offsets is None or offsets.dtype.kind not in "iu" else offsets.reshape(-1).tolist()
+    ascend = len(places) == count + 1 and all(start < end for start, end in pairwise(places))
+    if not ascend or places[0] < 0 or places[-1] > len(audio):
+        raise ValueError(f"{path}: offsets must ascend to at most {len(audio)}, one more than the {count} labels")
     scaled = audio.astype(np.float32) / 2**15
-    return [scaled[start:end] for start, end in pairwise(offsets)], found.astype(np.int64)
+    return [scaled[start:end] for start, end in pairwise(places)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +28,9 @@ _RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 _BYTE_IDS = 256 + 3
 _WHOLE = (0.0, 1.0)
 _SLOWER = 8
+_GREY = (0.48, 0.24)
+"""Mean and standard deviation of CIFAR-10's grey pixels, from 0 to 1: ``--pixel-normalization`` of Mega's command
+(examples/mega/README.lra.md). S4 takes 122.6 and 61 of 255, less than a grey level from these."""
 _SHARD = 500
 """Rows that are drawn from one seed."""
 _TABLES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv", ".csv", ".parquet")
@@ -37,7 +41,7 @@ class LraRows:
     """The rows of a split.
 
     Attributes:
-        inputs: A sequence for each row: ids (int16), or numbers from -1 to 1.
+        inputs: A sequence for each row: ids (int16), or numbers from -1 to 1; brightness in `lra_image` is normalised.
         labels: `(N,)`.
         pairs: The second document of each row; None for tasks with one.
     """
@@ -106,8 +110,8 @@ def _pixels(image: Array) -> Array:
     return values
 
 
-def _pathfinder(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
-    for image, label in read_pathfinder(path, share=share):
+def _pathfinder(path: Path, share: tuple[float, float] = _WHOLE, size: int = 32) -> _Rows:
+    for image, label in read_pathfinder(path, size, share):
         yield _pixels(image), None, label
 
 
@@ -144,13 +148,21 @@ def _slow_speech(path: Path) -> _Rows:
 
 def _cifar10(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
     if path.suffix == ".npz":
-        yield from _arrays(path)
+        for values, label in zip(*read_arrays(path, size=32), strict=True):
+            yield _normalized(values), None, int(label)
         return
     for image, label in read_cifar10(path, share):
-        yield _pixels(image), None, label
+        yield _normalized(_pixels(image)), None, label
 
 
-_HARD = "lra_release/lra_release/pathfinder32/curv_contour_length_14"
+def _normalized(values: Array) -> Array:
+    """Return numbers from -1 to 1 as brightness from 0 to 1 in deviations from its mean."""
+    mean, deviation = _GREY
+    normalized: Array = ((values + 1) / 2 - mean) / deviation
+    return normalized
+
+
+_HARD, _PATHX = (f"lra_release/lra_release/pathfinder{size}/curv_contour_length_14" for size in (32, 128))
 LRA: dict[str, LraTask] = {
     "lra_listops": LraTask(
         labels=10,
@@ -224,6 +236,19 @@ LRA: dict[str, LraTask] = {
         read=_pathfinder,
         endings=(),
         draw=_drawn_pathfinder(PATHFINDER["small"]),
+    ),
+    # not drawn: at the published settings a path of 14 long and straight dashes rarely stays in the image, and a row
+    # takes 1.5 seconds
+    "lra_pathx": LraTask(
+        labels=2,
+        length=128**2,
+        vocab_size=None,
+        counts=(160_000, 20_000, 20_000),
+        read=partial(_pathfinder, size=128),
+        files=(_PATHX, _PATHX, _PATHX),
+        home=_RELEASE,
+        shares=((0.0, 0.8), (0.8, 0.9), (0.9, 1.0)),
+        endings=(),
     ),
     # spoken digits, such as those of https://github.com/Jakobovski/free-spoken-digit-dataset
     "lra_speech": LraTask(

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hf_hybrid.data.drawing import check, check_sizes
-from hf_hybrid.data.recall.examples import Examples, distinct, empty, share_of_likeliest
+from hf_hybrid.data.drawing import Array, check, check_sizes
+from hf_hybrid.data.recall.examples import Examples, distinct, share_of_likeliest
 
 __all__ = ["facts"]
 
@@ -26,9 +26,8 @@ def facts(
     of them tell its value, and the others, which are as many as can be, tell random other ones: no single place has
     the answer. A decoder that spreads the document's m segments over its q tokens, as SRformer does, reads segment
     ``t m // q`` at token t: the distance of an answer is the number of segments between that one and the nearest
-    mention. At a distance of 1 or more, attention to one segment can only guess if the encoder moves nothing between
-    segments. Full attention in the encoder does: it sees no questions, but carries as much of all facts to each
-    segment as its outputs hold.
+    mention. At a distance of 1 or more, attention to one segment can only guess, unless an encoder with full attention
+    has carried facts from other segments there.
 
     Own task, in the tokens of ``benchmarks/facts.py``: facts (``key * values + value``), keys, answers, the blank.
 
@@ -51,26 +50,28 @@ def facts(
     check_sizes(1, count=count, keys=keys, mentions=mentions, asked=asked, segment_size=segment_size)
     check_sizes(2, values=values)
     check(mentions % 2 == 1, "mentions", "odd", mentions)
-    facts = keys * mentions
-    check(length >= facts, "length", f"at least the {facts} facts", length)
+    check(length >= keys * mentions, "length", f"at least the {keys * mentions} facts", length)
     check(length % segment_size == 0, "length", f"a multiple of segment_size {segment_size}", length)
     meant = generator.integers(values, size=(count, keys))
+    told = np.arange(keys)[:, None] * values + _told(meant, values, mentions, generator)
+    places = distinct(generator, count, length, keys * mentions)
+    answers = keys * values + keys
+    blank = answers + values
+    documents = np.full((count, length), blank, dtype=np.int64)
+    np.put_along_axis(documents, places, told.reshape(count, -1), axis=1)
+    questions = generator.integers(keys, size=(count, asked))
+    labels = answers + np.take_along_axis(meant, questions, axis=1)
+    read = np.arange(asked) * (length // segment_size) // asked
+    segments = (places // segment_size).reshape(count, keys, mentions)
+    distances = np.abs(np.take_along_axis(segments, questions[:, :, None], axis=1) - read[:, None]).min(axis=2)
+    without_keys = share_of_likeliest(keys, values)
+    return Examples(keys * values + questions, labels, distances, blank + 1, 1 / values, documents, without_keys)
+
+
+def _told(meant: Array, values: int, mentions: int, generator: np.random.Generator) -> Array:
+    """Return the values that the mentions of each key tell, `(count, keys, mentions)`; fewer than half are false."""
     told = np.repeat(meant[:, :, None], mentions, axis=2)
     false = told[:, :, : mentions // 2]
     false += generator.integers(1, values, size=false.shape)
     false %= values
-    places = distinct(generator, count, length, facts)
-    answers = keys * values + keys
-    blank = answers + values
-    documents = np.full((count, length), blank, dtype=np.int64)
-    np.put_along_axis(documents, places, (np.arange(keys)[:, None] * values + told).reshape(count, -1), axis=1)
-    questions = generator.integers(keys, size=(count, asked))
-    input_ids, labels, distances = empty(count, asked)
-    input_ids[:] = keys * values + questions
-    labels[:] = answers + np.take_along_axis(meant, questions, axis=1)
-    read = np.arange(asked) * (length // segment_size) // asked
-    segments = (places // segment_size).reshape(count, keys, mentions)
-    asked_segments = np.take_along_axis(segments, questions[:, :, None], axis=1)
-    distances[:] = np.abs(asked_segments - read[:, None]).min(axis=2)
-    vocab_size, without_keys = blank + 1, share_of_likeliest(keys, values)
-    return Examples(input_ids, labels, distances, vocab_size, 1 / values, documents, without_keys)
+    return told

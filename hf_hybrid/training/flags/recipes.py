@@ -76,12 +76,14 @@ _PRESETS = {
     "lra_retrieval": "retrieval",
     "lra_image": "image",
     "lra_pathfinder": "pathfinder",
+    "lra_pathx": "pathx",
     "lra_speech": "speech",
 }
 _SIZES: dict[str, dict[str, Any]] = {task: dict(CHELA_PRESETS[name]) for task, name in _PRESETS.items()}  # type: ignore[call-overload]
 _LIKE = {"lra_listops_200": "lra_listops", "lra_pathfinder_16": "lra_pathfinder", "lra_speech_1000": "lra_speech"}
 """Shortened tasks, trained by the recipes of the whole ones."""
-_MEGA = "facebookresearch/mega, examples/mega/README.lra.md at 09f1a87"
+_MEGA = "facebookresearch/mega, examples/mega/README.lra.md at 88b5aeb"
+_MEGA_SPEECH = "facebookresearch/mega, examples/mega/README.sc.md at 09f1a87"
 # task -> warm-up over all updates, as Mega's commands have them
 _WARMUPS = {
     "lra_listops": 3_000 / 90_000,
@@ -89,7 +91,14 @@ _WARMUPS = {
     "lra_retrieval": 10_000 / 91_960,
     "lra_image": 9_000 / 180_000,
     "lra_pathfinder": 50_000 / 250_000,
+    "lra_pathx": 25_000 / 125_000,
+    "lra_speech": 10_000 / 250_000,
 }
+
+
+def _mega_source(task: str) -> str:
+    return _MEGA_SPEECH if task == "lra_speech" else _MEGA
+
 
 # ---- CHELA, table 7: batch size, learning rate, weight decay, epochs; depth, width, norm and dropout are the presets'
 
@@ -99,6 +108,7 @@ _TABLE_7 = {
     "lra_retrieval": (64, 0.003, 0.04, 40),
     "lra_image": (50, 0.01, 0.02, 200),
     "lra_pathfinder": (128, 0.01, 0.01, 200),
+    "lra_pathx": (128, 0.01, 0.01, 100),
     "lra_speech": (20, 0.01, 0.01, 200),
 }
 _CHELA = {
@@ -106,41 +116,49 @@ _CHELA = {
         "chela",
         _SIZES[task],
         *numbers,
-        warmup=_WARMUPS.get(task, 0.05),
-        source=f"CHELA, table 7; schedule and betas: {_MEGA}" + ("; warm-up: ours" if task == "lra_speech" else ""),
+        warmup=_WARMUPS[task],
+        source=f"CHELA, table 7; schedule, warm-up and betas: {_mega_source(task)}",
     )
     for task, numbers in _TABLE_7.items()
 }
 
-# ---- Mega: its numbers are those of CHELA's table 7 but for ListOps' norm; attention sees the whole sequence
+# ---- Mega: its numbers are those of CHELA's table 7 but for ListOps' norm; attention sees the whole sequence, of
+# speech chunks of 1,000
 
 _MEGA_FIELDS = {"mixer": "ema", "attention_fn": "laplace"}
-_MEGA_SOURCE = f"{_MEGA}; CHELA's unit with a moving average and Laplace attention, where Mega has softmax on tokens"
+_MEGA_OWN: dict[str, dict[str, Any]] = {
+    "lra_listops": {"norm_type": "layer_norm"},
+    "lra_speech": {"chunk_size": 1000},
+}
+_MEGA_DEVIATIONS = "; CHELA's unit with a moving average and Laplace attention"
 _MEGAS = {
     task: replace(
         recipe,
-        fields={**recipe.fields, **_MEGA_FIELDS, **({"norm_type": "layer_norm"} if task == "lra_listops" else {})},
-        source=_MEGA_SOURCE,
+        fields={**recipe.fields, **_MEGA_FIELDS, **_MEGA_OWN.get(task, {})},
+        source=_mega_source(task)
+        + _MEGA_DEVIATIONS
+        + (", where Mega has softmax on tokens" if LRA[task].vocab_size else "")
+        + ("; its warm-up rises with the square of the step, ours linearly" if task == "lra_pathx" else ""),
     )
     for task, recipe in _CHELA.items()
-    if task in _WARMUPS
 }
 
-# ---- SPADE, table 10: batch size, learning rate, weight decay, dropout; depth and width are Mega's (appendix C.2)
+# ---- SPADE, table 10: batch size, learning rate, weight decay, dropout, chunk; depth and width are Mega's (C.2)
 
 _TABLE_10 = {
-    "lra_listops": (64, 0.0015, 0.0, 0.2),
-    "lra_text": (100, 0.01, 0.01, 0.2),
-    "lra_retrieval": (128, 0.004, 0.03, 0.1),
-    "lra_image": (100, 0.01, 0.02, 0.0),
-    "lra_pathfinder": (128, 0.01, 0.01, 0.0),
+    "lra_listops": (64, 0.0015, 0.0, 0.2, 128),
+    "lra_text": (100, 0.01, 0.01, 0.2, 128),
+    "lra_retrieval": (128, 0.004, 0.03, 0.1, 128),
+    "lra_image": (100, 0.01, 0.02, 0.0, 128),
+    "lra_pathfinder": (128, 0.01, 0.01, 0.0, 128),
+    "lra_pathx": (16, 0.01, 0.01, 0.0, 1024),
 }
-_CHUNK = 128
-"""SPADE's chunks in tokens (table 10), and as many keys for its windows."""
-_ATTENTIONS: dict[str, dict[str, Any]] = {
-    "spade_window": {"attention_type": "window", "local_radius": _CHUNK // 2},
-    "spade_chunk": {"attention_type": "chunk", "chunk_size": _CHUNK},
-}
+
+
+def _local(attention_type: str, chunk: int) -> dict[str, Any]:
+    """Return the fields of chunks, or of windows of as many keys."""
+    reach = {"chunk_size": chunk} if attention_type == "chunk" else {"local_radius": chunk // 2}
+    return {"attention_type": attention_type, **reach}
 
 
 def _spade_fields(task: str, attention: Mapping[str, Any], dropout: float) -> dict[str, Any]:
@@ -150,11 +168,11 @@ def _spade_fields(task: str, attention: Mapping[str, Any], dropout: float) -> di
     return {**sizes, "num_attention_heads": heads, "is_encoder_decoder": False, **rates, **attention}
 
 
-def _spade(attention: Mapping[str, Any]) -> dict[str, LongRangeRecipe]:
+def _spade(attention_type: str) -> dict[str, LongRangeRecipe]:
     recipes = {
         task: LongRangeRecipe(
             "spade",
-            _spade_fields(task, attention, dropout),
+            _spade_fields(task, _local(attention_type, chunk), dropout),
             batch_size,
             learning_rate,
             weight_decay,
@@ -162,27 +180,28 @@ def _spade(attention: Mapping[str, Any]) -> dict[str, LongRangeRecipe]:
             warmup=_WARMUPS[task],
             source=f"SPADE, table 10; depth, width, epochs, warm-up and betas: {_MEGA}",
         )
-        for task, (batch_size, learning_rate, weight_decay, dropout) in _TABLE_10.items()
+        for task, (batch_size, learning_rate, weight_decay, dropout, chunk) in _TABLE_10.items()
     }
     speech = replace(
         _CHELA["lra_speech"],
         model_type="spade",
-        fields=_spade_fields("lra_speech", attention, 0.0),
-        source="CHELA, table 7: SPADE has no speech; warm-up: ours",
+        fields=_spade_fields("lra_speech", _local(attention_type, 128), 0.0),
+        source=f"CHELA, table 7, with SPADE's chunks of 128: it has no speech; warm-up: {_MEGA_SPEECH}",
     )
     return {**recipes, "lra_speech": speech}
 
 
-# ---- S4: width, norm position, state size, copies of (A, B), dropout, batch size, learning rate, epochs
+# ---- S4: width, norm position, state size, copies of (A, B), least Δ, dropout, batch size, learning rate, epochs
 
 _S4 = "state-spaces/s4, configs/experiment/lra/s4-{}.yaml at 62a14bb"
 _S4_DEVIATIONS = "; ours has layer norm, where S4 has batch norm, and a feed-forward network in each layer"
-_S4_CONFIGS: dict[str, tuple[str, int, str, int, int, float, int, float, int]] = {
-    "lra_listops": ("listops", 256, "post", 4, 1, 0.0, 32, 0.01, 40),
-    "lra_text": ("imdb", 256, "pre", 4, 1, 0.0, 16, 0.01, 32),
-    "lra_retrieval": ("aan", 256, "pre", 4, 1, 0.0, 64, 0.01, 20),
-    "lra_image": ("cifar", 512, "post", 64, 1, 0.1, 50, 0.01, 200),
-    "lra_pathfinder": ("pathfinder", 256, "pre", 64, 256, 0.0, 64, 0.004, 200),
+_S4_CONFIGS: dict[str, tuple[str, int, str, int, int, float, float, int, float, int]] = {
+    "lra_listops": ("listops", 256, "post", 4, 1, 0.001, 0.0, 32, 0.01, 40),
+    "lra_text": ("imdb", 256, "pre", 4, 1, 0.001, 0.0, 16, 0.01, 32),
+    "lra_retrieval": ("aan", 256, "pre", 4, 1, 0.001, 0.0, 64, 0.01, 20),
+    "lra_image": ("cifar", 512, "post", 64, 1, 0.001, 0.1, 50, 0.01, 200),
+    "lra_pathfinder": ("pathfinder", 256, "pre", 64, 256, 0.001, 0.0, 64, 0.004, 200),
+    "lra_pathx": ("pathx", 256, "pre", 64, 256, 0.0001, 0.0, 16, 0.002, 50),
 }
 
 
@@ -192,6 +211,7 @@ def _s4(
     norm_position: str,
     state_size: int,
     copies: int,
+    least_dt: float,
     dropout: float,
     batch_size: int,
     learning_rate: float,
@@ -199,6 +219,7 @@ def _s4(
 ) -> LongRangeRecipe:
     sizes = {"hidden_size": width, "num_hidden_layers": 6, "intermediate_size": width, "num_attention_heads": 1}
     space = {"ssm_type": "s4", "ssm_state_size": state_size, "ssm_num_copies": copies, "ssm_postact": "gelu_glu"}
+    space |= {"ssm_dt_min": least_dt}
     layers = {"attention_type": "none", "global_layers": "all", "ssm_freeze": "none", "norm_position": norm_position}
     return LongRangeRecipe(
         "spade",
@@ -219,7 +240,8 @@ def _s4(
 RECIPES: dict[str, dict[str, LongRangeRecipe]] = {
     "chela": _CHELA,
     "mega": _MEGAS,
-    **{name: _spade(attention) for name, attention in _ATTENTIONS.items()},
+    "spade_window": _spade("window"),
+    "spade_chunk": _spade("chunk"),
     "s4": {task: _s4(*config) for task, config in _S4_CONFIGS.items()},
 }
 """Name → task → recipe."""

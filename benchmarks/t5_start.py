@@ -1,8 +1,11 @@
 """Make an untrained T5 with SPADE's starting values: ``python -m benchmarks.t5_start FOLDER``.
 
 It has the starter's sizes and tokenizer. Its weights are those of a new SPADE with full attention and no state space
-model, which has the same parameters under other names: biases that prefer near keys, small queries, sizes by width.
-The embeddings keep T5's own, which have a standard deviation of one: T5's head scales what it multiplies with them.
+model, which has the same parameters under other names: biases that prefer near keys, sizes by width.
+
+AdamW moves every weight by about the learning rate, while T5's own optimizer moves it by a share of its size. So
+weights whose sizes differ only by convention are brought nearer to each other: queries, into which T5 draws the scale
+of scores, and keys get one size, and embeddings a tenth of T5's, for which the decoder's last norm makes up.
 """
 
 import argparse
@@ -12,15 +15,18 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_hybrid import SpadeForConditionalGeneration, starter
 from hf_hybrid.models.spade.conversion_spade import config_from_t5, weights_from_t5
 
 STARTER = "spade-en-tiny"
+EMBEDDINGS, LAST_NORM = 0.1, 6.3
+"""Standard deviation of the embeddings, and gain of the norm before the head, which multiplies with them again."""
 
 
 def starting(config: T5Config, seed: int) -> T5ForConditionalGeneration:
-    """Return a new T5 with SPADE's starting values for everything but the embeddings."""
+    """Return a new T5 with SPADE's starting values."""
     torch.manual_seed(seed)
     t5 = T5ForConditionalGeneration(config)
     like = config_from_t5(config, attention_type="full", global_layers=[])
@@ -29,6 +35,12 @@ def starting(config: T5Config, seed: int) -> T5ForConditionalGeneration:
         for name, tensor in weights_from_t5(t5.state_dict(), like, {"encoder", "decoder"}).items():
             if name != "encoder.embed_tokens.weight":
                 tensor.copy_(values[name])
+        for attention in (part for part in t5.modules() if isinstance(part, T5Attention)):
+            ratio = (attention.k.weight.std() / attention.q.weight.std()).sqrt()
+            attention.q.weight.mul_(ratio)
+            attention.k.weight.div_(ratio)
+        t5.shared.weight.mul_(EMBEDDINGS)
+        t5.decoder.final_layer_norm.weight.fill_(LAST_NORM)
     return t5
 
 

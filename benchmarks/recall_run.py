@@ -87,8 +87,8 @@ RECIPES: dict[str, Recipe] = {
     "sparse_facts": Recipe(2500, **_FACTS),
     "votes": Recipe(2500, **_FACTS, has_longer=False),
     # large batches: with few questions in each update, even full attention does not begin to associate
-    "in_context_recall": Recipe(1000, batch=32),
-    "noisy_recall": Recipe(1000, batch=32),
+    "in_context_recall": Recipe(1000, batch=64),
+    "noisy_recall": Recipe(1000, batch=64),
     "selective_copying": Recipe(1200, batch=8),
     "needle": Recipe(1600, batch=8),
     "compression": Recipe(800, has_longer=False),

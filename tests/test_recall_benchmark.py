@@ -322,10 +322,10 @@ def test_the_plan_counts_the_runs_and_their_minutes(capsys, monkeypatch):
     # three rates and two more seeds each
     assert "| key_value | 4 | 20 | 40 | 20 | 40 |" in printed
     # one run each, none of the copy; or as above, the copy with one seed
-    assert "| mqar | 4 | 3 | 5 | 18 | 29 |" in printed
+    assert "| mqar | 4 | 3 | 3 | 18 | 18 |" in printed
     assert "| memorization | 3 | 3 | 2 | 9 | 7 |" in printed
-    assert "If no published task is learnt: 26 runs, at most 47 CPU minutes. If all are: 47 runs, at most" in printed
-    assert "at most 76 CPU minutes, 38 minutes on 2 free cores" in printed
+    assert "If no published task is learnt: 26 runs, at most 45 CPU minutes. If all are: 47 runs, at most" in printed
+    assert "at most 65 CPU minutes, 33 minutes on 2 free cores" in printed
     with pytest.raises(SystemExit):
         main(["--plan", "--quick", "--models", "BST", "BST, N 8", "--jobs", "2"])
     printed = capsys.readouterr().out

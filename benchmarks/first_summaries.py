@@ -5,27 +5,22 @@
 columns ``document`` and ``summary``.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.experiment import data_file
+from benchmarks.record import source_and_folder
 from hf_hybrid.data.files import iterate_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the dataset."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("folder", type=Path)
-    arguments = parser.parse_args(argv)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    source, folder = source_and_folder(__doc__, argv)
     for split in ("train", "validation"):
-        rows = list(iterate_rows("source", str(data_file(arguments.source, split))))
+        rows = list(iterate_rows("source", str(data_file(source, split))))
         lines = [json.dumps({"document": row["document"], "summary": row["summaries"][0]}) + "\n" for row in rows]
-        (arguments.folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{split}: {len(lines):,} rows")
     return 0
 

@@ -336,3 +336,13 @@ def command_line(
     for line in lines:
         print(line, file=sys.stderr)
     return 1 if lines else 0
+
+
+def source_and_folder(description: str | None, argv: Sequence[str] | None) -> tuple[Path, Path]:
+    """Read the command line of what makes one folder of data from another; the new one is there afterwards."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args(argv)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    return arguments.source, arguments.folder

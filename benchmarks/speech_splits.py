@@ -7,15 +7,14 @@ hold recordings 5 to 49 of each digit and speaker, 2,500 and 200 of them at rand
 its authors, and none is read here.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.record import source_and_folder
 from hf_hybrid.data.drawing import Array
 from hf_hybrid.data.lra.readers import read_arrays
 
@@ -33,13 +32,9 @@ def taken(arrays: Mapping[str, Array], rows: Array) -> dict[str, Array]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the dataset."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("folder", type=Path)
-    arguments = parser.parse_args(argv)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    source, folder = source_and_folder(__doc__, argv)
     for split in ("train", "validation"):
-        path = arguments.source / f"{split}.npz"
+        path = source / f"{split}.npz"
         read_arrays(path)  # refuses what is broken
         with np.load(path) as archive:
             arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
@@ -49,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_tested.any():
             parts["test"] = taken(arrays, numbers[is_tested])
         for name, part in parts.items():
-            np.savez_compressed(arguments.folder / f"{name}.npz", **part)
+            np.savez_compressed(folder / f"{name}.npz", **part)
             print(f"{name}: {len(part['labels']):,} recordings")
     return 0
 

@@ -17,7 +17,6 @@ Left out is what repeats half of a document or a summary of the demo's validatio
 validation text of the tasks in `EVALUATED`: see `Contained`.
 """
 
-import argparse
 import hashlib
 import json
 import lzma
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiment import data_file
+from benchmarks.record import source_and_folder
 from hf_hybrid.data.corpora import corpus_report, embedded_corpus
 from hf_hybrid.data.docstrings import words_of
 from hf_hybrid.data.files import iterate_rows
@@ -262,22 +262,18 @@ def paragraphs_without(contained: Contained, texts: Iterable[str]) -> tuple[list
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the corpus."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("folder", type=Path)
-    arguments = parser.parse_args(argv)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    data, folder = source_and_folder(__doc__, argv)
     pages, left_out = documentation()
     of_split = divided(pages)
     report: dict[str, Any] = {name: {"what": what, "licence": licence} for name, (what, licence) in SOURCES.items()}
-    contained = Contained(evaluated(arguments.data))
+    contained = Contained(evaluated(data))
     read_pages: dict[str, str] = {}
     for split in ("train", "validation"):
-        read = novels(arguments.data, split)
-        with (arguments.folder / f"{split}.jsonl").open("w", encoding="utf-8") as stream:
+        read = novels(data, split)
+        with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as stream:
             for name, texts in (
                 ("novels", read.values()),
-                ("wikipedia", articles(arguments.data, split)),
+                ("wikipedia", articles(data, split)),
                 ("documentation", of_split[split].values()),
             ):
                 written, copies = paragraphs_without(contained, texts)
@@ -296,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "packages": packages,
         "pages": {name: " ".join(sorted(found)) for name, found in hashes_of_pages(read_pages, packages).items()},
     }
-    (arguments.folder / "sources.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (folder / "sources.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))
     return 0
 

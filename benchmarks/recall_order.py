@@ -119,22 +119,19 @@ def todo(
 
 def _runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """Return the runs of a model that can start or are done; those of the model that it waits for if none can."""
-    kind, recipe = MODELS[model], RECIPES[task]
-    if recipe.is_own and kind.ablation_of is not None:
-        # an ablation is trained as long as its model was with the same seed
-        leading = _runs(rows, task, kind.ablation_of, rates, seeds)
-        if _best(rows, task, kind.ablation_of, rates, seeds[0]) is None:
-            return leading
-        steps = {row["seed"]: row["trained_steps"] for row in kept(rows, task, kind.ablation_of)}
-        runs = [run for run in _own_runs(rows, task, model, rates, seeds) if str(run.seed) in steps]
-        return [replace(run, most=int(steps[str(run.seed)] or 0) or None) for run in runs]
-    if not recipe.is_own and kind.state_of is not None:
-        best = _best(rows, task, kind.state_of, rates, seeds[0])
-        if best is None:
-            return _runs(rows, task, kind.state_of, rates, seeds)
-        if is_guessed(best):
-            return []
-    return _own_runs(rows, task, model, rates, seeds)
+    kind, is_own = MODELS[model], RECIPES[task].is_own
+    leader = kind.ablation_of if is_own else kind.state_of
+    if leader is None:
+        return _own_runs(rows, task, model, rates, seeds)
+    best = _best(rows, task, leader, rates, seeds[0])
+    if best is None:
+        return _own_runs(rows, task, leader, rates, seeds)
+    if not is_own:
+        return [] if is_guessed(best) else _own_runs(rows, task, model, rates, seeds)
+    # an ablation is trained as long as its model was with the same seed
+    steps = {row["seed"]: row["trained_steps"] for row in kept(rows, task, leader)}
+    runs = [run for run in _own_runs(rows, task, model, rates, seeds) if str(run.seed) in steps]
+    return [replace(run, most=int(steps[str(run.seed)] or 0) or None) for run in runs]
 
 
 def _own_runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:

@@ -41,11 +41,6 @@ class Examples:
     document_ids: Array | None = None
     without_keys: float | None = None
 
-    @property
-    def floor(self) -> float:
-        """Share of correct answers above which a model has associated or remembered something."""
-        return self.chance if self.without_keys is None else max(self.chance, self.without_keys)
-
 
 def empty(count: int, length: int, filler: int = 0) -> tuple[Array, Array, Array]:
     """Return tokens, labels and distances before anything is asked, each `(count, length)`."""

@@ -27,6 +27,7 @@ TASKS = {
     "aggregate": "#0072b2",
     "majority": "#56b4e9",
     "latch": "#009e73",
+    "copying": "#999999",
     "key_value": "#d55e00",
     "mqar": "#cc79a7",
     "needle": "#e69f00",

@@ -285,7 +285,7 @@ def test_states_of_other_sizes_do_two_tasks_and_make_a_figure(tmp_path):
         assert [task for task in RECIPES if is_done_by(task, name)] == [
             task for task in RECIPES if task in STATE_TASKS
         ]
-    shape = shape_of("key_value", RECIPES["key_value"])
+    shape = shape_of("mqar", RECIPES["mqar"])
     sizes = {name: state_numbers(name, shape) for name in ("BST, N 8", "BST", "BST, N 32", "BST, N 64", "Llama")}
     assert sizes["BST, N 8"] < sizes["BST"] < sizes["BST, N 32"] < sizes["BST, N 64"]
     assert sizes["Llama"] == 2 * shape.length * shape.width * LAYERS
@@ -297,11 +297,11 @@ def test_states_of_other_sizes_do_two_tasks_and_make_a_figure(tmp_path):
     assert recall_figure.states(tmp_path) == []
     far = {"BST": "0.5", "BST, N 64": "0.75", "BST, windows alone": "0.1", "Llama": "1"}
     given = {"accuracy": "0.9", "chance": "0.125", "without_keys": "0.453"}
-    rows = [row("key_value", name, far=share, **given) for name, share in far.items()]
+    rows = [row("mqar", name, far=share, **given) for name, share in far.items()]
     rows[1:2] = [{**rows[1], "far": "0.5"}, {**rows[1], "far": "1", "seed": "1"}]
     append_rows(tmp_path / "recall.csv", (*COLUMNS, *bench_recall.SCORES), rows)
     (panel,) = recall_figure.states(tmp_path)
-    assert (panel.title, panel.chance, panel.without_keys) == ("key_value", 0.125, pytest.approx(0.453))
+    assert (panel.title, panel.chance, panel.without_keys) == ("mqar", 0.125, pytest.approx(0.453))
     points = {"BST": [(sizes["BST"], 0.5), (sizes["BST, N 64"], 0.75)], "Llama": [(sizes["Llama"], 1.0)]}
     assert panel.models == points
     large = sizes["BST, N 64"]
@@ -316,16 +316,16 @@ def test_the_plan_counts_the_runs_and_their_minutes(capsys, monkeypatch):
     monkeypatch.setattr(bench_recall, "_one_thread", lambda: None)  # it is for a process of its own
     models = ["BST", "BST, windows alone", "BST, N 8", "CHELA", "T5"]
     with pytest.raises(SystemExit) as left:
-        main(["--plan", "--tasks", "key_value", "mqar", "memorization", "--jobs", "2", "--models", *models])
+        main(["--plan", "--tasks", "copying", "mqar", "memorization", "--jobs", "2", "--models", *models])
     assert left.value.code == 0
     printed = capsys.readouterr().out
     # three rates and two more seeds each
-    assert "| key_value | 4 | 20 | 40 | 20 | 40 |" in printed
+    assert "| copying | 4 | 20 | 32 | 20 | 32 |" in printed
     # one run each, none of the copy; or as above, the copy with one seed
     assert "| mqar | 4 | 3 | 3 | 18 | 18 |" in printed
     assert "| memorization | 3 | 3 | 2 | 9 | 7 |" in printed
-    assert "If no published task is learnt: 26 runs, at most 45 CPU minutes. If all are: 47 runs, at most" in printed
-    assert "at most 65 CPU minutes, 33 minutes on 2 free cores" in printed
+    assert "If no published task is learnt: 26 runs, at most 37 CPU minutes. If all are: 47 runs, at most" in printed
+    assert "at most 57 CPU minutes, 29 minutes on 2 free cores" in printed
     with pytest.raises(SystemExit):
         main(["--plan", "--quick", "--models", "BST", "BST, N 8", "--jobs", "2"])
     printed = capsys.readouterr().out

@@ -101,7 +101,8 @@ def test_the_ablation_of_documents_reads_one_segment_and_every_other_model_all(n
 def test_own_tasks_ask_within_the_reach_of_ablations_and_mostly_beyond_it(task):
     asked = examples(task, "test", 200, RECIPES[task])
     distances = asked.distances[asked.labels != IGNORED_LABEL]
-    assert distances.min() < min(ablation_reach(name) for name in ABLATIONS if not MODELS[name].is_encoder_decoder)
+    reaches = [ablation_reach(name) for name in ABLATIONS if not MODELS[name].is_encoder_decoder]
+    assert distances.min() < min(reaches) or task == "copying"  # which has one distance
     assert (distances > FAR).mean() > 0.5
 
 

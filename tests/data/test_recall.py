@@ -59,7 +59,7 @@ def read_in_context_recall(tokens, name):
     return found
 
 
-def read_selective_copying(tokens, name):
+def read_copied(tokens, name):
     blank, copy = size(name, "vocab_size") - 2, size(name, "vocab_size") - 1
     middle = tokens.index(copy)
     kept = [(token, place) for place, token in enumerate(tokens[:middle]) if token != blank]
@@ -102,7 +102,7 @@ def read_needle(tokens, name):
 READERS = {
     **dict.fromkeys(("mqar", "mqar_64", "mqar_128", "mqar_256", "mqar_512"), read_mqar),
     **dict.fromkeys(("in_context_recall", "noisy_recall"), read_in_context_recall),
-    "selective_copying": read_selective_copying,
+    **dict.fromkeys(("copying", "selective_copying"), read_copied),
     **dict.fromkeys(("aggregate", "latch"), read_held),
     "majority": read_majority,
     "key_value": read_key_value,
@@ -325,6 +325,16 @@ def test_blanks_of_selective_copying_are_spread_over_the_tokens():
     assert (examples.input_ids[:, 238] < 14).all()
 
 
+def test_copying_asks_for_every_token_after_the_same_time():
+    examples = drawn("copying", count=200, length=80)
+    asked = examples.labels != IGNORED_LABEL
+    assert asked[:, -16:].all()
+    assert not asked[:, :-16].any()
+    assert (examples.distances[asked] == 80 - 16).all()
+    assert (examples.labels[:, -16:] == examples.input_ids[:, :16]).all()
+    assert np.bincount(examples.input_ids[:, :16].ravel(), minlength=16).tolist()[14:] == [0, 0]
+
+
 def test_a_vote_is_decided_by_many_tokens():
     """The share that names the same class whatever is drawn decides most votes, but the last tokens alone do not."""
     examples = drawn("majority", count=2000)
@@ -369,6 +379,7 @@ def test_the_needle_lies_at_its_depth_and_every_name_occurs():
         ("in_context_recall", {"length": 7}, "length must be even and at least 4; got 7"),
         ("noisy_recall", {"vocab_size": 17}, "vocab_size must be at least noise_vocab_size 16 + 2; got 17"),
         ("selective_copying", {"length": 33}, "length must be above 33, twice copied and one; got 33"),
+        ("copying", {"length": 33}, "length must be above 33, twice copied and one; got 33"),
         ("selective_copying", {"vocab_size": 2}, "vocab_size must be an integer of at least 3; got 2"),
         ("compression", {"length": 1}, "length must be an integer of at least 2; got 1"),
         ("memorization", {"length": 31}, "length must be even and at least 2; got 31"),

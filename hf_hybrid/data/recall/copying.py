@@ -1,11 +1,11 @@
-"""MAD's tasks of copying, compressing and memorizing tokens (Poli et al. 2024, section 3.1 and its published code)."""
+"""Copying, and MAD's tasks of copying, compressing and memorizing (Poli et al. 2024, section 3.1 and its code)."""
 
 import numpy as np
 
-from hf_hybrid.data.drawing import check, check_sizes
+from hf_hybrid.data.drawing import Array, check, check_sizes
 from hf_hybrid.data.recall.examples import Examples, empty
 
-__all__ = ["compression", "memorization", "selective_copying"]
+__all__ = ["compression", "copying", "memorization", "selective_copying"]
 
 FACTS_SEED = 12345
 """Seed of the pairs that `memorization` asks for in every split: that of the published code."""
@@ -35,13 +35,51 @@ def selective_copying(
     Raises:
         ValueError: A size breaks its rule.
     """
+    _check_copied(count, vocab_size, length, copied)
+    blanks = generator.multinomial(length - 2 * copied - 1, np.full(copied, 1 / copied), size=count)
+    return _said_again(np.arange(copied) + blanks.cumsum(axis=1), generator, vocab_size, length)
+
+
+def copying(
+    count: int, generator: np.random.Generator, *, vocab_size: int = 16, length: int = 56, copied: int = 16
+) -> Examples:
+    """Draw the copying problem: tokens to be said again, each after the same time.
+
+    A sequence holds the tokens to copy, then blanks, the copy token, and as many blanks as there are tokens, each of
+    which asks for the next one: that of ``length - copied`` tokens before. What is asked so has to be kept with its
+    place, all of it at once.
+
+    Own sizes of the problem of Hochreiter and Schmidhuber 1997 as Arjovsky et al. 2016 pose it (section 4.1: 10 tokens
+    of 8). Tokens: what is copied, then the blank V - 2 and the copy token V - 1.
+
+    Args:
+        count: Sequences.
+        generator: Draws them.
+        vocab_size: V, at least 3.
+        length: Tokens of a sequence, more than ``2 copied + 1``.
+        copied: Tokens to copy.
+
+    Returns:
+        The sequences; `chance` is that of guessing among all tokens that are copied.
+
+    Raises:
+        ValueError: A size breaks its rule.
+    """
+    _check_copied(count, vocab_size, length, copied)
+    return _said_again(np.tile(np.arange(copied), (count, 1)), generator, vocab_size, length)
+
+
+def _check_copied(count: int, vocab_size: int, length: int, copied: int) -> None:
     check_sizes(1, count=count, copied=copied)
     check_sizes(3, vocab_size=vocab_size)
     check(length > 2 * copied + 1, "length", f"above {2 * copied + 1}, twice copied and one", length)
+
+
+def _said_again(places: Array, generator: np.random.Generator, vocab_size: int, length: int) -> Examples:
+    """Draw tokens at some places among blanks, `(count, copied)`, and ask for them in their order at the end."""
+    count, copied = places.shape
     blank, copy = vocab_size - 2, vocab_size - 1
-    blanks = generator.multinomial(length - 2 * copied - 1, np.full(copied, 1 / copied), size=count)
     tokens = generator.integers(blank, size=(count, copied))
-    places = np.arange(copied) + blanks.cumsum(axis=1)
     questions = np.arange(length - copied, length)
     input_ids, labels, distances = empty(count, length, filler=blank)
     np.put_along_axis(input_ids, places, tokens, axis=1)

@@ -22,12 +22,12 @@ RESULTS = Path("benchmarks/results")
 UNLEARNT = "not learnt"
 _LINE = 60
 _GREY = "#8c959f"
-# a task's colour, of Okabe and Ito's colours for the colour-blind, and two of Tol's
+# a task's colour, of Okabe and Ito's colours for the colour-blind, and three of Tol's
 TASKS = {
     "aggregate": "#0072b2",
     "majority": "#56b4e9",
     "latch": "#009e73",
-    "copying": "#999999",
+    "copying": "#332288",
     "key_value": "#d55e00",
     "mqar": "#cc79a7",
     "needle": "#e69f00",

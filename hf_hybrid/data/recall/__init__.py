@@ -4,7 +4,7 @@
 """
 
 from hf_hybrid.data.recall.associative import in_context_recall, key_value, mqar
-from hf_hybrid.data.recall.copying import compression, copying, memorization, selective_copying
+from hf_hybrid.data.recall.copying import compression, memorization, selective_copying
 from hf_hybrid.data.recall.examples import NO_DISTANCE, Examples
 from hf_hybrid.data.recall.facts import facts
 from hf_hybrid.data.recall.far import aggregate, latch, majority
@@ -18,7 +18,6 @@ __all__ = [
     "RecallTask",
     "aggregate",
     "compression",
-    "copying",
     "draw",
     "facts",
     "in_context_recall",

@@ -1,23 +1,33 @@
-"""Copying, and MAD's tasks of copying, compressing and memorizing (Poli et al. 2024, section 3.1 and its code)."""
+"""MAD's tasks of copying, compressing and memorizing tokens (Poli et al. 2024, section 3.1 and its published code)."""
 
 import numpy as np
 
-from hf_hybrid.data.drawing import Array, check, check_sizes
+from hf_hybrid.data.drawing import check, check_sizes
 from hf_hybrid.data.recall.examples import Examples, empty
 
-__all__ = ["compression", "copying", "memorization", "selective_copying"]
+__all__ = ["compression", "memorization", "selective_copying"]
 
 FACTS_SEED = 12345
 """Seed of the pairs that `memorization` asks for in every split: that of the published code."""
 
 
 def selective_copying(
-    count: int, generator: np.random.Generator, *, vocab_size: int = 16, length: int = 256, copied: int = 16
+    count: int,
+    generator: np.random.Generator,
+    *,
+    vocab_size: int = 16,
+    length: int = 256,
+    copied: int = 16,
+    is_spread: bool = True,
 ) -> Examples:
     """Draw selective copying: tokens among blanks, to be said in their order once all are read.
 
     A sequence holds the tokens to copy, each after a random number of blanks, then the copy token and as many blanks
     as there are tokens, each of which asks for the next one. The last token to copy stands just before the copy token.
+
+    If they are not spread, all tokens to copy come first, and the blanks after them: the copying problem of Hochreiter
+    and Schmidhuber 1997 as Arjovsky et al. 2016 pose it (section 4.1: 10 tokens of 8). What is asked then lies
+    ``length - copied`` tokens back, and has to be kept with its place, all of it at once.
 
     Published sizes: the defaults, 12,800 examples to train on and 1,280 to test; also 512 and 1,024 tokens, and 32, 64
     or 96 to copy. Tokens: what is copied, then the blank V - 2 and the copy token V - 1.
@@ -28,6 +38,7 @@ def selective_copying(
         vocab_size: V, at least 3.
         length: Tokens of a sequence, more than ``2 copied + 1``.
         copied: Tokens to copy.
+        is_spread: Whether blanks lie between them.
 
     Returns:
         The sequences; `chance` is that of guessing among all tokens that are copied.
@@ -35,50 +46,14 @@ def selective_copying(
     Raises:
         ValueError: A size breaks its rule.
     """
-    _check_copied(count, vocab_size, length, copied)
-    blanks = generator.multinomial(length - 2 * copied - 1, np.full(copied, 1 / copied), size=count)
-    return _said_again(np.arange(copied) + blanks.cumsum(axis=1), generator, vocab_size, length)
-
-
-def copying(
-    count: int, generator: np.random.Generator, *, vocab_size: int = 16, length: int = 56, copied: int = 16
-) -> Examples:
-    """Draw the copying problem: tokens to be said again, each after the same time.
-
-    A sequence holds the tokens to copy, then blanks, the copy token, and as many blanks as there are tokens, each of
-    which asks for the next one: that of ``length - copied`` tokens before. What is asked so has to be kept with its
-    place, all of it at once.
-
-    Own sizes of the problem of Hochreiter and Schmidhuber 1997 as Arjovsky et al. 2016 pose it (section 4.1: 10 tokens
-    of 8). Tokens: what is copied, then the blank V - 2 and the copy token V - 1.
-
-    Args:
-        count: Sequences.
-        generator: Draws them.
-        vocab_size: V, at least 3.
-        length: Tokens of a sequence, more than ``2 copied + 1``.
-        copied: Tokens to copy.
-
-    Returns:
-        The sequences; `chance` is that of guessing among all tokens that are copied.
-
-    Raises:
-        ValueError: A size breaks its rule.
-    """
-    _check_copied(count, vocab_size, length, copied)
-    return _said_again(np.tile(np.arange(copied), (count, 1)), generator, vocab_size, length)
-
-
-def _check_copied(count: int, vocab_size: int, length: int, copied: int) -> None:
     check_sizes(1, count=count, copied=copied)
     check_sizes(3, vocab_size=vocab_size)
     check(length > 2 * copied + 1, "length", f"above {2 * copied + 1}, twice copied and one", length)
-
-
-def _said_again(places: Array, generator: np.random.Generator, vocab_size: int, length: int) -> Examples:
-    """Draw tokens at some places among blanks, `(count, copied)`, and ask for them in their order at the end."""
-    count, copied = places.shape
     blank, copy = vocab_size - 2, vocab_size - 1
+    places = np.tile(np.arange(copied), (count, 1))
+    if is_spread:
+        blanks = generator.multinomial(length - 2 * copied - 1, np.full(copied, 1 / copied), size=count)
+        places += blanks.cumsum(axis=1)
     tokens = generator.integers(blank, size=(count, copied))
     questions = np.arange(length - copied, length)
     input_ids, labels, distances = empty(count, length, filler=blank)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.recall.associative import in_context_recall, key_value, mqar
-from hf_hybrid.data.recall.copying import compression, copying, memorization, selective_copying
+from hf_hybrid.data.recall.copying import compression, memorization, selective_copying
 from hf_hybrid.data.recall.examples import Examples
 from hf_hybrid.data.recall.facts import facts
 from hf_hybrid.data.recall.far import aggregate, latch, majority
@@ -65,7 +65,7 @@ RECALL: dict[str, RecallTask] = {
     "aggregate": RecallTask(aggregate),
     "majority": RecallTask(majority),
     "latch": RecallTask(latch),
-    "copying": RecallTask(copying),
+    "copying": RecallTask(selective_copying, {"length": 56, "is_spread": False}),
     "key_value": RecallTask(key_value),
     "needle": RecallTask(needle, needs=("text",)),
     "facts": RecallTask(facts),

@@ -1,9 +1,12 @@
 """The table of activation checkpointing."""
 
+import pytest
+
 from benchmarks import bench_checkpointing
 from benchmarks.record import read_csv, stamp
 
 
+@pytest.mark.full
 def test_every_model_is_measured_with_everything_kept_and_less(tmp_path, capsys):
     out = tmp_path / "checkpointing.csv"
     assert (

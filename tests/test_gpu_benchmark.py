@@ -664,6 +664,7 @@ def test_a_tool_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     assert row["outcome"] == "not finished in 0 s"
 
 
+@pytest.mark.full
 def test_kernels_are_compiled_before_the_tools_watch():
     assert gpu_sanitizer.compile_first(["short_conv", "ssm_step"], "cpu", math.inf) == 2
     assert gpu_sanitizer.compile_first(["short_conv"], "cpu", 0.0) == 0

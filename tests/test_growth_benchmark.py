@@ -51,6 +51,7 @@ def test_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch, caps
     assert f"A process may hold {limit / 1024:.1f} GiB." in shown
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick")
 def test_steps_hold_no_logits(monkeypatch):
     """Of any model: the loss alone is computed."""

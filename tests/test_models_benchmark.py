@@ -42,6 +42,7 @@ def test_encoder_decoders_are_measured(tmp_path, monkeypatch):
     assert "Dropout of the defaults: 0.1" in shown
 
 
+@pytest.mark.full
 def test_encoder_decoders_have_the_dropout_of_their_defaults_and_fill_no_cache(monkeypatch):
     """Those of BART's kind drop no attention weights."""
     measure_here(monkeypatch)

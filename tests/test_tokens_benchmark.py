@@ -89,6 +89,7 @@ def test_a_token_is_measured_once(tmp_path, monkeypatch, capsys):
     assert results_page.tables(out) == bench_tokens.report(read_csv(out))
 
 
+@pytest.mark.full
 def test_generation_is_measured_once_beside_a_peer(tmp_path, monkeypatch, capsys):
     measure_here(monkeypatch, bench_generation)
     monkeypatch.setitem(builders.SIZES, "tiny", (32, 2))

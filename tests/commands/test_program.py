@@ -112,6 +112,7 @@ def test_the_doctor_says_why_triton_does_not_run(capsys, monkeypatch):
     assert {lines[name] for name in doctor._CALLS} == {f"torch ({BACKEND_VARIABLE} says so)"}
 
 
+@pytest.mark.full
 def test_the_doctor_compares_triton_with_torch():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "hf_hybrid", "doctor"],

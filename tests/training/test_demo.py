@@ -208,6 +208,7 @@ def test_a_demo_of_another_recipe_is_not_resumed(micro, tmp_path, monkeypatch):
         demo.main(["--long", "--output_dir", str(tmp_path / "demo")])
 
 
+@pytest.mark.full
 def test_pictures_that_cannot_be_drawn_cost_nothing_else(micro, tmp_path, monkeypatch, caplog):
     def fail(*args):
         raise OSError("no ink")

@@ -71,6 +71,7 @@ def test_checkpointed_activations_and_bfloat16(model_type, train):
     assert_close(cast, plain, "bfloat16")
 
 
+@pytest.mark.full
 def test_a_compiled_run_takes_each_step_in_one_graph(train, monkeypatch):
     plain = train("bst")
     torch.compiler.reset()

@@ -9,6 +9,7 @@ It replaces the text between ``<!-- NAME -->`` and ``<!-- end -->``, where NAME 
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.record import Row, in_fp32
+from benchmarks.comparison import mean_and_error, runs_at_best_rate
+from benchmarks.record import Row, in_fp32, read_csv
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.bst.configuration_bst import PRESETS as BST
 from hf_hybrid.models.chela.configuration_chela import PRESETS as CHELA
@@ -172,6 +174,19 @@ def demo() -> str:
     return "\n".join(lines)
 
 
+def from_t5() -> str:
+    """Return the loss of a fine-tuned T5 and of models that start from it, and what it takes, at 4,096 tokens."""
+    rows, parts = read_csv(RESULTS / "from_t5.csv"), []
+    for label, model in {"T5": "T5", "SPADE": "SPADE from it", "LongT5 (local)": "LongT5, local, from it"}.items():
+        runs = runs_at_best_rate(rows, f"{model}, 4,096")
+        loss, minutes, memory = (
+            [float(row[column]) for row in runs] for column in ("eval_loss", "cpu_minutes", "peak_mib")
+        )
+        cost = f"{statistics.fmean(minutes):.1f} CPU minutes and {statistics.fmean(memory) / 1024:.1f} GiB"
+        parts.append(f"{label} has {mean_and_error(loss, 'eval_loss')}, in {cost}")
+    return f"{'; '.join(parts)} ({len(runs)} seeds, {runs[0]['steps']} steps)."
+
+
 def measured() -> str:
     """Return the measurements at 16,384 tokens, with their peers."""
     pairs = _rows("models_cpu.csv")
@@ -238,6 +253,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "demo": demo,
+    "from_t5": from_t5,
     "jobs": jobs,
     "learning_rates": learning_rates,
     "measured": measured,

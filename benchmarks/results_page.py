@@ -60,7 +60,7 @@ REPORTS = {
     "precision": bench_models,
 }
 _LRA = {f"lra_{task}.csv" for task in ("listops", "pathfinder", "speech", "text")}
-PLANNED = {"from_t5.csv", "from_t5_8192.csv", *_LRA} | {
+PLANNED = {"from_t5_8192.csv", *_LRA} | {
     module.DEFAULT_OUT.name
     for module in (
         bench_checkpointing,

@@ -48,7 +48,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert metadata["Name"] == "hf-hybrid"
     assert metadata["Version"] == hf_hybrid.__version__
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload(decode=True).decode("utf-8").strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    described = metadata.get_payload(decode=True).decode("utf-8")
+    assert described.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     needed = {re.match(r"[\w-]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert needed >= {"accelerate", "datasets", "peft", "torch", "transformers"}
     assert not needed & {"build", "pytest", "ruff", "sphinx"}

@@ -166,7 +166,6 @@ def test_other_rows_are_refused_and_the_same_ones_go_on_from_anywhere(tmp_path, 
         assert "must have the recipe and the rows of" in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_training_needs_neither_datasets_nor_evaluate(tmp_path):
     """A machine with a GPU may have only torch and transformers."""
     flags = ["--task", "lra_listops_200", "--small", "--device", "cpu", "--output_dir", str(tmp_path)]

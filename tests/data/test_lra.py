@@ -241,7 +241,6 @@ def test_most_distractors_find_room(name, least, monkeypatch):
     assert sum(map(bool, found)) / 24 > least
 
 
-@pytest.mark.full
 def test_the_distance_of_the_discs_does_not_tell_the_label(monkeypatch):
     """Without balance, more than three of four small images with near discs are negative."""
     distances = []

@@ -63,7 +63,6 @@ def _activations(config, source, labels, rows):
     return rows * (both + (config.num_hidden_layers - 1) * sum(bytes_kept - both for bytes_kept in deeper))
 
 
-@pytest.mark.full
 def test_the_estimates_are_those_of_the_page(command):
     model_args, data_args, training_args, gpus = command
     config = _config(model_args)

@@ -463,7 +463,6 @@ def test_the_command_prints_one_line_and_exits_with_2(base, monkeypatch, capfd):
     assert error == "error: --config_overrides ssm_state_size=3: ssm_state_size must be even; got 3\n"
 
 
-@pytest.mark.full
 def test_training_arguments_of_0_1_0_can_be_read(tmp_path, monkeypatch):
     """In an interpreter that has not imported them."""
     kinds, paths = (ScriptTrainingArguments, SummarizationTrainingArguments), []

@@ -53,7 +53,16 @@ import torch
 
 from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_sanitizer, gpu_tuning
 from benchmarks.gpu_cases import Case, cases, checked_cases
-from benchmarks.gpu_kernels import DTYPES, Clock, check, dtypes_of, fingerprint, kernels_are_due, measure_ceilings
+from benchmarks.gpu_kernels import (
+    DTYPES,
+    Clock,
+    check,
+    dtypes_of,
+    fingerprint,
+    kernels_are_due,
+    measure_ceilings,
+    place,
+)
 from benchmarks.gpu_plan import LATER, Plan
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import (
@@ -123,11 +132,7 @@ def _checks(device: torch.device, arguments: argparse.Namespace, rows: list[Row]
     backends = ("torch", "triton") if kernels_are_due(device) else ("torch",)
     for case in _wanted(checked_cases(arguments.small), arguments.ops):
         for dtype in dtypes_of(case):
-            yield _place(case, dtype), partial(check, case, dtype, device, backends)
-
-
-def _place(case: Case, dtype: str) -> Row:
-    return {"op": case.op, "shape": case.shape, "dtype": dtype, "fingerprint": fingerprint()}
+            yield place(case, dtype), partial(check, case, dtype, device, backends)
 
 
 def _kernels(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
@@ -142,8 +147,14 @@ def _kernels(device: torch.device, arguments: argparse.Namespace, rows: list[Row
             yield {"outcome": gpu_kernels.own_outcome(error, device)} | ceilings
 
     for dtype in ("bf16",) if device.type == "cuda" else ("fp32",):
-        for case in _wanted(cases(small), arguments.ops):
-            yield _place(case, dtype), partial(race, case, dtype)
+        for case in in_turns(_wanted(cases(small), arguments.ops)):
+            yield place(case, dtype), partial(race, case, dtype)
+
+
+def in_turns(found: Sequence[Case]) -> list[Case]:
+    """Return the first case of every op, then the second ones, so that each op has a row if time runs out."""
+    numbers = [sum(other.op == case.op for other in found[:n]) for n, case in enumerate(found)]
+    return [case for _, case in sorted(zip(numbers, found, strict=True), key=lambda pair: pair[0])]
 
 
 def _tune(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:

@@ -5,13 +5,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.aot_launches import MODULES
 from benchmarks.gpu_cases import Case, Function, Tensors
 from benchmarks.record import Row, short_hash
 from hf_hybrid.kernels.dispatch import INTERPRETED
@@ -22,10 +23,31 @@ KERNELS = Path(__file__).parents[1] / "hf_hybrid" / "kernels"
 
 
 @cache
-def fingerprint(folder: Path = KERNELS, *, tuned: bool = True) -> str:
-    """Return a hash of the Triton kernels' code and of their tables of configurations, tuned ones included or not."""
-    files = [*([folder / "tuned.py"] if tuned else []), *sorted(folder.rglob("triton_kernels.py"))]
+def fingerprint(op: str = "", folder: Path = KERNELS, *, tuned: bool = True) -> str:
+    """Return a hash of the Triton kernels' code and of their tables of configurations.
+
+    Args:
+        op: One op, whose steps share a folder with it; all if empty.
+        folder: The folder of all kernels.
+        tuned: Whether the configurations that were found to be faster count.
+    """
+    files = [folder / "tuned.py"] if tuned else []
+    files += [folder / "triton_kernels.py"] if op else []
+    files += sorted((folder / MODULES[op].split(".")[0] if op else folder).rglob("triton_kernels.py"))
     return short_hash([file.read_text(encoding="utf-8") for file in files])
+
+
+def place(case: Case, dtype: str) -> Row:
+    """Return what names the cells of a case in a dtype."""
+    return {"op": case.op, "shape": case.shape, "dtype": dtype, "fingerprint": fingerprint(op_of(case))}
+
+
+_OP_OF_CASE = {"s4_kernel": "ssm_kernel"}
+
+
+def op_of(case: Case) -> str:
+    """Return the op of a case as the tables of configurations name it."""
+    return _OP_OF_CASE.get(case.op, case.op)
 
 
 # outcomes
@@ -179,7 +201,8 @@ OURS = "hf_hybrid"
 """How the names of our contenders begin."""
 
 _LEAD = 2_000_000
-"""Clock cycles, about a millisecond, that a GPU waits while the host launches the timed work."""
+"""Clock cycles, about a millisecond, that a GPU waits at least while the host launches the timed work."""
+_LONGEST_LEAD = 200_000_000
 
 
 class Clock:
@@ -189,30 +212,64 @@ class Clock:
         self.device = device
         self.cache = torch.empty(1 << 28 if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
 
-    def once(self, function: Callable[[], object]) -> float:
-        """Time one call."""
+    def once(self, function: Callable[[], object], lead: int = _LEAD) -> float:
+        """Time one call, after so many cycles in which the host launches it."""
         self.cache.zero_()
         if self.device.type != "cuda":
             start = time.perf_counter()
             function()
             return 1e3 * (time.perf_counter() - start)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_LEAD)  # otherwise short kernels would be timed by the host's work
+        torch.cuda._sleep(lead)  # otherwise short kernels would be timed by the host's work
         begin.record()
         function()
         end.record()
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end))
 
-    def interleaved(self, functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-        """Return medians over rounds in which every contender has its turn, after three warm-up rounds."""
+    def interleaved(
+        self, functions: dict[str, Callable[[], object]], rounds: int, *, warm_ups: int = 3, alone: bool = False
+    ) -> dict[str, float]:
+        """Return medians over rounds in which every contender has its turn, after warm-up rounds.
+
+        Args:
+            functions: The contenders.
+            rounds: How many rounds count.
+            warm_ups: How many rounds do not.
+            alone: Whether only the device's time counts, however long the host takes to launch a call.
+        """
+        leads = {name: self.lead_of(function) if alone else _LEAD for name, function in functions.items()}
         times: dict[str, list[float]] = {name: [] for name in functions}
-        for number in range(rounds + 3):
+        for number in range(rounds + warm_ups):
             for name, function in functions.items():
-                spent = self.once(function)
-                if number >= 3:
+                spent = self.once(function, leads[name])
+                if number >= warm_ups:
                     times[name].append(spent)
         return {name: statistics.median(spent) for name, spent in times.items()}
+
+    def lead_of(self, function: Callable[[], object]) -> int:
+        """Return the cycles in which the host launches a call, with some to spare."""
+        if self.device.type != "cuda":
+            return _LEAD
+        seconds = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        return min(_LONGEST_LEAD, max(_LEAD, round(3 * statistics.median(seconds) * self.hertz)))
+
+    @cached_property
+    def hertz(self) -> float:
+        """Cycles per second."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_LEAD)
+        begin.record()
+        torch.cuda._sleep(10 * _LEAD)
+        end.record()
+        torch.cuda.synchronize()
+        return 1e3 * 10 * _LEAD / float(begin.elapsed_time(end))
 
     def peak(self, function: Callable[[], object]) -> float | None:
         """Return the MiB that a call allocates at its peak."""
@@ -328,7 +385,7 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
     directions = (("forward", forward), ("forward and backward", both))
     for direction, functions in directions[: 1 if case.decodes else 2]:
         peaks = {name: clock.peak(function) for name, function in functions.items()}
-        times = clock.interleaved(functions, rounds)
+        times = clock.interleaved(functions, rounds, alone=True)
         least = floor_ms(case, dtype, direction != "forward", ceilings)
         for name in dict.fromkeys((*contenders, *functions, *outcome)):
             row = {"op": case.op, "shape": case.shape, "dtype": dtype, "direction": direction, "contender": name}

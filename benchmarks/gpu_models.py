@@ -232,7 +232,7 @@ def _measure(model: Any, name: str, ids: torch.Tensor, loss: str, clock: Clock, 
     step()
     model.zero_grad(set_to_none=True)  # gradients are part of what a step holds
     peak = clock.peak(step)
-    spent = clock.interleaved({"step": step}, rounds)["step"]
+    spent = clock.interleaved({"step": step}, rounds, warm_ups=1)["step"]
     model.zero_grad(set_to_none=True)
     row |= {
         "step_ms": f"{spent:.4g}",
@@ -252,5 +252,5 @@ def _decoding(model: Any, name: str, ids: torch.Tensor, clock: Clock, rounds: in
         return lambda: model.generate(ids, min_new_tokens=count, max_new_tokens=count, **fixed)
 
     few = {"prompt": generate(1), "all": generate(1 + DECODED)}
-    spent = clock.interleaved(few, max(1, rounds // 4))
+    spent = clock.interleaved(few, max(1, rounds // 4), warm_ups=1)
     return {"prompt_ms": f"{spent['prompt']:.4g}", "token_ms": f"{(spent['all'] - spent['prompt']) / DECODED:.4g}"}

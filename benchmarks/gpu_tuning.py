@@ -31,6 +31,7 @@ from benchmarks.gpu_kernels import (
     compare,
     expect,
     kernels_are_due,
+    op_of,
     own_outcome,
 )
 from benchmarks.gpu_paths import Key, launched
@@ -62,17 +63,11 @@ FREE: dict[str, dict[str, tuple[int, ...]]] = {
     "segment_step": {"BS": (16, 64)},
     "ssm_step": {"BH": (1, 2, 4, 8, 16)},
 }  # fmt: skip
-_OP_OF_CASE = {"s4_kernel": "ssm_kernel"}
 RAGGED = "all, at ragged shapes"
 NONE = "none, the op did not run"
 KEYS = ("op", "configuration", "capability", "dtype", "shape", "tiles", "num_warps", "num_stages")
 COLUMNS = (*KEYS, "shapes", "ms", "default_ms", "error", "allowed", "outcome")
 """Of these, ``shapes`` counts the shapes in a dtype that launch the configuration, where the best must be timed."""
-
-
-def op_of(case: Case) -> str:
-    """Return the op of a case as the table names it."""
-    return _OP_OF_CASE.get(case.op, case.op)
 
 
 def variants(op: str, default: Configuration) -> list[Configuration]:
@@ -181,7 +176,7 @@ def measure(
                     "ms": partial(with_table, call, candidate),
                     "default_ms": partial(with_table, call, default),
                 }
-                times = bench.clock.interleaved(turns, bench.rounds)
+                times = bench.clock.interleaved(turns, bench.rounds, alone=True)
                 row |= {column: f"{value:.4g}" for column, value in times.items()}
     except Exception as error:
         row["outcome"] = _outcome(error, bench.clock.device)

@@ -304,22 +304,30 @@ def test_results_travel_in_few_archives(tmp_path):
 
 
 def test_the_fingerprint_is_that_of_code_and_configurations(tmp_path):
-    for name in ("tuned.py", "op/triton_kernels.py", "op/step/triton_kernels.py", "op/reference.py"):
+    def fingerprint(op="", tuned=True):
+        gpu_kernels.fingerprint.cache_clear()
+        return gpu_kernels.fingerprint(op, tmp_path, tuned=tuned)
+
+    files = ["tuned.py", "triton_kernels.py"]
+    files += [f"{op}/triton_kernels.py" for op in ("long_conv", "local_attention", "local_attention/step")]
+    for name in (*files, "long_conv/reference.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
-    first = gpu_kernels.fingerprint(tmp_path)
-    seen = {first}
-    for name in ("tuned.py", "op/step/triton_kernels.py", "op/reference.py"):
+    changed = {}
+    for name in (*files, "long_conv/reference.py"):
+        before = {op: fingerprint(op) for op in ("", "long_conv", "local_attention", "local_attention_step")}
         (tmp_path / name).write_text("x = 2\n")
-        gpu_kernels.fingerprint.cache_clear()
-        seen.add(gpu_kernels.fingerprint(tmp_path))
-    assert len(seen) == 3
-    code = gpu_kernels.fingerprint(tmp_path, tuned=False)
+        changed[name] = {op for op, mark in before.items() if fingerprint(op) != mark}
+    every = {"", "long_conv", "local_attention", "local_attention_step"}
+    local = {"", "local_attention", "local_attention_step"}
+    wanted = dict(zip(files, (every, every, {"", "long_conv"}, local, local), strict=True))
+    assert changed == wanted | {"long_conv/reference.py": set()}
+    code = fingerprint(tuned=False)
     (tmp_path / "tuned.py").write_text("x = 3\n")
+    assert fingerprint(tuned=False) == code
     gpu_kernels.fingerprint.cache_clear()
-    assert gpu_kernels.fingerprint(tmp_path, tuned=False) == code
-    for cell in (gpu._place(SMALL_CASE, "fp32"), gpu_models._key("spade", "64", "logits")):
-        assert cell["fingerprint"] == gpu_kernels.fingerprint()
+    assert gpu.place(SMALL_CASE, "fp32")["fingerprint"] == gpu_kernels.fingerprint(gpu_kernels.op_of(SMALL_CASE))
+    assert gpu_models._key("spade", "64", "logits")["fingerprint"] == gpu_kernels.fingerprint()
     assert gpu_models._key("mamba2", "64", "logits")["fingerprint"] == "-"
 
 

@@ -5,7 +5,8 @@
 
 The ops record their launches on tensors without memory, so what is compiled is what a GPU would run: the same types,
 constants and divisibility by 16. Each launch is compiled for each architecture, and its machine code is searched for
-spilled registers, tensor core instructions and atomics. `LIMITS` says what is allowed. If all configurations of an op
+spilled registers, tensor core instructions and atomics, and its intermediate code for what compilers have got wrong
+(`broken_reads`). `LIMITS` says what is allowed. If all configurations of an op
 pass, `COMPILED` gets a fingerprint of the op's code under the version of Triton, so that tests notice a kernel or a
 Triton that has changed since; `make test-full` compiles them again, and `make aot-matrix` does so with other versions
 of Triton.
@@ -125,6 +126,7 @@ class Report(NamedTuple):
     wgmma: int
     copies: int
     atomics: int
+    broken_reads: int
     seconds: float
 
     @property
@@ -145,6 +147,8 @@ class Report(NamedTuple):
             found.append(f"{self.spills} instructions spill registers")
         if self.atomics:
             found.append(f"{self.atomics} atomic instructions: sums are not the same from run to run")
+        if self.broken_reads:
+            found.append(f"{self.broken_reads} products are read in a way that compilers have got wrong")
         if self.shared > CARDS[self.arch].shared:
             found.append(f"{self.shared} bytes of shared memory; a multiprocessor has {CARDS[self.arch].shared}")
         if limit.tensor_cores and not (self.mma or self.wgmma):
@@ -195,6 +199,20 @@ def _kernel_modules(module: ModuleType) -> list[ModuleType]:
             values = vars(found[name]).values()
             left += [x.__name__ if inspect.ismodule(x) else str(getattr(x, "__module__", "")) for x in values]
     return [found[name] for name in sorted(found)]
+
+
+_LAYOUT = re.compile(r"^(#mma\d*) = #ttg\.nvidia_mma<\{versionMajor = 3,.*?warpsPerCTA = \[(\d+),", re.MULTILINE)
+_READ = re.compile(r"convert_layout \S+ : tensor<(\d+)x\d+xf32, (#mma\d*)> -> tensor<\S+ #ttg\.dot_op<\{opIdx = 0")
+
+
+def broken_reads(code: str) -> int:
+    """Count the float32 products that become the left side of another one in Triton's code for a GPU, and break.
+
+    That is so on sm_90 if a product of 64 rows is spread over eight warps, sixteen rows each, and its registers are
+    then read as another product's: on an H200, Triton 3.6 computed wrong numbers or read memory that was not its own.
+    """
+    warps = {name: int(count) for name, count in _LAYOUT.findall(code)}
+    return sum(16 * warps.get(layout, 0) > int(rows) for rows, layout in _READ.findall(code))
 
 
 def compile_for(op: str, launch: Launch, arch: int) -> Report:
@@ -248,6 +266,7 @@ def compile_for(op: str, launch: Launch, arch: int) -> Report:
         count("LDGSTS|UTMALDG"),
         # on sm_100, atomics on shared memory allocate tensor memory
         count("ATOM|ATOMG|RED|REDG") + len(re.findall(r"^\s*(?:@\S+\s+)?(?:atom|red)\.", compiled.asm["ptx"], re.M)),
+        broken_reads(compiled.asm["ttgir"]),
         time.process_time() - started,
     )
 
@@ -264,6 +283,7 @@ COLUMNS = (
     "wgmma",
     "async copies",
     "atomics",
+    "broken reads",
 )
 
 
@@ -272,7 +292,7 @@ def table(reports: list[Report]) -> str:
     lines = ["| " + " | ".join((*COLUMNS, "resident warps")) + " |", "|" + " --- |" * (len(COLUMNS) + 1)]
     for r in reports:
         cells = (r.arch, f"{r.kernel.split('.')[0]} {r.configuration}", r.details, r.warps, r.registers, r.spills)
-        cells += (f"{r.shared / 1024:.0f}", r.mma, r.wgmma, r.copies, r.atomics, r.resident_warps)
+        cells += (f"{r.shared / 1024:.0f}", r.mma, r.wgmma, r.copies, r.atomics, r.broken_reads, r.resident_warps)
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -194,7 +194,7 @@ def recorded(arch: int, ops: Collection[str] = MODULES) -> Iterator[tuple[str, L
         for width, full in ((64, False), (256, False), (64, True), (256, True)):
             calls.append(("segment_recurrence", lambda a=(dtype, width, full): _segment_recurrence(*a)))
             calls.append(("segment_step", lambda a=(dtype, width, full): _segment_step(*a)))
-        for width in (64, 128, 256):
+        for width in (16, 64, 128, 256):
             for form in _LOCAL_FORMS:
                 calls.append(("local_attention", lambda a=(dtype, width, *form): _local_attention(*a)))
     for filters in (1, 2):
@@ -219,12 +219,16 @@ def distinct_launches(arch: int, ops: Collection[str] = MODULES) -> list[tuple[s
 
 
 def representative_launches(arch: int, ops: Collection[str] = MODULES) -> list[tuple[str, Launch]]:
-    """Return one launch for each configuration and set of flags, in bfloat16 and float32, packed if possible."""
+    """Return one launch for each configuration and set of flags, in bfloat16 and float32, packed if possible.
+
+    Heads that fit into a tile are such a flag.
+    """
     last = {}
     for op, launch in distinct_launches(arch, ops):
         if launch.arguments.get("PACKED", True) and dtype_of(launch) != "fp16":
-            flags = tuple(name for name, x in launch.arguments.items() if x is True or (name == "EPS" and x))
-            last[op, launch.configuration.name, dtype_of(launch), flags] = op, launch
+            flags = [name for name, x in launch.arguments.items() if x is True or (name == "EPS" and x)]
+            flags += ["fits"] if launch.arguments.get("K", 0) <= launch.arguments.get("S", 0) else []
+            last[op, launch.configuration.name, dtype_of(launch), *flags] = op, launch
     return list(last.values())
 
 

@@ -1,11 +1,14 @@
-"""Time training steps, prompts and decoding of complete models against peers for `benchmarks.gpu`.
+"""Check complete models, and time their training steps, prompts and decoding against peers, for `benchmarks.gpu`.
 
-Language models and encoder-decoders of one width and about as many parameters (a peer with other layers has more or
-fewer of them, or another feed-forward network), random weights, no dropout, bfloat16 autocast; batches hold the same
-number of tokens, at least one sequence. From `LONG` tokens on, our models compute the loss without the logits of all
-tokens first, as they do in the training scripts, and then with them, as the peers do.
+First, small models of ours in float32, with padding, must compute what they do on a CPU: outputs, all gradients and
+the tokens that they decode. What is timed are language models and encoder-decoders of one width and about as many
+parameters (a peer with other layers has more or fewer of them, or another feed-forward network), random weights, no
+dropout, bfloat16 autocast; batches hold the same number of tokens, at least one sequence. From `LONG` tokens on, our
+models compute the loss without the logits of all tokens first, as they do in the training scripts, and then with them,
+as the peers do.
 """
 
+import copy
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -32,6 +35,9 @@ ENCODER_DECODERS = ("spade-seq2seq", "srformer_t5", "t5-sdpa", "longt5-tglobal",
 OURS = ("spade", "chela", "bst", "spade-seq2seq", "srformer_t5")
 PACKAGES = {"gated-deltanet": "fla"}  # peers that need another package than transformers
 LOGITS, NO_LOGITS = "logits", "without logits"
+CHECKED = "checked"
+ALLOWED = 2e-5
+"""Relative error of a small model's outputs and of each gradient, in float32, against a CPU."""
 KEYS = ("model", "length", "loss", "fingerprint")
 # fmt: off
 COLUMNS = (
@@ -48,6 +54,8 @@ def cells(clock: Clock, small: bool) -> Iterator[Cell]:
         if importlib.util.find_spec(package) is None:
             there.remove(name)
             yield _key(name, "", ""), partial(list, [{"outcome": f"not installed: {package}"}])
+    for name in OURS:
+        yield _key(name, "", CHECKED), partial(check_whole, name, clock.device)
     lengths, long = ((64,), 64) if small else (LENGTHS, LONG)
     pairs = [(name, length) for length in lengths for name in there]
     long_ones = [pair for pair in pairs if pair[0] in OURS and pair[1] >= long]
@@ -170,6 +178,42 @@ def build(name: str, small: bool) -> Any:
     options = {"attn_implementation": "sdpa"} if name.endswith(("sdpa", "flash")) else {}
     torch.manual_seed(0)
     return auto.from_config(config, **options).train()
+
+
+def check_whole(name: str, device: torch.device) -> Iterator[Row]:
+    """Compare a small model with itself on a CPU; yields its row."""
+    model = build(name, small=True).eval()
+    there = copy.deepcopy(model).to(device)
+    ids, mask = torch.randint(3, 999, (3, 217)), torch.ones(3, 217, dtype=torch.long)
+    if name in LANGUAGE_MODELS:
+        mask[1, :50] = 0
+    else:
+        mask[1, -50:] = 0
+    labels = ids if name in LANGUAGE_MODELS else ids[:, :40].contiguous()
+    found = []
+    try:
+        for one in (model, there):
+            place = one.device
+            inputs = {"input_ids": ids.to(place), "attention_mask": mask.to(place)}
+            outputs = one(**inputs, labels=labels.to(place))
+            outputs.loss.backward()
+            tokens = one.generate(**inputs, do_sample=False, min_new_tokens=24, max_new_tokens=24, pad_token_id=0)
+            results = {name: x.grad for name, x in one.named_parameters() if x.grad is not None}
+            found.append(({"logits": outputs.logits.detach()} | results, tokens))
+    except Exception as error:
+        yield {"outcome": f"raised: {_said(error)}"}
+        return
+    (wanted, words), (results, same) = found
+    largest = max(x.norm().item() for name, x in wanted.items() if name != "logits")
+    errors = {
+        name: ((results[name].cpu() - x).norm() / x.norm()).item()
+        for name, x in wanted.items()
+        if x.norm() > 1e-6 * largest  # such as the gradient of a key's bias, which is nothing but rounding
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    right = errors[worst] <= ALLOWED and torch.equal(words, same.cpu())  # and no NaN
+    said = f"{errors[worst]:.1e} at {worst}, {(words == same.cpu()).float().mean():.0%} of the tokens"
+    yield {"outcome": "ok" if right else f"wrong: {said}"}
 
 
 def race(

@@ -1,6 +1,7 @@
 """The benchmark for a GPU, rehearsed on a CPU: what it compares is the same, and what is wrong shows."""
 
 import argparse
+import copy
 import importlib.util
 import math
 import statistics
@@ -545,6 +546,8 @@ def test_models_are_planned_by_length_and_loss(monkeypatch):
     keys = [key for key, _ in gpu_models.cells(gpu_kernels.Clock(CPU), small=False)]
     absent, keys = keys[0], keys[1:]
     assert (absent["model"], absent["length"]) == ("gated-deltanet", "")
+    checked, keys = keys[: len(gpu_models.OURS)], keys[len(gpu_models.OURS) :]
+    assert [(key["model"], key["loss"]) for key in checked] == [(name, "checked") for name in gpu_models.OURS]
     found = [(key["model"], int(key["length"]), key["loss"]) for key in keys]
     assert {length for _, length, _ in found} == {1024, 4096, 16384, 65536}
     assert ("llama-flash", 65536, "logits") in found
@@ -555,6 +558,22 @@ def test_models_are_planned_by_length_and_loss(monkeypatch):
             assert losses == (["without logits", "logits"] if length >= 16384 else ["logits"])
     assert ("pegasus-x", 65536, "logits") in found
     assert ("pegasus-x", 65536, "without logits") not in found
+
+
+@pytest.mark.parametrize("name", ["spade", "srformer_t5"])
+def test_whole_models_must_compute_the_same_everywhere(name, monkeypatch):
+    assert list(gpu_models.check_whole(name, CPU)) == [{"outcome": "ok"}]
+
+    def other(model):
+        found = copy.deepcopy(model)
+        with torch.no_grad():
+            next(x for name, x in found.named_parameters() if "norm" in name)[0] *= 1.01
+        return found
+
+    monkeypatch.setattr(gpu_models, "copy", SimpleNamespace(deepcopy=other))
+    (row,) = gpu_models.check_whole(name, CPU)
+    assert row["outcome"].startswith("wrong: ")
+    assert "% of the tokens" in row["outcome"]
 
 
 def test_models_are_of_one_size_and_have_no_dropout():

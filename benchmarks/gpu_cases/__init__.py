@@ -53,7 +53,7 @@ def checked_cases(small: bool) -> list[Case]:
     found += [convolutions.short(3, 1013, 200, taps) for taps in (1, 3, 9)]
     found += [attention.linear(2, length, heads, width) for length, heads, width in _ODD_HEADS]
     found += [attention.linear_normed(2, 1013, 3, width) for width in (16, 60, 200)]
-    found += [attention.local(2, 997, 3, width, 100) for width in (32, 64, 96, 128, 256)]
+    found += [attention.local(2, 997, 3, width, 100) for width in (16, 32, 64, 96, 128, 256)]
     found += [state_spaces.kernel(60, size, 3001, filters) for size, filters in ((16, 1), (64, 1), (64, 2), (10, 5))]
     found += [state_spaces.step(3, 101, size, 3, low_rank=size != 30) for size in (2, 10, 30, 64, 200)]
     found += [attention.local_step(3, 997, 3, width, 100, padding=7) for width in (32, 64, 96, 256)]
@@ -63,6 +63,6 @@ def checked_cases(small: bool) -> list[Case]:
         segments.recurrence(2, 3, 5, 60, width, neurons) for width in (64, 100, 200) for neurons in (True, False)
     ]
     found += [segments.step(3, 5, 7, 60, width) for width in (50, 100, 200)]
-    found += [attention.local_dropout(2, 150, 3, width, 50, 0.25) for width in (64, 128, 256)]
+    found += [attention.local_dropout(2, 150, 3, width, 50, 0.25) for width in (16, 64, 128, 256)]
     found += [scan(2, length, 100) for scan in (state_spaces.scan, state_spaces.real_scan) for length in (100, 1013)]
     return found

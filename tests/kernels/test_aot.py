@@ -15,8 +15,11 @@ import triton.language as tl
 
 from benchmarks import aot
 from benchmarks.aot_launches import MODULES, argument_type, representative_launches, shipped
+from benchmarks.gpu_tuning import table
 from hf_hybrid.kernels.launching import Configuration, Launch, blocks, launch, record_launches
 from hf_hybrid.kernels.linear_attention import triton_kernels as linear_attention
+from hf_hybrid.kernels.local_attention import triton_kernels as local_attention
+from hf_hybrid.kernels.local_attention.settings import Settings
 from hf_hybrid.kernels.ssm_kernel.step import triton_kernels as ssm_step
 
 # op -> one of its cheapest configurations; on tensor cores where the op has products
@@ -111,8 +114,19 @@ def test_a_broken_kernel_is_seen(spill, complaint):
     assert any(complaint in problem for problem in report.problems()), report
 
 
+@pytest.mark.parametrize(("warps", "broken"), [(4, False), (8, True)])
+def test_products_that_are_read_wrongly_are_seen(warps, broken):
+    """What an H200 got wrong: float32 heads that fit into a tile of 64 rows, with eight warps."""
+    key = ("local_attention", "forward float32 k64", 90)
+    configuration = local_attention.CONFIGURATIONS[key[1]]._replace(num_warps=warps)
+    q = torch.empty(1, 128, 1, 64, device="meta")
+    with table({key: configuration}), record_launches(90) as launches:
+        local_attention.forward(q, q, q, None, None, None, None, Settings(16, None, False, 1.0, 0.0))
+    assert (aot.compile_for("local_attention", launches[0], 90).broken_reads > 0) == broken
+
+
 def test_limits_complain():
-    good = aot.Report("linear_attention.walk", "", "bf16", 90, 4, 160, 0, 50_000, 0, 8, 4, 0, 0.0)
+    good = aot.Report("linear_attention.walk", "", "bf16", 90, 4, 160, 0, 50_000, 0, 8, 4, 0, 0, 0.0)
     assert good.problems() == []
     assert good.resident_warps == 12
     for change, complaint in (
@@ -120,6 +134,7 @@ def test_limits_complain():
         ({"wgmma": 0, "mma": 8}, "of a whole warp group"),
         ({"wgmma": 0}, "no tensor core instruction"),
         ({"shared": 200 << 10}, "4 warps fit on a multiprocessor, below 8"),
+        ({"broken_reads": 1}, "1 products are read in a way that compilers have got wrong"),
     ):
         assert any(complaint in problem for problem in good._replace(**change).problems()), change
 

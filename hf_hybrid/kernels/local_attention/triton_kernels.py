@@ -53,7 +53,7 @@ CONFIGURATIONS = {
         Configuration(
             "d_query float32 k64 before sm_90", "K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 4, 1
         ),
-        Configuration("d_query float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
+        Configuration("d_query float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 4, 1),
         Configuration("d_key_value k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
         Configuration("d_key_value k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
         Configuration("d_key_value k256", "16 bits, from sm_90 on", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 8, 1),
@@ -61,7 +61,7 @@ CONFIGURATIONS = {
         Configuration(
             "d_key_value float32 k64", "float32, K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 8, 1
         ),
-        Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
+        Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 4, 1),
     )
 }
 """BT tokens of a program, BS tokens per step, D columns of a head per program. Scores of heads wider than S columns

@@ -20,14 +20,15 @@ results, ``gpu-RUN.tar.gz`` the checkpoint of a run of ``lra``. The parts, in th
 
 - ``checks``: every case in every dtype, outputs and gradients against float64, twice, bit by bit; one process per op,
   several in parallel, since compiling takes most of the time;
-- ``kernels``: forward, and forward with backward, against peers in the same run: median of at least 20 turns with a
-  cleared cache, peak memory, and the distance to the floor, the larger of the time for the bytes that must move and
-  for the multiplications, at the ceilings measured by a copy and by large products;
+- ``kernels``: forward, and forward with backward, against peers in the same run: median of 20 turns (fewer of what is
+  slow) with a cleared cache, without the host's time, peak memory, and the distance to the floor, the larger of the
+  time for the bytes that must move and for the multiplications, at the ceilings measured by a copy and by large
+  products;
 - ``tune``: other tiles, warps and stages of each kernel; writes ``tuned.py``, which replaces
   ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`). Then what runs kernels is measured again, in place of the
   rows before: these name the kernels' code and configurations by a fingerprint;
-- ``models``: a training step, a prompt and decoding at 1k to 64k tokens, against peers (`benchmarks.gpu_models`); the
-  column ``code`` says which kernels ran;
+- ``models``: small ones against a CPU; then a training step, a prompt and decoding at 1k to 64k tokens, against peers
+  (`benchmarks.gpu_models`); the column ``code`` says which kernels ran;
 - ``losses``: the loss of a large vocabulary with all logits, in chunks, and with Liger's kernel if it is installed;
 - ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed (`benchmarks.gpu_sanitizer`);
 - ``lra``: training on the Long Range Arena's ListOps, which is drawn (`benchmarks.lra`).

@@ -187,6 +187,26 @@ def from_t5() -> str:
     return f"{'; '.join(parts)} ({len(runs)} seeds, {runs[0]['steps']} steps)."
 
 
+def gpu() -> str:
+    """Return how fast models train on a GPU, and in how much memory, over their peers."""
+    rows = read_csv(RESULTS / "gpu" / "models.csv")
+    lines = [["training", "tokens per second, over the peer's", "peak memory, over the peer's"]]
+    for length in (65536, 4096):
+        # of the rows of a model, the one without all logits comes first
+        found = {row["model"]: row for row in reversed(rows) if row["length"] == str(length)}
+        for label, model, peer, name in (
+            ("SPADE", "spade", "llama-flash", "language model, Llama"),
+            ("CHELA", "chela", "llama-flash", "language model, Llama"),
+            ("BST", "bst", "llama-flash", "language model, Llama"),
+            ("SPADE", "spade-seq2seq", "pegasus-x", "encoder-decoder, Pegasus-X"),
+        ):
+            speed, memory = (float(found[model][x]) / float(found[peer][x]) for x in ("tokens_s", "peak_mib"))
+            lines.append([f"{label} ({name}), {length:,} tokens", f"{speed:.1f}", f"{memory:.2f}"])
+    first = rows[0]
+    versions = f"{first['device']}, torch {first['torch']}, Triton {first['triton']}"
+    return f"{versions}, bfloat16.\n\n{_table(lines)}"
+
+
 def measured() -> str:
     """Return the measurements at 16,384 tokens, with their peers."""
     pairs = _rows("models_cpu.csv")
@@ -254,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "demo": demo,
     "from_t5": from_t5,
+    "gpu": gpu,
     "jobs": jobs,
     "learning_rates": learning_rates,
     "measured": measured,

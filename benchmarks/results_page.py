@@ -34,6 +34,7 @@ from benchmarks import (
     bench_state_memory,
     bench_tokens,
     comparison,
+    gpu_tables,
 )
 from benchmarks.record import read_csv
 from hf_hybrid.training.demo import scores_and_checks, training_time
@@ -58,6 +59,9 @@ REPORTS = {
     "vocabulary": bench_loss,
     "products_ms": bench_profile,
     "precision": bench_models,
+    "allowed": gpu_tables,
+    "over_floor": gpu_tables,
+    "token_ms": gpu_tables,
 }
 _LRA = {f"lra_{task}.csv" for task in ("listops", "pathfinder", "speech", "text")}
 PLANNED = {"from_t5_8192.csv", *_LRA} | {

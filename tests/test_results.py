@@ -15,6 +15,7 @@ def test_the_tables_are_those_of_the_committed_files(monkeypatch):
     shown = re.findall(r"<!-- table: (\S+) -->", "\n".join(pages.values()))
     # curves/ is drawn, and aot/ has pages of its own
     there = {entry.name for entry in os.scandir(results_page.RESULTS) if entry.is_file()}
+    there |= {f"gpu/{name}" for name in os.listdir(results_page.RESULTS / "gpu")}
     assert sorted(shown) == sorted(there | results_page.PLANNED)
     for path, page in pages.items():
         assert results_page.renewed(page) == page, path

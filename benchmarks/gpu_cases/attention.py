@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,39 +59,43 @@ def linear_normed(batch: int, length: int, heads: int, width: int) -> Case:
     return Case("linear_attention", f"{plain.shape}, norm, gate", make, run, peers, (5 * numbers, 10 * numbers, flops))
 
 
+def _flex(length: int, radius: int) -> Function:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def near(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query - key).abs() <= radius
+
+    compiled: Any = torch.compile(flex_attention)
+    masks: dict[torch.device, Any] = {}
+
+    def run(x: Tensors) -> Tensor:
+        q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
+        bias = x["bias"]
+
+        def add(score: Tensor, _b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + bias[head, (key - query + radius).clamp(0, 2 * radius)]
+
+        if q.device not in masks:
+            masks[q.device] = create_block_mask(near, None, None, length, length, device=str(q.device))
+        # with a bias, the tiles that it chooses itself do not fit into an H200's shared memory
+        tiles = {"BLOCK_M": 64, "BLOCK_N": 64} if q.is_cuda else None
+        result: Tensor = compiled(q, k, v, score_mod=add, block_mask=masks[q.device], kernel_options=tiles)
+        return result.transpose(1, 2)
+
+    return run
+
+
+def _flash(radius: int) -> Function:
+    attend = importlib.import_module("flash_attn").flash_attn_func
+    return lambda x: attend(x["q"], x["k"], x["v"], window_size=(radius, radius))
+
+
 def local(batch: int, length: int, heads: int, width: int, radius: int) -> Case:
     """Attention within a radius, with a bias for each distance."""
 
     def make(device: torch.device) -> Tensors:
         inputs = {name: normal(device, batch, length, heads, width) for name in ("q", "k", "v")}
         return inputs | {"bias": normal(device, heads, 2 * radius + 1)}
-
-    def flex() -> Function:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        def near(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query - key).abs() <= radius
-
-        compiled: Any = torch.compile(flex_attention)
-        masks: dict[torch.device, Any] = {}
-
-        def run(x: Tensors) -> Tensor:
-            q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
-            bias = x["bias"]
-
-            def add(score: Tensor, _b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return score + bias[head, (key - query + radius).clamp(0, 2 * radius)]
-
-            if q.device not in masks:
-                masks[q.device] = create_block_mask(near, None, None, length, length, device=str(q.device))
-            result: Tensor = compiled(q, k, v, score_mod=add, block_mask=masks[q.device])
-            return result.transpose(1, 2)
-
-        return run
-
-    def flash() -> Function:
-        attend = importlib.import_module("flash_attn").flash_attn_func
-        return lambda x: attend(x["q"], x["k"], x["v"], window_size=(radius, radius))
 
     def sdpa() -> Function:
         if length > 4096:
@@ -113,7 +118,11 @@ def local(batch: int, length: int, heads: int, width: int, radius: int) -> Case:
         lambda x, backend: local_attention(
             x["q"], x["k"], x["v"], bias=x["bias"], radius=radius, causal=False, backend=backend
         ),
-        {"FlexAttention, compiled": flex, "SDPA, dense mask": sdpa, "flash-attn, without the bias": flash},
+        {
+            "FlexAttention, compiled": partial(_flex, length, radius),
+            "SDPA, dense mask": sdpa,
+            "flash-attn, without the bias": partial(_flash, radius),
+        },
         (4 * numbers, 8 * numbers, 4 * numbers * (2 * radius + 1)),
         ("bias",),
         backward=2.5,

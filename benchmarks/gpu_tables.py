@@ -1,0 +1,92 @@
+"""Tables of what `benchmarks.gpu` has measured, for the pages of ``docs``."""
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.gpu_models import LOGITS, LONG, OURS
+from benchmarks.record import Row, markdown_table
+
+
+def report(rows: list[Row]) -> str:
+    """Return the tables of a part's rows: checks, kernels or models."""
+    first = rows[0]
+    device = f"{first['date']}, {first['device']}, torch {first['torch']}, triton {first['triton']}"
+    device += f", transformers {first['transformers']}, hf_hybrid {first['hf_hybrid']}"
+    tables = next(table for column, table in _TABLES.items() if column in first)(rows)
+    return "\n\n".join([f"{device}.", *tables])
+
+
+def _checks(rows: list[Row]) -> list[str]:
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        own = [row for row in rows if row["op"] == op and row["backend"] == "triton"]
+        ratios = [float(row["error"]) / float(row["allowed"]) for row in own if row["error"]]
+        right = sum(row["outcome"] == "ok" for row in own)
+        lines.append([op, str(len({row["shape"] for row in own})), f"{right} of {len(own)}", f"{max(ratios):.2f}"])
+    return [markdown_table(["kernels", "shapes", "right", "largest error over what is allowed"], lines)]
+
+
+def _kernels(rows: list[Row]) -> list[str]:
+    first = rows[0]
+    ceilings = ", ".join(f"{first[f'{name}_tflops']} TFLOP/s in {name}" for name in ("bf16", "fp16", "fp32"))
+    lines = [
+        [row["op"], row["shape"], row["direction"], row["contender"]]
+        + ([row["ms"], row["over_floor"], row["peak_mib"]] if row["outcome"] == "ok" else [_short(row), "", ""])
+        for row in rows
+    ]
+    names = ["kernel", "shape", "direction", "contender", "ms", "times the floor", "peak MiB"]
+    return [
+        f"A copy moves {first['copy_gbs']} GB/s here, and products run at {ceilings}.",
+        markdown_table(names, lines),
+    ]
+
+
+def _models(rows: list[Row]) -> list[str]:
+    timed = [row for row in rows if row["length"]]
+    lengths = sorted({int(row["length"]) for row in timed})
+    # as it is trained by the scripts; the rows with all logits have lines of their own
+    cells = {(_line(row), int(row["length"])): row for row in timed}
+    parts = [f"From {LONG:,} tokens on, our models' loss does not hold all logits at once, unless the line says so."]
+    for column, title in (
+        ("tokens_s", "training: thousand tokens per second"),
+        ("peak_mib", "training: peak memory, GiB"),
+        ("prompt_ms", "generation: milliseconds of a prompt"),
+        ("token_ms", "generation: milliseconds per token"),
+    ):
+        lines = []
+        for line in dict.fromkeys(map(_line, timed)):
+            found = [cells.get((line, length)) for length in lengths]
+            if any(row and row[column] for row in found):
+                lines.append([line, *(_cell(row, column) for row in found)])
+        parts += [f"**{title}**", markdown_table(["model", *map(str, lengths)], lines)]
+    ran = {row["model"]: row["code"] for row in timed if row["code"]}
+    parts.append("What ran: " + "; ".join(f"{model}: {code.replace('; ', ', ')}" for model, code in ran.items()) + ".")
+    return parts
+
+
+def _line(row: Row) -> str:
+    both = row["loss"] == LOGITS and row["model"] in OURS and int(row["length"]) >= LONG
+    return f"{row['model']}, {LOGITS}" if both else row["model"]
+
+
+def _cell(row: Row | None, column: str) -> str:
+    if row is None:
+        return ""
+    if not row[column]:
+        return _short(row) if row["outcome"] != "ok" else ""
+    scale = {"tokens_s": 1e3, "peak_mib": 1024}.get(column, 1)
+    return f"{float(row[column]) / scale:.{1 if scale == 1 or float(row[column]) >= 10 * scale else 2}f}"
+
+
+def _short(row: Row) -> str:
+    said = row["outcome"]
+    if said.startswith(("OutOfMemoryError", "raised: OutOfMemoryError")):
+        return "out of memory"
+    return "not installed" if said.startswith("not installed") else said.split(":")[0]
+
+
+_TABLES: dict[str, Callable[[list[Row]], Sequence[str]]] = {
+    "allowed": _checks,
+    "over_floor": _kernels,
+    "token_ms": _models,
+}
+"""A column that only one part's rows have -> its tables."""

@@ -77,14 +77,14 @@ SHORT = Recipe(
         "seed": 42,
     },
     training={
-        "max_steps": 200,
+        "max_steps": 360,
         "per_device_train_batch_size": 32,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 20,
+        "warmup_steps": 36,
         "adam_beta2": 0.98,
         "weight_decay": 0.01,
-        "eval_steps": 100,
+        "eval_steps": 120,
         "logging_steps": 10,
         "train_sampling_strategy": "group_by_length",
         "bf16": True,  # where that is fast

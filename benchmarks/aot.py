@@ -210,6 +210,7 @@ def broken_reads(code: str) -> int:
 
     That is so on sm_90 if a product of 64 rows is spread over eight warps, sixteen rows each, and its registers are
     then read as another product's: on an H200, Triton 3.6 computed wrong numbers or read memory that was not its own.
+    In bfloat16 and float16 the same layouts were right there.
     """
     warps = {name: int(count) for name, count in _LAYOUT.findall(code)}
     return sum(16 * warps.get(layout, 0) > int(rows) for rows, layout in _READ.findall(code))

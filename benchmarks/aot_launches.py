@@ -221,13 +221,14 @@ def distinct_launches(arch: int, ops: Collection[str] = MODULES) -> list[tuple[s
 def representative_launches(arch: int, ops: Collection[str] = MODULES) -> list[tuple[str, Launch]]:
     """Return one launch for each configuration and set of flags, in bfloat16 and float32, packed if possible.
 
-    Heads that fit into a tile are such a flag.
+    Heads of local attention that fit into a tile are such a flag.
     """
     last = {}
     for op, launch in distinct_launches(arch, ops):
         if launch.arguments.get("PACKED", True) and dtype_of(launch) != "fp16":
             flags = [name for name, x in launch.arguments.items() if x is True or (name == "EPS" and x)]
-            flags += ["fits"] if launch.arguments.get("K", 0) <= launch.arguments.get("S", 0) else []
+            fits = op == "local_attention" and launch.arguments["K"] <= launch.arguments["S"]
+            flags += ["fits"] if fits else []
             last[op, launch.configuration.name, dtype_of(launch), *flags] = op, launch
     return list(last.values())
 

@@ -71,12 +71,17 @@ COLUMNS = (*KEYS, "shapes", "ms", "default_ms", "error", "allowed", "outcome")
 
 
 def variants(op: str, default: Configuration) -> list[Configuration]:
-    """Return configurations that differ from a default in one number."""
+    """Return configurations that differ from a default in one number, without those that a compiler gets wrong.
+
+    These are, in float32, more warps than a tile of 64 rows or more has rows for (`benchmarks.aot.broken_reads`): they
+    may read memory that is not theirs, and so end the process.
+    """
     found = [default._replace(num_warps=warps) for warps in WARPS]
     found += [default._replace(num_stages=stages) for stages in STAGES]
     for tile in default.tiles:
         found += [default._replace(tiles=default.tiles | {tile: size}) for size in FREE[op].get(tile, ())]
-    return [configuration for configuration in found if configuration != default]
+    wrong = [x for x in found if "float32" in x.name and 64 <= x.tiles.get("BT", 0) < 16 * x.num_warps]
+    return [configuration for configuration in found if configuration != default and configuration not in wrong]
 
 
 @contextmanager

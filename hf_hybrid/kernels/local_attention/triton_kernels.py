@@ -61,7 +61,7 @@ CONFIGURATIONS = {
         Configuration(
             "d_key_value float32 k64", "float32, K and V <= 64", {"BT": 16, "BS": 16, "D": 64, "S": 64}, 8, 1
         ),
-        Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 4, 1),
+        Configuration("d_key_value float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 8, 1),
     )
 }
 """BT tokens of a program, BS tokens per step, D columns of a head per program. Scores of heads wider than S columns
@@ -79,7 +79,16 @@ def _choose(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Con
 
 def why_not(query: Tensor, value: Tensor) -> str | None:
     """Return the op's objection to Triton, or None."""
-    return why_not_heads("query", query.dtype, query.shape[3], value.shape[3])
+    width, value_width = query.shape[3], value.shape[3]
+    objection = why_not_heads("query", query.dtype, width, value_width)
+    if (
+        objection is None
+        and query.dtype == torch.float32
+        and min(width, value_width) <= 16
+        and max(width, value_width) > 64
+    ):  # one product would fit into a tile, which compilers get wrong with the warps that the others need
+        objection = f"K and V must both be above 16 or at most 64 in float32; got {width} and {value_width}"
+    return objection
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import gpu, gpu_further, gpu_kernels, gpu_models, gpu_plan, gpu_sanitizer
+from benchmarks import gpu, gpu_further, gpu_kernels, gpu_models, gpu_plan, gpu_sanitizer, gpu_tables
 from benchmarks.aot_launches import MODULES, shipped
 from benchmarks.gpu_cases import attention, cases, checked_cases
 from benchmarks.gpu_kernels import check
@@ -562,7 +562,7 @@ def test_models_are_planned_by_length_and_loss(monkeypatch):
 
 @pytest.mark.parametrize("name", ["spade", "srformer_t5"])
 def test_whole_models_must_compute_the_same_everywhere(name, monkeypatch):
-    assert list(gpu_models.check_whole(name, CPU)) == [{"outcome": "ok"}]
+    assert list(gpu_models.check_whole(name, CPU)) == [{"outcome": "ok", "code": "torch"}]
 
     def other(model):
         found = copy.deepcopy(model)
@@ -574,6 +574,61 @@ def test_whole_models_must_compute_the_same_everywhere(name, monkeypatch):
     (row,) = gpu_models.check_whole(name, CPU)
     assert row["outcome"].startswith("wrong: ")
     assert "% of the tokens" in row["outcome"]
+
+
+@pytest.mark.parametrize("wrong", ["a number that is none", "a large one", "none", "one more", "a token", "no kernel"])
+def test_every_gradient_of_a_whole_model_counts(wrong, monkeypatch):
+    logits, words = torch.ones(3), torch.arange(4)
+    right = {"first": torch.ones(2), "rounding": torch.full((2,), 1e-9), "last": torch.ones(2), "logits": logits}
+    found, tokens = {name: x.clone() for name, x in right.items()}, words.clone()
+    if wrong == "a number that is none":
+        found["last"][1] = math.nan
+    elif wrong == "a large one":
+        found["rounding"][0] = 1.0
+    elif wrong == "none":
+        del found["last"]
+    elif wrong == "one more":
+        found["more"] = torch.ones(1)
+    elif wrong == "a token":
+        tokens[0] = 7
+    results = iter([(right, words), (found, tokens)])
+    monkeypatch.setattr(gpu_models, "_results", lambda model, name: next(results))
+    monkeypatch.setattr(gpu_models, "kernels_are_due", lambda device: wrong == "no kernel")
+    (row,) = gpu_models.check_whole("chela", CPU)
+    assert row["outcome"].startswith("wrong: ")
+
+
+def test_each_op_has_its_turn():
+    found = [SimpleNamespace(op=op, number=number) for number, op in enumerate("aabbac")]
+    assert [case.number for case in gpu.in_turns(found)] == [0, 2, 5, 1, 3, 4]
+
+
+def test_what_is_slow_is_timed_three_times(monkeypatch):
+    clock, calls = gpu_kernels.Clock(CPU), []
+    monkeypatch.setattr(clock, "once", lambda function, lead: calls.append(function) or function)
+    times = clock.interleaved({"fast": 1.0, "slow": 900.0}, 20, alone=True)
+    assert times == {"fast": 1.0, "slow": 900.0}
+    assert (calls.count(1.0), calls.count(900.0)) == (23, 6)
+
+
+def test_tables_show_what_failed():
+    row = dict.fromkeys(gpu.COLUMNS["checks"], "") | {"op": "short_conv", "shape": "B1"}
+    rows = [row | {"backend": "torch", "outcome": "ok"}, row | {"backend": "float64", "outcome": "raised: no memory"}]
+    assert "| short_conv | 1 | 0 of 1 | - |" in gpu_tables.report(rows)
+    row = dict.fromkeys(gpu.COLUMNS["models"], "")
+    rows = [row | {"model": "spade", "loss": "checked", "outcome": "wrong: 1.0e-01 at head, 50% of the tokens"}]
+    rows += [
+        row | {"model": model, "length": "65536", "loss": loss, "tokens_s": speed, "outcome": outcome}
+        for model, loss, speed, outcome in (
+            ("spade", "without logits", "2000", "ok"),
+            ("spade", "logits", "", "OutOfMemoryError: CUDA out of memory"),
+            ("llama-flash", "logits", "1000", "ok"),
+            ("t5-sdpa", "logits", "", "OutOfMemoryError: CUDA out of memory"),
+        )
+    ]
+    page = gpu_tables.report(rows)
+    assert "beside a CPU: spade wrong: 1.0e-01 at head, 50% of the tokens." in page
+    assert "| spade | 2.00 |\n| llama-flash | 1.00 |" in page
 
 
 def test_models_are_of_one_size_and_have_no_dropout():

@@ -64,6 +64,8 @@ def test_a_candidate_differs_in_one_number():
                 changed += [name for name in default.tiles if candidate.tiles[name] != default.tiles[name]]
                 assert len(changed) == 1
                 assert candidate.tiles.keys() == default.tiles.keys()
+    narrow = configurations("local_attention")["d_query float32"]
+    assert [x.num_warps for x in variants("local_attention", narrow) if x.num_warps != 4] == [1, 2]
     products = ("local_attention", "linear_attention", "segment_recurrence")
     assert not any(
         32 in sizes for op in products for tile, sizes in gpu_tuning.FREE[op].items() if tile in ("BT", "BV")

@@ -114,15 +114,20 @@ def test_a_broken_kernel_is_seen(spill, complaint):
     assert any(complaint in problem for problem in report.problems()), report
 
 
-@pytest.mark.parametrize(("warps", "broken"), [(4, False), (8, True)])
-def test_products_that_are_read_wrongly_are_seen(warps, broken):
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize(
+    ("name", "width", "breaks"),
+    [("forward float32 k64", 64, True), ("d_query float32", 16, True), ("d_query float32", 32, False)],
+)
+def test_products_that_are_read_wrongly_are_seen(name, width, breaks, warps):
     """What an H200 got wrong: float32 heads that fit into a tile of 64 rows, with eight warps."""
-    key = ("local_attention", "forward float32 k64", 90)
-    configuration = local_attention.CONFIGURATIONS[key[1]]._replace(num_warps=warps)
-    q = torch.empty(1, 128, 1, 64, device="meta")
-    with table({key: configuration}), record_launches(90) as launches:
-        local_attention.forward(q, q, q, None, None, None, None, Settings(16, None, False, 1.0, 0.0))
-    assert (aot.compile_for("local_attention", launches[0], 90).broken_reads > 0) == broken
+    configuration = local_attention.CONFIGURATIONS[name]._replace(num_warps=warps)
+    q, settings = torch.empty(1, 128, 1, width, device="meta"), Settings(16, None, False, 1.0, 0.0)
+    with table({("local_attention", name, 90): configuration}), record_launches(90) as launches:
+        output, log_sum = local_attention.forward(q, q, q, None, None, None, None, settings)
+        local_attention.backward(q, output, log_sum, q, q, q, None, None, None, None, settings)
+    found = next(launch for launch in launches if launch.configuration.name == name)
+    assert (aot.compile_for("local_attention", found, 90).broken_reads > 0) == (breaks and warps == 8)
 
 
 def test_limits_complain():

@@ -244,6 +244,10 @@ def test_what_the_kernel_cannot_take_is_refused():
     wide = torch.zeros(1, 4, 2, 257)
     for arguments, message in (
         ((wide, wide, value), "K and V must be at most 256; got 257 and 3"),
+        (
+            (wide[..., :65], wide[..., :65], value),
+            "K and V must both be above 16 or at most 64 in float32; got 65 and 3",
+        ),
         ([x.double() for x in (query, key, value)], r"query must be float32, .* got torch\.float64"),
     ):
         with pytest.raises(ValueError, match=f"local_attention cannot run on triton: {message}"):

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import lzma
+import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from benchmarks import ship_starter, starter
 from benchmarks.starter import SOURCES, Contained, articles, digest, documentation, held_out, is_free, main
 from hf_hybrid.data.corpora import embedded_corpus
+from hf_hybrid.starters import starter as starter_folder
 from hf_hybrid.training import pretrain
 from tests.data.conftest import write_package
 from tests.training.conftest import MODELS, NO_DROPOUT
@@ -130,6 +133,8 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
             text = f"A line\nand one\n\nof {split}\n\n{OTHER} here."
             for name in ("Hardy_Tess_1891", "Forster_Angels_1905", "Woolf_Night_1919", "Hardy_Jude_1895"):
                 stream.write(json.dumps({"id": name, "text": f"{text}\n\n{name}"}) + "\n")
+            for name in ("Woolf_Voyage_1915", "Hardy_Native_1878"):  # of which nothing is left
+                stream.write(json.dumps({"id": name, "text": f"{OTHER}\nhere."}) + "\n")
     for name in starter.EVALUATED:
         (data / name).mkdir(parents=True)
         row = {"document": OTHER, "summaries": [UNLIKE, "of train"], "label": 1}
@@ -155,10 +160,21 @@ def test_the_corpus_is_written_with_its_sources(places, tmp_path, monkeypatch):
             assert report[name][split]["characters"] == sum(map(len, texts))
             assert report[name][split]["sha256"] == digest(texts)
             documents += texts if name == "documentation" else []
-        assert [report[name][split]["lines_of_evaluated_tasks"] for name in ("novels", "wikipedia")] == [2, 0]
+        assert [report[name][split]["lines_of_evaluated_tasks"] for name in ("novels", "wikipedia")] == [3, 0]
     assert list(report["documentation"]["packages"]) == ["orchard"]
     recorded = report["documentation"]["pages"]["orchard"].split()
     assert recorded == sorted(map(starter.hash_of_page, documents))
+
+
+@pytest.mark.full
+@pytest.mark.skipif("HF_HYBRID_DATA" not in os.environ, reason="HF_HYBRID_DATA names no folder of the texts")
+def test_the_starter_has_read_the_texts_that_it_records(tmp_path):
+    """Of novels and Wikipedia; for documentation see tests/training/test_starters.py, since packages change."""
+    assert main([os.environ["HF_HYBRID_DATA"], str(tmp_path)]) == 0
+    there = json.loads((tmp_path / "sources.json").read_text())
+    shipped = json.loads((Path(starter_folder("spade-en-tiny")) / "sources.json").read_text())
+    assert there["novels"] == shipped["novels"]
+    assert there["wikipedia"] == shipped["wikipedia"]
 
 
 def test_a_run_becomes_a_starter(tmp_path, monkeypatch):

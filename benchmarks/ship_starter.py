@@ -39,7 +39,7 @@ LIMITS = """\
   Wikipedia whole sentences.
 - Its pieces had at most {length} tokens. It reads longer documents, but has learnt nothing from beyond that length.
 - It is small: expect grammatical, often wrong sentences. Do not rely on facts in them.
-- Where labels are learnt it gains little or nothing over the same model from scratch: a few points of accuracy on
+- Where labels are learnt it gains little or nothing over the same model from scratch: a point or two of accuracy on
   SST-2, while neither learns CoLA or MRPC. Where text is written it gains much. `docs/results.md` has the numbers.
 - Near copies of what the demo validates and tests with were looked for on each page by itself. On all pages together
   it has read at least half of the runs of four words of about one in eighteen of those documents, mostly phrases that

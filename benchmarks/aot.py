@@ -6,10 +6,9 @@
 The ops record their launches on tensors without memory, so what is compiled is what a GPU would run: the same types,
 constants and divisibility by 16. Each launch is compiled for each architecture, and its machine code is searched for
 spilled registers, tensor core instructions and atomics, and its intermediate code for what compilers have got wrong
-(`broken_reads`). `LIMITS` says what is allowed. If all configurations of an op
-pass, `COMPILED` gets a fingerprint of the op's code under the version of Triton, so that tests notice a kernel or a
-Triton that has changed since; `make test-full` compiles them again, and `make aot-matrix` does so with other versions
-of Triton.
+(`broken_reads`). `LIMITS` says what is allowed. If all configurations of an op pass, `COMPILED` gets a fingerprint of
+the op's code under the version of Triton, so that tests notice a kernel or a Triton that has changed since; `make
+test-full` compiles them again, and `make aot-matrix` does so with other versions of Triton.
 
 Needs only torch (any build) and triton.
 """

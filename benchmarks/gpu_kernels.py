@@ -105,10 +105,11 @@ def _results(function: Callable[[Tensors], Any], inputs: Tensors, weights: dict[
     return found | dict(zip((f"d{name}" for name in inputs), grads, strict=False))
 
 
-def _error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor, least: float = 1e-30) -> float:
+    """Return the norm of a difference over that of what is expected, or over the least one that counts."""
     if not actual.isfinite().all():
         return math.inf
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(least)).item()
 
 
 @dataclass
@@ -150,7 +151,7 @@ def compare(expected: Expected, backend: str) -> Row:
     found, again = (
         _results(lambda x: expected.case.run(x, backend), expected.inputs, expected.weights) for _ in range(2)
     )
-    errors = {name: _error(found[name], wanted[name]) for name in wanted}
+    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
     moved = [name for name in found if not torch.equal(found[name], again[name])]
     if backend == "torch":
         allowed |= {name: max(3 * error, allowed[name]) for name, error in errors.items()}

@@ -12,7 +12,7 @@ import copy
 import gc
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_kernels import Clock, _said, fingerprint, kernels_are_due
-from benchmarks.gpu_paths import code_of, launched
+from benchmarks.gpu_kernels import Clock, _said, fingerprint, kernels_are_due, relative_error
+from benchmarks.gpu_paths import Key, code_of, launched
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import Row
 
@@ -192,17 +192,22 @@ def check_whole(name: str, device: torch.device) -> Iterator[Row]:
     except Exception as error:
         yield {"outcome": f"raised: {_said(error)}"}
         return
-    row = {"code": "; ".join(f"Triton {op}" for op in dict.fromkeys(op for op, _, _ in keys)) or "torch"}
+    row = {"code": _code(keys)}
     least = 1e-6 * max(x.norm().item() for x in wanted.values())  # below, as of a key's bias, all is rounding
-    errors = {x: _error(found[x].cpu(), wanted[x], least) if x in found else math.inf for x in wanted}
+    errors = {x: relative_error(found[x].cpu(), wanted[x], least) if x in found else math.inf for x in wanted}
     errors |= dict.fromkeys(found.keys() - wanted.keys(), math.inf)
     worst = max(errors, key=lambda name: errors[name])
     share = (words == same.cpu()).float().mean().item()
-    if kernels_are_due(device) and row["code"] == "torch":
+    if kernels_are_due(device) and not keys:
         row["outcome"] = "wrong: no Triton kernel ran"
     elif errors[worst] > ALLOWED or share < 1:
         row["outcome"] = f"wrong: {errors[worst]:.1e} at {worst}, {share:.0%} of the tokens"
     yield {"outcome": "ok"} | row
+
+
+def _code(keys: Iterable[Key], others: Sequence[str] = ()) -> str:
+    """Say which kernels ran, of ours and of others."""
+    return "; ".join([*dict.fromkeys(f"Triton {op}" for op, _, _ in keys), *others])[:400] or "torch"
 
 
 def _results(model: Any, name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -220,12 +225,6 @@ def _results(model: Any, name: str) -> tuple[dict[str, torch.Tensor], torch.Tens
     results = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     tokens = model.generate(**inputs, do_sample=False, min_new_tokens=24, max_new_tokens=24, pad_token_id=0)
     return results | {"logits": outputs.logits.detach()}, tokens
-
-
-def _error(found: torch.Tensor, wanted: torch.Tensor, least: float) -> float:
-    if not found.isfinite().all():
-        return math.inf
-    return (found - wanted).norm().item() / max(wanted.norm().item(), least)
 
 
 def race(
@@ -281,9 +280,8 @@ def _measure(model: Any, name: str, ids: torch.Tensor, loss: str, clock: Clock, 
         code = code_of(first)
         first.backward()
         del first
-    ops = dict.fromkeys(op for op, _, _ in keys)
-    row["code"] = "; ".join([*(f"Triton {op}" for op in ops), *code])[:400] or "torch"
-    if name in OURS and kernels_are_due(clock.device) and not ops:
+    row["code"] = _code(keys, code)
+    if name in OURS and kernels_are_due(clock.device) and not keys:
         raise RuntimeError("no Triton kernel ran")
     step()
     model.zero_grad(set_to_none=True)  # gradients are part of what a step holds

@@ -45,12 +45,9 @@ def _models(rows: list[Row]) -> list[str]:
     timed = [row for row in rows if row["length"]]
     lengths = sorted({int(row["length"]) for row in timed})
     # as it is trained by the scripts; the rows with all logits have lines of their own
-    cells = {(_line(row), int(row["length"])): row for row in timed}
-    parts = [
-        f"Small models of the same kinds, beside a CPU: {'; '.join(found)}."
-        for found in [[f"{row['model']} {row['outcome']}" for row in rows if row["loss"] == CHECKED]]
-        if found
-    ]
+    cells = {(line_of(row), int(row["length"])): row for row in timed}
+    checked = "; ".join(f"{row['model']} {row['outcome']}" for row in rows if row["loss"] == CHECKED)
+    parts = [f"Small models of the same kinds, beside a CPU: {checked}."] if checked else []
     parts += [f"From {LONG:,} tokens on, our models' loss does not hold all logits at once, unless the line says so."]
     for column, title in (
         ("tokens_s", "training: thousand tokens per second"),
@@ -59,7 +56,7 @@ def _models(rows: list[Row]) -> list[str]:
         ("token_ms", "generation: milliseconds per token"),
     ):
         lines = []
-        for line in dict.fromkeys(map(_line, timed)):
+        for line in dict.fromkeys(map(line_of, timed)):
             found = [cells.get((line, length)) for length in lengths]
             if any(row and row[column] for row in found):
                 lines.append([line, *(_cell(row, column) for row in found)])
@@ -69,7 +66,8 @@ def _models(rows: list[Row]) -> list[str]:
     return parts
 
 
-def _line(row: Row) -> str:
+def line_of(row: Row) -> str:
+    """Return the name of a model's line: its own, but with all logits where its loss usually does not hold them."""
     both = row["loss"] == LOGITS and row["model"] in OURS and int(row["length"]) >= LONG
     return f"{row['model']}, {LOGITS}" if both else row["model"]
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from benchmarks.comparison import mean_and_error, runs_at_best_rate
-from benchmarks.gpu_models import LOGITS, LONG, NO_LOGITS
+from benchmarks.gpu_tables import line_of
 from benchmarks.record import Row, in_fp32, read_csv
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.bst.configuration_bst import PRESETS as BST
@@ -193,25 +193,21 @@ def gpu() -> str:
     rows = read_csv(RESULTS / "gpu" / "models.csv")
     lines = [["training", "tokens per second, over the peer's", "peak memory, over the peer's"]]
     for length in (65536, 4096):
-        ours = {row["model"]: row for row in rows if row["length"] == str(length) and row["loss"] == _loss_at(length)}
-        peers = {row["model"]: row for row in rows if row["length"] == str(length) and row["loss"] == LOGITS}
+        found = {line_of(row): row for row in rows if row["length"] == str(length)}
         for label, model, peer, name in (
             ("SPADE", "spade", "llama-flash", "language model, Llama"),
             ("CHELA", "chela", "llama-flash", "language model, Llama"),
             ("BST", "bst", "llama-flash", "language model, Llama"),
             ("SPADE", "spade-seq2seq", "pegasus-x", "encoder-decoder, Pegasus-X"),
         ):
-            speed, memory = (float(ours[model][x]) / float(peers[peer][x]) for x in ("tokens_s", "peak_mib"))
-            alike = _loss_at(length) == LOGITS or model == "spade-seq2seq"  # with few tokens of target
+            speed, memory = (float(found[model][x]) / float(found[peer][x]) for x in ("tokens_s", "peak_mib"))
+            few = model == "spade-seq2seq"  # tokens of a target, so that its logits weigh nothing
+            alike = few or found[model]["loss"] == found[peer]["loss"]
             shown = f"{memory:.2f}" if alike else "not alike"
             lines.append([f"{label} ({name}), {length:,} tokens", f"{speed:.1f}", shown])
     first = rows[0]
     versions = f"{first['device']}, torch {first['torch']}, Triton {first['triton']}"
     return f"{versions}, bfloat16.\n\n{_table(lines)}"
-
-
-def _loss_at(length: int) -> str:
-    return NO_LOGITS if length >= LONG else LOGITS
 
 
 def measured() -> str:

@@ -49,7 +49,7 @@ def test_peers_compute_what_the_op_does(name):
     expected = case.run(inputs, "torch")
     for name, peer in case.peers.items():
         if name not in OTHERS:
-            assert gpu_kernels._error(peer()(inputs), expected) < 1e-6, name
+            assert gpu_kernels.relative_error(peer()(inputs), expected) < 1e-6, name
 
 
 def test_every_shipped_configuration_is_checked():
@@ -74,7 +74,7 @@ def test_dropout_is_checked_with_the_mask_that_was_drawn():
     inputs = gpu_kernels._inputs(case, CPU, torch.float64, seed=1)
     torch.manual_seed(3)
     actual = local_attention(inputs["q"], inputs["k"], inputs["v"], bias=inputs["bias"], radius=7, dropout=0.25)
-    assert gpu_kernels._error(actual.detach(), case.run(inputs, "torch").detach()) < 1e-6
+    assert gpu_kernels.relative_error(actual.detach(), case.run(inputs, "torch").detach()) < 1e-6
     rows = check(case, "fp32", CPU, ("torch", "triton"))
     assert [row["outcome"] for row in rows] == ["ok", "not every tensor is on a CUDA device"]
 

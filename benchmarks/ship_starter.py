@@ -42,8 +42,8 @@ LIMITS = """\
 - Where labels are learnt it gains little or nothing over the same model from scratch: a point or two of accuracy on
   SST-2, while neither learns CoLA or MRPC. Where text is written it gains much. `docs/results.md` has the numbers.
 - Near copies of what the demo validates and tests with were looked for on each page by itself. On all pages together
-  it has read at least half of the runs of four words of about one in eighteen of those documents, mostly phrases that
-  packages repeat."""
+  it has read at least half of the runs of four words of {contained_together:,} of those {held_out:,} documents and
+  summaries, mostly phrases that packages repeat."""
 
 
 def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _card(run: Path, corpus: Path, model: PreTrainedModel, name: str, sources: M
         "Results": f"Of the float32 weights, before they were rounded.\n\n{sections['Results']}",
         "Training": f"{_training(results, state, _resumed_at(run))}\n\n{sections['Training']}",
         "Command": sections["Command"],
-        "Limits": LIMITS.format(length=length[1]),
+        "Limits": LIMITS.format(length=length[1], **sources["documentation"]),
         "Versions": sections["Versions"],
     }
     intro = (

@@ -100,18 +100,18 @@ def places(tmp_path_factory):
 
 
 def test_documentation_has_nothing_that_is_held_out(places, monkeypatch):
-    pages, left_out = documentation(**places)
+    pages, numbers = documentation(**places)
     texts = held_out(**places)
-    assert texts
+    assert numbers["held_out"] == len(texts) > numbers["contained_together"] >= 0
     contained = Contained(texts)
     parts = [part for page in pages.values() for part in page.split("\n\n")]
     assert not any(contained.parts(page.split("\n\n")) for page in pages.values())
     whole = embedded_corpus("text", **places)["train"]["text"]
-    assert len(parts) + left_out == sum(len(page.split("\n\n")) for page in whole)
+    assert len(parts) + numbers["left_out"] == sum(len(page.split("\n\n")) for page in whole)
     secret = max(parts, key=len)
     monkeypatch.setattr(starter, "held_out", lambda **_: [secret])  # had it been held out, it would not be there
-    pages, left_out = documentation(**places)
-    assert left_out > 0
+    pages, numbers = documentation(**places)
+    assert numbers["left_out"] > 0
     assert secret not in "\n\n".join(pages.values()).split("\n\n")
 
 
@@ -192,7 +192,8 @@ def test_a_run_becomes_a_starter(tmp_path, monkeypatch):
     corpus.mkdir()
     split = {"documents": 8, "characters": 1234, "sha256": "", "names": ["Hardy_Tess_1891"]}
     sources = {name: {"what": what, "licence": licence, "train": split} for name, (what, licence) in SOURCES.items()}
-    sources["documentation"] |= {"packages": {"orchard": "1.2"}, "left_out": 5}
+    numbers = {"left_out": 5, "held_out": 1200, "contained_together": 34}
+    sources["documentation"] |= numbers | {"packages": {"orchard": "1.2"}}
     (corpus / "sources.json").write_text(json.dumps(sources))
     folder = tmp_path / "spade-en-tiny"
     assert ship_starter.main([str(run), str(corpus), str(folder)]) == 0
@@ -216,6 +217,7 @@ def test_a_run_becomes_a_starter(tmp_path, monkeypatch):
         "CC BY-SA",
         "3 steps",
         "at most 32 tokens",
+        "34 of those 1,200 documents",
         "1,234",
     ):
         assert said in card.text, said

@@ -12,6 +12,7 @@ per channel.
 H channels · M = N/2 modes · C output filters · L taps · R tokens of a block · n blocks
 """
 
+from itertools import pairwise
 from math import ceil, isqrt, log2
 from typing import Any
 
@@ -54,9 +55,9 @@ def s4_block(step: S4Step, block: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return states[:, :, 0], power
 
 
-def _advance(x: Tensor, decay: Tensor, column: Tensor, row: Tensor) -> Tensor:
+def _advance(x: Tensor, decay: Tensor, column: Tensor, row: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance by one step without input; ``(conj D, conj f, conj g)`` for ``(D, g, f)`` gives the adjoint."""
-    return torch.addcmul(column * two_re(row * x), decay, x)
+    return torch.addcmul(column * two_re(row * x), decay, x, out=out)
 
 
 def _total(x: Tensor) -> Tensor:
@@ -66,11 +67,13 @@ def _total(x: Tensor) -> Tensor:
 
 def _orbits(decay: Tensor, column: Tensor, row: Tensor, input: Tensor, block: int) -> Tensor:
     """Return ``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
-    states = [torch.stack([input, column], dim=1)]
     constants = [x[:, None] for x in (decay, column, row)]
-    while len(states) < block:
-        states.append(_advance(states[-1], *constants))
-    return torch.stack(states)
+    states = input.new_empty(block, input.shape[0], 2, input.shape[1])
+    torch.stack([input, column], dim=1, out=states[0])
+    places = states.unbind()
+    for last, place in pairwise(places):
+        _advance(last, *constants, out=place)
+    return states
 
 
 def _power(states: Tensor, decay: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -182,10 +185,10 @@ _block.register_autograd(_block_backward, setup_context=_block_context)
 
 
 def _run(added: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
-    states = [added[0]]
-    for i in range(1, len(added)):
-        states.append(torch.baddbmm(added[i], states[-1], power if (i + offset) % group else first))
-    return torch.stack(states)
+    states = added.clone(memory_format=torch.contiguous_format)
+    for i, (last, place) in enumerate(pairwise(states.unbind()), start=1):
+        place.baddbmm_(last, power if (i + offset) % group else first)
+    return states
 
 
 def _by_channel(x: Tensor) -> Tensor:

@@ -67,12 +67,11 @@ def _total(x: Tensor) -> Tensor:
 
 def _orbits(decay: Tensor, column: Tensor, row: Tensor, input: Tensor, block: int) -> Tensor:
     """Return ``Abar^j Bbar`` and ``Abar^j g``, `(R, H, 2, M)`."""
-    constants = [x[:, None] for x in (decay, column, row)]
     states = input.new_empty(block, input.shape[0], 2, input.shape[1])
     torch.stack([input, column], dim=1, out=states[0])
-    places = states.unbind()
-    for last, place in pairwise(places):
-        _advance(last, *constants, out=place)
+    decay, column, row = (x[:, None] for x in (decay, column, row))
+    for last, place in pairwise(states.unbind()):
+        _advance(last, decay, column, row, out=place)
     return states
 
 

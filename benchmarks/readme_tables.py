@@ -177,15 +177,24 @@ def demo() -> str:
 
 def from_t5() -> str:
     """Return the loss of a fine-tuned T5 and of models that start from it, and what it takes, at 4,096 tokens."""
-    rows, parts = read_csv(RESULTS / "from_t5.csv"), []
-    for label, model in {"T5": "T5", "SPADE": "SPADE from it", "LongT5 (local)": "LongT5, local, from it"}.items():
-        runs = runs_at_best_rate(rows, f"{model}, 4,096")
-        loss, minutes, memory = (
-            [float(row[column]) for row in runs] for column in ("eval_loss", "cpu_minutes", "peak_mib")
-        )
-        cost = f"{statistics.fmean(minutes):.1f} CPU minutes and {statistics.fmean(memory) / 1024:.1f} GiB"
-        parts.append(f"{label} has {mean_and_error(loss, 'eval_loss')}, in {cost}")
-    return f"{'; '.join(parts)} ({len(runs)} seeds, {runs[0]['steps']} steps)."
+    rows = read_csv(RESULTS / "from_t5.csv")
+
+    def values(model: str, column: str) -> list[float]:
+        return [float(row[column]) for row in runs_at_best_rate(rows, model)]
+
+    def loss(model: str) -> str:
+        return mean_and_error(values(model, "eval_loss"), "eval_loss")
+
+    parts = []
+    for label, start in {"T5": "T5", "SPADE": "SPADE from it", "LongT5 (local)": "LongT5, local, from it"}.items():
+        model = f"{start}, 4,096"
+        minutes, memory = (statistics.fmean(values(model, column)) for column in ("cpu_minutes", "peak_mib"))
+        parts.append(f"{label} has {loss(model)}, in {minutes:.1f} CPU minutes and {memory / 1024:.1f} GiB")
+    runs = runs_at_best_rate(rows, model)
+    return (
+        f"{'; '.join(parts)} ({len(runs)} seeds, {runs[0]['steps']} steps). At 1,024 tokens SPADE has "
+        f"{loss('SPADE from it, 1,024')} with the T5's weights and {loss('SPADE from scratch, 1,024')} from scratch."
+    )
 
 
 def gpu() -> str:

@@ -117,7 +117,7 @@ def test_a_broken_kernel_is_seen(spill, complaint):
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize(
     ("name", "width", "breaks"),
-    [("forward float32 k64", 64, True), ("d_query float32", 16, True), ("d_query float32", 32, False)],
+    [(f"{kernel} float32", width, width == 16) for kernel in ("forward", "d_query") for width in (16, 64)],
 )
 def test_products_that_are_read_wrongly_are_seen(name, width, breaks, warps):
     """What an H200 got wrong: float32 heads that fit into a tile of 64 rows, with eight warps."""

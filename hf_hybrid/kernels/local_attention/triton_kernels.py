@@ -43,9 +43,11 @@ CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
         Configuration("forward k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 64, "D": 64, "S": 64}, 8, 3),
+        Configuration(
+            "forward k64 before sm_90", "16 bits, K and V <= 64", {"BT": 64, "BS": 64, "D": 64, "S": 64}, 8, 2
+        ),
         Configuration("forward k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),
         Configuration("forward k256", "16 bits", {"BT": 64, "BS": 64, "D": 128, "S": 64}, 8, 2),
-        Configuration("forward float32 k64", "float32, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
         Configuration("forward float32", "float32", {"BT": 64, "BS": 16, "D": 64, "S": 16}, 4, 2),
         Configuration("d_query k64", "16 bits, K and V <= 64", {"BT": 64, "BS": 16, "D": 64, "S": 64}, 4, 2),
         Configuration("d_query k128", "16 bits, K and V <= 128", {"BT": 64, "BS": 16, "D": 128, "S": 128}, 8, 2),

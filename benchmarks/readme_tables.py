@@ -177,23 +177,19 @@ def demo() -> str:
 
 def from_t5() -> str:
     """Return the loss of a fine-tuned T5 and of models that start from it, and what it takes, at 4,096 tokens."""
-    rows = read_csv(RESULTS / "from_t5.csv")
+    rows, parts = read_csv(RESULTS / "from_t5.csv"), []
 
-    def values(model: str, column: str) -> list[float]:
-        return [float(row[column]) for row in runs_at_best_rate(rows, model)]
+    def loss(runs: list[Row]) -> str:
+        return mean_and_error([float(row["eval_loss"]) for row in runs], "eval_loss")
 
-    def loss(model: str) -> str:
-        return mean_and_error(values(model, "eval_loss"), "eval_loss")
-
-    parts = []
     for label, start in {"T5": "T5", "SPADE": "SPADE from it", "LongT5 (local)": "LongT5, local, from it"}.items():
-        model = f"{start}, 4,096"
-        minutes, memory = (statistics.fmean(values(model, column)) for column in ("cpu_minutes", "peak_mib"))
-        parts.append(f"{label} has {loss(model)}, in {minutes:.1f} CPU minutes and {memory / 1024:.1f} GiB")
-    runs = runs_at_best_rate(rows, model)
+        runs = runs_at_best_rate(rows, f"{start}, 4,096")
+        minutes, memory = (statistics.fmean(float(row[name]) for row in runs) for name in ("cpu_minutes", "peak_mib"))
+        parts.append(f"{label} has {loss(runs)}, in {minutes:.1f} CPU minutes and {memory / 1024:.1f} GiB")
+    kept, alone = (loss(runs_at_best_rate(rows, f"SPADE {start}, 1,024")) for start in ("from it", "from scratch"))
     return (
-        f"{'; '.join(parts)} ({len(runs)} seeds, {runs[0]['steps']} steps). At 1,024 tokens SPADE has "
-        f"{loss('SPADE from it, 1,024')} with the T5's weights and {loss('SPADE from scratch, 1,024')} from scratch."
+        f"{'; '.join(parts)} ({len(runs)} seeds, {runs[0]['steps']} steps). At 1,024 tokens SPADE has {kept} with the "
+        f"T5's weights and {alone} from scratch."
     )
 
 

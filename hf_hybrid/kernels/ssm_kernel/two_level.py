@@ -183,8 +183,8 @@ def _block_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 _block.register_autograd(_block_backward, setup_context=_block_context)
 
 
-def _run(added: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
-    states = added.clone(memory_format=torch.contiguous_format)
+def _run(states: Tensor, power: Tensor, first: Tensor, group: int, offset: int) -> Tensor:
+    """Scan in place; see `s4_block_scan`, whose `added` the states hold at first."""
     for i, (last, place) in enumerate(pairwise(states.unbind()), start=1):
         place.baddbmm_(last, power if (i + offset) % group else first)
     return states
@@ -210,7 +210,7 @@ def s4_block_scan(added: Tensor, power: Tensor, first: Tensor, group: int, offse
         Like `added`. Differentiable.
     """
     with full_precision(added.device):
-        return _run(added, power, first, group, offset)
+        return _run(added.clone(memory_format=torch.contiguous_format), power, first, group, offset)
 
 
 @s4_block_scan.register_fake

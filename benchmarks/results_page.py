@@ -64,7 +64,7 @@ REPORTS = {
     "token_ms": gpu_tables,
 }
 _LRA = {f"lra_{task}.csv" for task in ("listops", "pathfinder", "speech", "text")}
-PLANNED = {"from_t5_8192.csv", *_LRA} | {
+PLANNED = set(_LRA) | {
     module.DEFAULT_OUT.name
     for module in (
         bench_checkpointing,

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder of the LongT5")
     parser.add_argument("--local_radius", type=int, default=128, help="in tokens (%(default)s)")
     arguments = parser.parse_args(argv)
+    if not (arguments.t5 / "config.json").is_file():
+        parser.error(f"t5 must be a folder with config.json; got {arguments.t5}")
     convert(T5ForConditionalGeneration.from_pretrained(arguments.t5), arguments.local_radius).save_pretrained(
         arguments.folder
     )

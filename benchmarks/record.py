@@ -344,5 +344,7 @@ def source_and_folder(description: str | None, argv: Sequence[str] | None) -> tu
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
+    if not arguments.source.is_dir():
+        parser.error(f"source must be a folder; got {arguments.source}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     return arguments.source, arguments.folder

@@ -7,10 +7,11 @@ Run it from the repository root after a new measurement::
 It replaces the text between ``<!-- table: FILE -->`` and ``<!-- end -->`` by a table, and within a line the text
 between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end -->`` by a comparison of two models;
 ``ahead`` instead of ``compare`` gives the lead of the first in numbers, and ``verdict`` says whether it is shown.
-``<!-- hours: FILE | FILE -->`` gives the CPU hours of the training steps of all their runs.
+``<!-- hours: FILE | FILE -->`` gives the CPU hours of the training steps of all their runs, and
+``<!-- value: FILE | NAME -->`` a number of a ``.json`` file.
 Inside a table of the page, write ``;`` for ``|``. Planned models without results, and files of `PLANNED` that are not
 there, are "not measured yet". A ``.csv`` file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a
-demo's ``demo_results.json``.
+demo's ``demo_results.json``, or of a run's ``all_results.json``.
 """
 
 import json
@@ -34,6 +35,7 @@ from benchmarks import (
     bench_state_memory,
     bench_tokens,
     comparison,
+    demo_copies,
     gpu_tables,
 )
 from benchmarks.record import read_csv
@@ -47,6 +49,7 @@ NOT_YET = "not measured yet"
 REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
+    "distinct": demo_copies,
     "kept": bench_checkpointing,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
@@ -80,7 +83,8 @@ PLANNED = set(_LRA) | {
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(
-    r"(?P<begin><!-- (?P<kind>compare|ahead|verdict|hours): (?P<asked>.*?) -->).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- (?P<kind>compare|ahead|verdict|hours|value): (?P<asked>.*?) -->).*?(?P<end><!-- end -->)",
+    re.DOTALL,
 )
 
 
@@ -95,11 +99,13 @@ def tables(path: Path) -> str:
 
 
 def statement(kind: str, asked: str) -> str:
-    """Return a statement about models, or the hours of files, from the word before the colon and the text after it."""
+    """Return a statement about files of results from the word before the colon and the text after it."""
     file, *names = re.split(r"\s*[|;]\s*", asked)
     if kind == "hours":
         rows = [row for name in (file, *names) for row in read_csv(RESULTS / name)]
         return f"{sum(float(row['cpu_minutes'] or 0) for row in rows) / 60:.0f}"
+    if kind == "value":
+        return f"{json.loads((RESULTS / file).read_text(encoding='utf-8'))[names[0]]:.3f}"
     say = {"compare": comparison.compare, "ahead": comparison.ahead_by, "verdict": comparison.verdict}[kind]
     rows = read_csv(RESULTS / file) if (RESULTS / file).exists() else []
     unmeasured = {model for model in names[:2] if len({row["seed"] for row in rows if row["model"] == model}) < 2}

@@ -39,11 +39,14 @@ LIMITS = """\
   Wikipedia whole sentences.
 - Its pieces had at most {length} tokens. It reads longer documents, but has learnt nothing from beyond that length.
 - It is small: expect grammatical, often wrong sentences. Do not rely on facts in them.
-- Where labels are learnt it gains little or nothing over the same model from scratch: a point or two of accuracy on
-  SST-2, while neither learns CoLA or MRPC. Where text is written it gains much. `docs/results.md` has the numbers.
-- Near copies of what the demo validates and tests with were looked for on each page by itself. On all pages together
-  it has read at least half of the runs of four words of {contained_together:,} of those {held_out:,} documents and
-  summaries, mostly phrases that packages repeat."""
+- Where labels are learnt it gains little or nothing over the same model from scratch: a point of accuracy on SST-2's
+  validation split and less on more sentences, while neither learns CoLA or MRPC. Where text is written it gains much.
+  `docs/results.md` has the numbers.
+- Near copies of what the demo validates and tests with were looked for on each page by itself, without runs of words
+  across paragraphs. So of those {held_out:,} documents and summaries it has read at least half of the runs of four
+  words of {contained_together[documents]:,} documents and {contained_together[summaries]:,} summaries on all pages
+  together, and of {contained_in_one_page[documents]:,} documents and {contained_in_one_page[summaries]:,} summaries on
+  one page: packages repeat descriptions and whole parameters. `docs/results.md` has the demo's scores without these."""
 
 
 def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def _training(results: Mapping[str, Any], state: Mapping[str, Any], resumed_at: 
     # a resumed run knows the time of its last part only
     hours = results["train_runtime"] / 3600 * steps / (steps - resumed_at)
     return (
-        f"{'About ' if resumed_at else ''}{hours:.2f} hours on two CPU cores, {steps:,} steps, "
+        f"{f'About {hours:.1f}' if resumed_at else f'{hours:.2f}'} hours on two CPU cores, {steps:,} steps, "
         f"{results['epoch']:.2f} epochs.\n\n{curve.strip()}"
     )
 
@@ -164,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("run", "corpus", "folder"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args(argv)
+    for name, file in (("run", "all_results.json"), ("corpus", "sources.json")):
+        if not (folder := getattr(arguments, name)).joinpath(file).is_file():
+            parser.error(f"{name} must be a folder with {file}; got {folder}")
     print(json.dumps(ship(arguments.run, arguments.corpus, arguments.folder)))
     return 0
 

@@ -14,7 +14,8 @@ A novel is read if its copyright has ended where it lasts 95 years from its publ
 from its author's death. WikiText has marks for rare words, and sentences with one are left out.
 
 Left out is what repeats half of a document or a summary of the demo's validation or test split, or of a longer
-validation text of the tasks in `EVALUATED`: see `Contained`.
+validation text of the tasks in `EVALUATED`: see `Contained`. Runs of words across paragraphs were not looked for, nor
+what several pages repeat together; what has been read so is counted: see `read_of`.
 """
 
 import hashlib
@@ -92,7 +93,7 @@ DEATHS = {
 HELD_OUT = ("docstrings", "modules")
 """The embedded corpora whose validation and test splits are held out."""
 EVALUATED = ("dialogsum", "scitldr", "sumpubmed", "glue/sst2", "glue/cola", "glue/mrpc", "glue/stsb")
-"""The data sets with which the starter is evaluated, whose validation splits are held out too."""
+"""The data sets whose validation splits are held out too: those that the starter is evaluated with, and two more."""
 _STANDARD_LIBRARY = "Python"
 _LONG = 8  # different runs of a text that is looked for in all sources; shorter ones are phrases
 _SHARE = 0.5  # of a text's runs, which makes another contain it
@@ -165,32 +166,53 @@ def evaluated(folder: Path) -> list[str]:
 
 
 def held_out(**corpora: Any) -> list[str]:
-    """Return the documents and summaries that the demo validates and tests with, and those of its sister corpus."""
+    """Return the documents and summaries, in turn, that the demo validates and tests with, and its sister corpus's."""
     found = (embedded_corpus(name, **corpora)[split] for name in HELD_OUT for split in ("validation", "test"))
     return [row[column] for rows in found for row in rows for column in ("document", "summary")]
 
 
-def documentation(**corpora: Any) -> tuple[dict[str, str], dict[str, int]]:
+def documentation(**corpora: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the page of each module of the training split by its name, and numbers.
 
-    These are of the parts that are ``left_out`` of all pages, of the ``held_out`` texts, and of those of them that all
-    pages together contain, ``contained_together``.
+    These are of the parts that are ``left_out`` of all pages, of the documents and summaries that are ``held_out``,
+    and of those of them that the pages have read all the same: ``contained_together`` and ``contained_in_one_page``.
 
     Args:
         **corpora: Arguments of `embedded_corpus`.
     """
     texts = held_out(**corpora)
     contained, pages, left_out = Contained(texts), {}, 0
-    read: set[int] = set()
     for row in embedded_corpus("text", **corpora)["train"]:
         parts = row["text"].split("\n\n")
         kept = contained.without(parts)
         left_out += len(parts) - len(kept)
         if kept:
             pages[row["source"]] = "\n\n".join(kept)
-            read |= contained.held(pages[row["source"]])
-    together = len(contained.covered(read))
-    return pages, {"left_out": left_out, "held_out": len(texts), "contained_together": together}
+    together, in_one = read_of(texts, pages.values())
+    return pages, {
+        "left_out": left_out,
+        "held_out": len(texts),
+        "contained_together": _by_kind(together),
+        "contained_in_one_page": _by_kind(in_one),
+    }
+
+
+def read_of(texts: Sequence[str], pages: Iterable[str]) -> tuple[set[int], set[int]]:
+    """Return the numbers of the texts that pages contain together, and of those that one page contains."""
+    contained = Contained(texts)
+    read: set[int] = set()
+    in_one: set[int] = set()
+    for page in pages:
+        held = contained.held(page)
+        in_one |= contained.covered(held)
+        read |= held
+    return contained.covered(read), in_one
+
+
+def _by_kind(numbers: Iterable[int]) -> dict[str, int]:
+    """Count documents and summaries among the numbers of `held_out`."""
+    summaries = [number % 2 for number in numbers]
+    return {"documents": summaries.count(0), "summaries": summaries.count(1)}
 
 
 def divided(pages: Mapping[str, str]) -> dict[str, dict[str, str]]:

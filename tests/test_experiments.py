@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import compare_on_data, costs, facts, figures, first_summaries, results_page, speech_splits, train_one
+from benchmarks import (
+    compare_on_data,
+    costs,
+    facts,
+    figures,
+    first_summaries,
+    results_page,
+    speech_splits,
+    train_one,
+    whole_sentences,
+)
 from benchmarks import experiment as experiment_module
 from benchmarks.compare_on_data import Queue
 from benchmarks.comparison import COLUMNS, CURVE_COLUMNS, append_rows, best_rate, compare, read_rows, report, verdict
@@ -682,6 +692,9 @@ def test_statements_are_written_into_pages(tmp_path, monkeypatch):
         for first, second, lead in (("A, S4", "B", "+1.0500 ± 0.1118"), ("B", "A, S4", "−1.0500 ± 0.1118")):
             begin = f"<!-- ahead: t.csv {mark} {first} {mark} {second} {mark} eval_loss -->"
             assert results_page.renewed(f"{begin}old<!-- end -->") == f"{begin}{lead}<!-- end -->"
+        (tmp_path / "run.json").write_text('{"eval_loss": 4.11951}')
+        begin = f"<!-- value: run.json {mark} eval_loss -->"
+        assert results_page.renewed(f"{begin}old<!-- end -->") == f"{begin}4.120<!-- end -->"
     assert "| A, S4 | 1,000 |" in results_page.renewed("<!-- table: t.csv -->\n<!-- end -->")
     for wrong in ("C | B | eval_loss", "B | C | eval_loss", "B | B | eval_f1"):
         with pytest.raises(ValueError, match="must be one of"):
@@ -867,6 +880,34 @@ def test_first_summaries_are_first(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "first" / "validation.jsonl").read_text().splitlines()]
     assert rows == [{"document": f"validation {n}", "summary": f"first {n}"} for n in range(2)]
     assert len((tmp_path / "first" / "train.jsonl").read_text().splitlines()) == 3
+
+
+def test_whole_sentences_are_held_out_with_their_parts(tmp_path, capsys):
+    sentences = [
+        "a fine film",
+        "it is a fine film",
+        "fine",
+        "dull , dull",
+        "no",
+        "it is",
+        "so it is",
+        "film it",
+        "a  b",
+    ]
+    rows = [{"idx": at, "sentence": text, "label": at % 2} for at, text in enumerate(sentences)]
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert whole_sentences.main([str(tmp_path / "sst2"), str(tmp_path / "whole")]) == 0
+    found = {
+        path.stem: [json.loads(line)["idx"] for line in path.read_text().splitlines()]
+        for path in (tmp_path / "whole").iterdir()
+    }
+    # whole are 1, 3, 4, 6, 7 and 8; 0, 2 and 5 are parts of 1
+    assert found == {"validation": [1, 6], "train": [3, 4, 7, 8]}
+    with pytest.raises(SystemExit):
+        whole_sentences.main([str(tmp_path / "nothing"), str(tmp_path / "new")])
+    assert "source must be a folder; got" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 # ---- a run ----

@@ -41,7 +41,8 @@ MARGIN = 1.3
 """A score beats another one if it is at least this many times as large."""
 MIN_DISTINCT = 0.5
 """The smallest share of generated summaries that must be distinct."""
-_FOLDERS = {UNTRAINED: "untrained", SCRATCH: "scratch", TRAINED: "trained"}
+FOLDERS = {UNTRAINED: "untrained", SCRATCH: "scratch", TRAINED: "trained"}
+"""The folder of each model's run in that of the demo."""
 _TEXT, _RESULTS, _RECIPE = "report.md", "demo_results.json", "recipe.json"
 _SEED = 0
 
@@ -142,15 +143,15 @@ def run_demo(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """
     _check_folder(folder, recipe)
     _clear_folder(folder, recipe)
-    checkpoint = folder / _FOLDERS[TRAINED]
-    resumed = {name: bool(complete_checkpoints(folder / _FOLDERS[name])) for name in (TRAINED, SCRATCH)}
+    checkpoint = folder / FOLDERS[TRAINED]
+    resumed = {name: bool(complete_checkpoints(folder / FOLDERS[name])) for name in (TRAINED, SCRATCH)}
     try:
         metrics = {name: summarization.main(_argv(recipe, folder, name)) for name in (TRAINED, SCRATCH, UNTRAINED)}
     except KeyboardInterrupt as interrupt:
         raise type(interrupt)("start the demo again to continue from its last checkpoint") from interrupt
 
-    documents, references, pool = _held_out(_argv(recipe, folder, TRAINED))
-    written = {name: _read_predictions(folder / _FOLDERS[name]) for name in metrics}
+    documents, references, pool = tested_with(recipe, folder)
+    written = {name: read_predictions(folder / FOLDERS[name]) for name in metrics}
     texts = {UNTRAINED: written.pop(UNTRAINED), **plain_baselines(documents, pool, seed=_SEED)}
     texts |= {name: written[name] for name in (SCRATCH, TRAINED)}
     losses = {name: values["eval_loss"] for name, values in metrics.items()}
@@ -189,10 +190,10 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file; it must be a folder")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    own = {*_FOLDERS.values(), _TEXT, _RESULTS, _RECIPE, REPORT_FILE, CURVES_FILE}
+    own = {*FOLDERS.values(), _TEXT, _RESULTS, _RECIPE, REPORT_FILE, CURVES_FILE}
     if foreign := [name for name in names if name not in own and name[0] != "."]:
         raise ValueError(f"--output_dir {folder} holds {', '.join(foreign[:3])}, which no demo wrote; give another")
-    if {*names} & {*_FOLDERS.values()} and not (folder / _RESULTS).exists():
+    if {*names} & {*FOLDERS.values()} and not (folder / _RESULTS).exists():
         path = folder / _RECIPE
         if not path.is_file() or path.read_text(encoding="utf-8") != _as_json(recipe):
             raise ValueError(
@@ -204,7 +205,7 @@ def _clear_folder(folder: Path, recipe: Recipe) -> None:
     """Delete a finished demo, so that what is there when one starts belongs to the interrupted one."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / _RESULTS).exists():
-        for name in _FOLDERS.values():
+        for name in FOLDERS.values():
             shutil.rmtree(folder / name, ignore_errors=True)
     for name in (_TEXT, _RESULTS, REPORT_FILE, CURVES_FILE):
         (folder / name).unlink(missing_ok=True)
@@ -217,7 +218,7 @@ def _as_json(recipe: Recipe) -> str:
 
 def _argv(recipe: Recipe, folder: Path, name: str) -> list[str]:
     """Return the command line of a model of the table; it continues if it has a checkpoint."""
-    checkpoint = folder / _FOLDERS[name]
+    checkpoint = folder / FOLDERS[name]
     flags: dict[str, Any] = {
         **recipe.flags,
         "do_eval": True,
@@ -243,8 +244,9 @@ def _argv(recipe: Recipe, folder: Path, name: str) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def _held_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the test documents and summaries of a command line, and the training summaries."""
+def tested_with(recipe: Recipe, folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return the test documents and summaries of a demo, and the training summaries."""
+    argv = _argv(recipe, folder, TRAINED)
     model_args, data_args, training_args = parse_arguments(
         (ModelArguments, SummarizationArguments, SummarizationTrainingArguments), argv
     )
@@ -253,7 +255,8 @@ def _held_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return list(test[text_column]), list(test[summary_column]), list(splits["train"][summary_column])
 
 
-def _read_predictions(folder: Path) -> list[str]:
+def read_predictions(folder: Path) -> list[str]:
+    """Return the summaries that a run has written, each in one line."""
     text = (folder / PREDICTIONS_FILE).read_text(encoding="utf-8")
     return [line.replace("\\n", " ") for line in text.split("\n")[:-1]]
 
@@ -304,7 +307,7 @@ def _samples(documents: Sequence[str], references: Sequence[str], predictions: S
 
 def _draw(recipe: Recipe, folder: Path, results: dict[str, Any], load_lines: Sequence[str]) -> None:
     """Write ``curves.png`` and ``report.html``; warn if one of them fails."""
-    state = json.loads((folder / _FOLDERS[TRAINED] / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / FOLDERS[TRAINED] / "trainer_state.json").read_text(encoding="utf-8"))
     panels = find_panels(state["log_history"], CURVES)
     guarded(CURVES_FILE, lambda: draw_picture(panels, folder / CURVES_FILE))
     rows: list[tuple[str, list[Cell]]] = [

@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -58,11 +59,11 @@ def load_config(
         if model_args.peft is not None:
             check_adapter(_build_without_memory(auto_class, config), model_args)
         return config
+    hint = _who_takes(type(config), auto_class, is_pair=config.is_encoder_decoder)
     has_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in auto_class._model_mapping and not has_code:
         raise ValueError(
-            f"{source}: its architecture {config.model_type!r} has no class for {auto_class.__name__}"
-            f"{_script_of_pairs(config, auto_class)}"
+            f"{source}: its architecture {config.model_type!r} has no class for {auto_class.__name__}{hint}"
         )
     if not config.is_encoder_decoder:  # the task's class takes the decoder alone, or refuses
         for field, value in _fitting(role, type(config)).items():
@@ -73,16 +74,19 @@ def load_config(
         try:
             model = _check_buildable(auto_class, config, reads)
         except Exception as error:
-            raise ValueError(f"{source}: {one_line(error)}{_script_of_pairs(config, auto_class)}") from error
+            raise ValueError(f"{source}: {one_line(error)}{hint}") from error
         check_adapter(model, model_args)
     return config
 
 
-def _script_of_pairs(config: PreTrainedConfig, auto_class: Any) -> str:
-    """Return what to add to a message that refuses an encoder-decoder as a language model."""
-    is_pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
-    refused = auto_class is AutoModelForCausalLM and is_pair
-    return ". It is an encoder-decoder: train it with summarization" if refused else ""
+def _who_takes(config_class: type[PreTrainedConfig], auto_class: Any, *, is_pair: bool = True) -> str:
+    """Return what to add to a message that refuses a configuration: what would take it, if that is known."""
+    pairs, encoders = (auto._model_mapping for auto in (AutoModelForSeq2SeqLM, AutoModelForMaskedLM))
+    if auto_class is AutoModelForCausalLM and config_class in pairs and is_pair:
+        return ". It is an encoder-decoder: train it with summarization"
+    if auto_class is AutoModelForSeq2SeqLM and config_class in encoders:
+        return ". It is no encoder-decoder: pretrain takes it with --objective masked_words"
+    return ""
 
 
 def _new_config(
@@ -180,8 +184,10 @@ def _config_class(model_type: str, auto_class: Any) -> type[PreTrainedConfig]:
         return CONFIG_MAPPING[model_type]
     supported = sorted(config.model_type for config in auto_class._model_mapping)
     problem = f"has no class for {auto_class.__name__}" if known else "is not a known architecture"
+    hint = _who_takes(CONFIG_MAPPING[model_type], auto_class) if known else ""
     raise ValueError(
-        f"--model_type {model_type} {problem}.{did_you_mean(model_type, supported)} Possible: {', '.join(supported)}"
+        f"--model_type {model_type} {problem}{hint}.{did_you_mean(model_type, supported)} "
+        f"Possible: {', '.join(supported)}"
     )
 
 

@@ -46,7 +46,7 @@ LIMITS = """\
   across paragraphs. So of those {held_out:,} documents and summaries it has read at least half of the runs of four
   words of {contained_together[documents]:,} documents and {contained_together[summaries]:,} summaries on all pages
   together, and of {contained_in_one_page[documents]:,} documents and {contained_in_one_page[summaries]:,} summaries on
-  one page: packages repeat descriptions and whole parameters. `docs/results.md` has the demo's scores without these."""
+  one page: packages repeat descriptions and whole parameters. `docs/results.md` has the demo's scores without them."""
 
 
 def ship(run: Path, corpus: Path, folder: Path) -> dict[str, Any]:

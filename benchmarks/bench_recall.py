@@ -33,12 +33,14 @@ of this package, are refused.
 
 import argparse
 import os
+import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from benchmarks.comparison import (
@@ -145,7 +147,10 @@ def work(
     check_rows(read_rows(path, columns), recipes, path)
     running: dict[Future[dict[str, float]], Run] = {}
     tried: set[Run] = set()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool,
+        _no_workers_left(),
+    ):
         while True:
             for run in todo(read_rows(path, columns), [*recipes], models, rates, seeds):
                 if len(running) < jobs and run not in tried:
@@ -162,6 +167,17 @@ def work(
                 row = row_of(run, recipes[run.task], future.result())
                 append_rows(path, columns, [row])
                 say(f"{run}: {row['outcome']}, " + ", ".join(f"{n} {row[n]}" for n in SCORES[:6] if n in row))
+
+
+@contextmanager
+def _no_workers_left() -> Iterator[None]:
+    """End the processes of interrupted work, which would finish their runs and then wait for ever."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in active_children():
+            process.terminate()
+        raise
 
 
 def _one_thread() -> None:
@@ -343,7 +359,12 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, or print the tables of an earlier run."""
-    return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return command_line(__doc__, DEFAULT_OUT, add_arguments, run, report, argv)
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        return 130
 
 
 if __name__ == "__main__":

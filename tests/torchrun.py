@@ -30,11 +30,11 @@ def torchrun(*command: str, log_dir: Path) -> subprocess.CompletedProcess:
 
 
 def in_forks(module: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Run a module that calls `fork`."""
+    """Run a module that calls `fork`; a process that is aborted says where."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -13,7 +13,7 @@ are those of the demo's own predictions.
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.record import Row, command_line, markdown_table, measured_on, stamp, write_csv
@@ -27,12 +27,11 @@ DEMOS = (Path("runs/demo"), Path("runs/demo-long"))
 ALL, WITHOUT, WITH = "all", "not read", "read in part"
 
 
-def read_in_part(pairs: Iterable[tuple[str, str]]) -> list[bool]:
-    """Return for each document with its summary whether the starter's documentation has half of one of them."""
+def read_in_part() -> set[str]:
+    """Return the held-out documents and summaries of which the starter's documentation has half."""
     texts = held_out()
-    together, in_one = read_of(texts, documentation()[0].values())
-    read = {texts[number] for number in together | in_one}
-    return [not read.isdisjoint(pair) for pair in pairs]
+    together, _ = read_of(texts, documentation()[0].values())
+    return {texts[number] for number in together}
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
@@ -42,22 +41,22 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         ValueError: A demo is not there, or not finished.
     """
     written = {demo: _predictions(demo) for demo in arguments.demos}
-    rows: list[Row] = []
+    read, rows = read_in_part(), list[Row]()
     for demo, texts in written.items():
         documents, references, pool = tested_with(SHORT, demo)  # both demos have the same documents
-        read = read_in_part(zip(documents, references, strict=True))
+        is_read = [not read.isdisjoint(pair) for pair in zip(documents, references, strict=True)]
         texts[LEAD] = plain_baselines(documents, pool)[LEAD]
         for kind, chosen in (
-            (ALL, list(range(len(read)))),
-            (WITHOUT, [at for at, is_read in enumerate(read) if not is_read]),
-            (WITH, [at for at, is_read in enumerate(read) if is_read]),
+            (ALL, list(range(len(is_read)))),
+            (WITHOUT, [at for at, found in enumerate(is_read) if not found]),
+            (WITH, [at for at, found in enumerate(is_read) if found]),
         ):
             wanted = [references[at] for at in chosen]
             for model, predictions in texts.items():
-                found = [predictions[at] for at in chosen]
+                summaries = [predictions[at] for at in chosen]
                 row = stamp() | {"demo": demo.name, "documents": kind, "number": str(len(chosen)), "model": model}
-                row["distinct"] = str(len(set(found)))
-                scores = rouge_scores(found, wanted) if chosen else {}
+                row["distinct"] = str(len(set(summaries)))
+                scores = rouge_scores(summaries, wanted) if chosen else {}
                 rows.append(row | {name: f"{scores[name]:.5g}" for name in SCORES if name in scores})
     write_csv(arguments.out, list(rows[0]), rows)
     return rows

@@ -33,7 +33,6 @@ def divided(rows: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     The latter are every third of the different whole sentences, in the order of the rows.
     """
     texts = {" ".join(row["sentence"].split()): row for row in rows}
-    # a part ends its text's runs only if it is the text
     smaller = {part for text in texts for part in parts_of(text) if part != text}
     whole = [text for text in texts if text not in smaller]
     chosen = whole[::_ONE_OF]

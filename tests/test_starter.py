@@ -103,7 +103,7 @@ def places(tmp_path_factory):
 def test_documentation_has_nothing_that_is_held_out(places, monkeypatch):
     pages, numbers = documentation(**places)
     texts = held_out(**places)
-    assert numbers["held_out"] == len(texts)
+    assert numbers["held_out"] == len(texts) > sum(numbers["contained_together"].values()) >= 0
     contained = Contained(texts)
     parts = [part for page in pages.values() for part in page.split("\n\n")]
     assert not any(contained.parts(page.split("\n\n")) for page in pages.values())

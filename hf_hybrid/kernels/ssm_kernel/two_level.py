@@ -278,8 +278,9 @@ def _two_level_grad(
     with full_precision(grad.device):
         power, *factors = _power(states, decay, row)
         row_grad = grad @ _by_channel(to_real(states[:, :, :1]))
-        row_grad = row_grad.unflatten(1, (len(rows), -1)).transpose(0, 1)
-        row_grad = _run(row_grad.flip(0), power.mT, power.mT, 1, 0).flip(0)
+        # contiguous, or torch would multiply one channel after the other
+        row_grad = row_grad.unflatten(1, (len(rows), -1)).transpose(0, 1).flip(0).contiguous()
+        row_grad = _run(row_grad, power.mT, power.mT, 1, 0).flip(0)
         power_grad = _by_channel(rows[:-1]).mT @ _by_channel(row_grad[1:])
         orbit_grad = to_complex(grad.mT @ _by_channel(rows)).transpose(0, 1)
         orbit_grad = torch.stack([orbit_grad, torch.zeros_like(orbit_grad)], dim=2)

@@ -18,13 +18,13 @@ other sizes, which do two tasks alone, the published one with one seed.
 
 Each model is trained at three learning rates with the first seed, and with the other seeds at the best of them: the
 lowest that solves the task (99 % of the far answers in validation are right) in at most 1.5 times the fewest steps, or
-else that with the most right answers there. Once a rate has solved it, the others end after 1.5 times as many steps. A
-run that has solved the task ends too, after a tenth of all steps in which the learning rate falls to zero. Ablations
-on own tasks have as many steps as their model. Then a test measures the accuracy of all answers, of far ones and by
-distance, and, where more than half of the far ones are right, on sequences 2, 4 and 16 times as long as in training.
+else that with the most right answers there, or with the least loss if all only guess. Once a rate has solved it, the
+others end after 1.5 times as many steps. A run that has solved the task ends too, after a tenth of all steps in which
+the learning rate falls to zero. Then a test measures the accuracy of all answers, of far ones and by distance, and,
+where more than half of the far ones are right, on sequences 2, 4 and 16 times as long as in training.
 
-Of a published task each model has one run, at the first rate. If one has more than half of the far answers right, the
-others follow; the report says which tasks no run learnt.
+Of a published task each model has the first seed. If one has more than half of the far answers right, the other seeds
+follow; the report says which tasks no run learnt.
 
 Each run has one thread, and `--jobs` of them run in parallel. A finished run adds a row to the CSV file. Stop at any
 moment; the same command goes on. A row holds a hash of its recipe, and rows of another recipe, or of another version
@@ -221,7 +221,7 @@ def report(rows: list[Row]) -> str:
             title += f", the likeliest of the values told {without_keys:.3f}"
         if is_unlearnt(rows, task):
             title += (
-                f". Not learnt in this budget: at one learning rate, no model has more than {LEARNT:.0%} of the far "
+                f". Not learnt in this budget: at no learning rate has a model more than {LEARNT:.0%} of the far "
                 "answers right"
             )
         parts += [title, markdown_table(header, lines)]
@@ -333,7 +333,7 @@ def _counts(task: str, model: str, rates: int, seeds: int) -> tuple[int, int]:
     recipe = RECIPES[task]
     seeds = len(seeds_of(task, model, range(seeds)))
     whole = seeds + rates - 1
-    return whole if recipe.is_own else int(MODELS[model].state_of is None), whole
+    return whole if recipe.is_own else rates * (MODELS[model].state_of is None), whole
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from benchmarks.recall_models import MODELS
@@ -26,20 +25,28 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     """Return the best of rows with one seed: that of the lowest rate which solves the task in about the fewest steps.
 
     About are `STABLE` times as many, since the fastest rate is often the highest that does not diverge, which it may
-    do with another seed. If none solves it, that with the most right answers in validation; None if the loss of all
-    was not finite.
+    do with another seed. If none solves it, that with the most right answers in validation, or with the least loss
+    there if all only guess; None if the loss of all was not finite.
     """
     tested = [row for row in rows if row["outcome"] == "ok"]
     if solved := [row for row in tested if row["solved_step"]]:
         most = STABLE * fewest_steps(solved)
         return min((row for row in solved if int(row["solved_step"]) <= most), key=_rate)
-    return min(
-        tested, key=lambda row: (-float(row["validation_accuracy"]), float(row["validation_loss"])), default=None
-    )
+    return min(tested, key=lambda row: (-_right(row), float(row["validation_loss"])), default=None)
 
 
 def _rate(row: Row) -> float:
     return float(row["learning_rate"])
+
+
+def _right(row: Row) -> float:
+    """Return the share of right answers in validation, or what counts as guessed if that is more."""
+    return max(float(row["validation_accuracy"]), _guessed(row))
+
+
+def _guessed(row: Row) -> float:
+    """Return the share of right answers up to which a model only guesses among the values that a sequence tells."""
+    return float(row["without_keys"] or row["chance"]) + AT_CHANCE
 
 
 def fewest_steps(rows: Sequence[Row]) -> int:
@@ -102,15 +109,15 @@ def todo(
 ) -> Iterator[Run]:
     """Yield the runs that are missing and can start.
 
-    The first seed searches the learning rate, and the others take the best. A published task has one run of each model
-    until one of them has learnt it, and none of copies with another size of the state.
+    The first seed searches the learning rate, and the others take the best. A published task has the first seed alone
+    until a model has learnt it, and no copies with another size of the state.
     """
     done = {_key(row) for row in rows}
     for task in tasks:
         doing, asked = [model for model in models if is_done_by(task, model)], (rates, seeds)
         if is_unlearnt(rows, task):
             doing = [model for model in doing if MODELS[model].state_of is None]
-            asked = (rates[:1], seeds[:1])
+            asked = (rates, seeds[:1])
         missing = [[run for run in _runs(rows, task, model, *asked) if run.key not in done] for model in doing]
         # every model's first rate before any second one, which ends early once the first has solved the task
         turns = (run for runs in zip_longest(*missing) for run in runs if run is not None)
@@ -118,20 +125,17 @@ def todo(
 
 
 def _runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of a model that can start or are done; those of the model that it waits for if none can."""
-    kind, is_own = MODELS[model], RECIPES[task].is_own
-    leader = kind.ablation_of if is_own else kind.state_of
-    if leader is None:
+    """Return the runs of a model that can start or are done; those of the model that it waits for if none can.
+
+    Of a published task a copy with another size of the state waits until its model does more than guess.
+    """
+    leader = MODELS[model].state_of
+    if leader is None or RECIPES[task].is_own:
         return _own_runs(rows, task, model, rates, seeds)
     best = _best(rows, task, leader, rates, seeds[0])
     if best is None:
         return _own_runs(rows, task, leader, rates, seeds)
-    if not is_own:
-        return [] if is_guessed(best) else _own_runs(rows, task, model, rates, seeds)
-    # an ablation is trained as long as its model was with the same seed
-    steps = {row["seed"]: row["trained_steps"] for row in kept(rows, task, leader)}
-    runs = [run for run in _own_runs(rows, task, model, rates, seeds) if str(run.seed) in steps]
-    return [replace(run, most=int(steps[str(run.seed)] or 0) or None) for run in runs]
+    return [] if is_guessed(best) else _own_runs(rows, task, model, rates, seeds)
 
 
 def _own_runs(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seeds: Sequence[int]) -> list[Run]:
@@ -151,8 +155,8 @@ def _best(rows: Sequence[Row], task: str, model: str, rates: Sequence[str], seed
 
 
 def is_guessed(row: Row) -> bool:
-    """Return whether a row's far answers are hardly better than guesses among the values that a sequence tells."""
-    return (share([row]) or 0.0) <= float(row["without_keys"] or row["chance"]) + AT_CHANCE
+    """Return whether a row's far answers are hardly better than guesses."""
+    return (share([row]) or 0.0) <= _guessed(row)
 
 
 def _key(row: Row) -> tuple[str, ...]:

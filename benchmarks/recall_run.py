@@ -57,8 +57,7 @@ class Recipe:
         width: Width of the models.
         sizes: Sizes of the task, where they are not those of `RECALL`.
         is_encoder_decoder: Whether encoder-decoders do the task, or causal language models.
-        is_own: Whether its far answers lie where no ablation reaches, so that ablations, which can only guess them,
-            are trained no longer than their models.
+        is_own: Whether its far answers lie where no ablation reaches, so that an ablation can only guess them.
         has_longer: Whether longer sequences than those of training ask for the same.
         has_seeds: Whether several seeds are worth their time.
     """
@@ -110,7 +109,6 @@ class Run:
         model: The model.
         seed: The seed.
         rate: The learning rate.
-        most: Updates after which it ends, if those of the recipe are more: an ablation has as many as its model.
         overtaken: Updates after which a run that has not solved the task ends untested, since another rate has.
     """
 
@@ -118,7 +116,6 @@ class Run:
     model: str
     seed: int
     rate: str
-    most: int | None = field(default=None, compare=False)
     overtaken: int | None = field(default=None, compare=False)
 
     @property
@@ -202,8 +199,8 @@ def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 def train(run: Run, recipe: Recipe) -> dict[str, float]:
     """Train and test a model.
 
-    The learning rate follows its schedule until a validation finds the task solved, or the run's end is near; then it
-    falls to zero, so that all models are tested in a like state.
+    The learning rate follows its schedule, to its end or until a validation finds the task solved; then it falls to
+    zero, so that all models are tested in a like state.
 
     Returns:
         ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``without_keys``
@@ -222,10 +219,9 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
     values["chance"] = validation.chance
     if validation.without_keys is not None:
         values["without_keys"] = validation.without_keys
-    most = min(run.most or recipe.steps, recipe.steps)
     ending, check_every = math.ceil(ENDING * recipe.steps), recipe.steps // _CHECKS or 1
     schedule: Any = get_scheduler(_SCHEDULE, optimizer, math.ceil(_WARMUP * recipe.steps), recipe.steps)
-    began, end, is_ending = time.process_time(), most, False
+    began, end, is_ending = time.process_time(), recipe.steps, False
     for step, batch in enumerate(_batches(run, recipe), 1):
         if not _update(model, batch, optimizer):
             return {"parameters": values["parameters"]}
@@ -238,9 +234,8 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
                 return values
         if step == end:
             break
-        is_cut = most < recipe.steps and step == most - ending
-        if not is_ending and (is_cut or "solved_step" in values):
-            is_ending, end = True, min(most, step + ending)
+        if not is_ending and "solved_step" in values:
+            is_ending, end = True, min(recipe.steps, step + ending)
             schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=end - step)
     return values | _tests(model, run, recipe)
 

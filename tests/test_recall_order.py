@@ -33,6 +33,13 @@ def test_the_best_rate_solves_the_task_about_first_or_comes_nearest():
     assert best_row([near, slow, far]) == slow
     assert best_row([far, near]) == near
     assert best_row([near, {**near, "validation_loss": "0.05"}])["validation_loss"] == "0.05"
+    lucky, taught = row(validation_accuracy="0.115"), row(validation_accuracy="0.1", validation_loss="0.4")
+    assert best_row([lucky, taught]) == taught  # both guess, at 0.1
+    assert best_row([{**lucky, "without_keys": "0.09"}, {**taught, "without_keys": "0.09"}])["without_keys"] == "0.09"
+    assert best_row([{**lucky, "without_keys": "0.09"}, {**taught, "without_keys": "0.09"}]) == {
+        **lucky,
+        "without_keys": "0.09",
+    }  # which is more than the likeliest value told
     gone = row(outcome="diverged", validation_loss="", validation_accuracy="")
     overtaken = row(outcome=SLOWER, validation_accuracy="0.98", accuracy="")
     assert best_row([gone, overtaken, far]) == far
@@ -88,27 +95,13 @@ def test_every_model_has_its_first_rate_before_any_has_its_second():
 # ---- models that follow others ----
 
 
-def test_ablations_on_own_tasks_follow_their_model_and_take_its_steps():
+def test_an_ablation_is_searched_as_its_model_and_waits_for_nothing():
     ask = partial(missing, models=["BST, windows alone"])
-    assert ask([]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
-    rows = [solved("15", "0.001", seed="4")]
-    assert ask(rows) == [("BST", 4, "0.003")]  # the search of its model has not ended
-    rows.append(row(seed="4", rate="0.003", outcome=SLOWER, accuracy="", trained_steps="90"))
-    given = (["latch"], ["BST, windows alone"], RATES, [4, 5])
-    assert [(run.seed, run.rate, run.most) for run in todo(rows, *given)] == [(4, "0.003", 30), (4, "0.001", 30)]
-    rows += [
-        row(model="BST, windows alone", seed="4", rate=rate, far=far) for rate, far in zip(RATES, "12", strict=True)
-    ]
-    assert [*todo(rows, *given)] == []  # seed 5 of its model is still to come
-    rows.append(row(seed="5", trained_steps="20"))
-    assert [(run.seed, run.rate, run.most) for run in todo(rows, *given)] == [(5, "0.003", 20)]
-    rows[-1] = row(seed="5", outcome="diverged", trained_steps="", accuracy="")
-    assert [(run.seed, run.most) for run in todo(rows, *given)] == [(5, None)]
-
-
-def test_an_ablation_waits_for_nothing_where_its_model_has_diverged():
-    gone = [row(seed="4", rate=rate, outcome="diverged", accuracy="", validation_loss="") for rate in RATES]
-    assert missing(gone, models=["BST, windows alone"]) == []
+    search = [("BST, windows alone", 4, rate) for rate in RATES]
+    assert ask([]) == search
+    assert ask([solved("15", "0.001", seed="4")]) == search
+    rows = [row(model=name, seed="4", rate=rate, validation_loss=loss) for (name, _, rate), loss in zip(search, "12")]
+    assert ask(rows) == [("BST, windows alone", 5, "0.003")]
 
 
 def test_another_size_of_the_state_is_a_model_of_its_own():
@@ -142,15 +135,16 @@ def test_what_says_nothing_about_range_has_one_seed():
 # ---- published tasks ----
 
 
-def test_a_published_task_has_one_run_of_each_model_until_one_has_learnt_it():
+def test_a_published_task_has_one_seed_until_a_model_has_learnt_it():
     ask = partial(missing, tasks=["mqar"], models=["BST", "BST, windows alone", "BST, N 8", "Llama"])
-    first = [("BST", 4, "0.003"), ("BST, windows alone", 4, "0.003"), ("Llama", 4, "0.003")]
-    assert ask([]) == first
-    rows = [row("mqar", model, seed="4", rate="0.003", far="0.5") for model, _, _ in first]
-    assert ask(rows[:2]) == first[2:]
+    names = ["BST", "BST, windows alone", "Llama"]
+    search = [(model, 4, rate) for rate in RATES for model in names]
+    assert ask([]) == search
+    rows = [row("mqar", model, seed="4", rate=rate, far="0.5") for model, _, rate in search]
+    assert {*ask(rows[:2])} == {*search[2:]}
     assert ask(rows) == []
-    opened = {*ask([*rows[:2], {**rows[2], "far": "0.51"}])}
-    assert opened == {(model, 4, "0.001") for model, _, _ in first}
+    opened = {*ask([*rows[:-1], {**rows[-1], "far": "0.51"}])}
+    assert opened == {(model, 5, "0.003") for model in names} | {("BST, N 8", 4, rate) for rate in RATES}
 
 
 def test_a_task_is_unlearnt_as_long_as_no_run_has_half_of_the_far_answers():

@@ -36,11 +36,9 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from benchmarks.comparison import (
@@ -77,6 +75,7 @@ from benchmarks.recall_run import (
     train,
 )
 from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
+from hf_hybrid.data.workers import worker_pool
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
 RATES = ("0.003", "0.01", "0.001")
@@ -147,10 +146,7 @@ def work(
     check_rows(read_rows(path, columns), recipes, path)
     running: dict[Future[dict[str, float]], Run] = {}
     tried: set[Run] = set()
-    with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool,
-        _no_workers_left(),
-    ):
+    with worker_pool(jobs, _one_thread) as pool:
         while True:
             for run in todo(read_rows(path, columns), [*recipes], models, rates, seeds):
                 if len(running) < jobs and run not in tried:
@@ -167,17 +163,6 @@ def work(
                 row = row_of(run, recipes[run.task], future.result())
                 append_rows(path, columns, [row])
                 say(f"{run}: {row['outcome']}, " + ", ".join(f"{n} {row[n]}" for n in SCORES[:6] if n in row))
-
-
-@contextmanager
-def _no_workers_left() -> Iterator[None]:
-    """End the processes of interrupted work, which would finish their runs and then wait for ever."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        for process in active_children():
-            process.terminate()
-        raise
 
 
 def _one_thread() -> None:

@@ -9,20 +9,21 @@ tasks are drawn without any::
     python -m benchmarks.lra --task lra_pathfinder_16 --model CHELA --small      # a rehearsal on a CPU
 
 A run is a folder, ``OUTPUT_DIR/TASK/MODEL-SEED``. It saves a checkpoint there every two minutes, after each validation
-and when its minutes are over, and ends then; the same command goes on from it, also on another machine to which the
-folder was copied, with the batches that would have come next. Ctrl-C or SIGTERM ends it after the present batch, with
-a checkpoint; a second one ends it at once, and what was saved before stays. The checkpoint holds a hash of the recipe
-and of the rows to train on and to validate, and others are refused. Data are drawn on all cores, in parts that are
-kept in ``OUTPUT_DIR/data``: a slice whose minutes they take ends between two parts. After the last epoch, the weights
-of the epoch with the best validation are tested.
+and when its minutes are over, and ends then, also within a validation or the test; the same command goes on from it,
+also on another machine to which the folder was copied, with the batches that would have come next. Ctrl-C or SIGTERM
+ends it after the present batch, with a checkpoint; a second one ends it at once, and what was saved before stays. The
+checkpoint holds a hash of the recipe and of the rows to train on and to validate, and others are refused. Data are
+drawn on all cores, in parts that are kept in ``OUTPUT_DIR/data``: a slice whose minutes they take ends between two
+parts. After the last epoch, the weights of the epoch with the best validation are tested.
 
 A run whose loss or weights are no longer finite ends, and leaves its last checkpoint as it is: the same command would
-come to the same step. ``--learning_rate`` replaces the recipe's; the run has a folder of its own, and the row says so.
+come to the same step. ``--learning_rate`` replaces the recipe's, ``--bf16`` computes under autocast, and the row says
+so. A run with one of these, or with ``--fraction`` or ``--rows``, has a folder of its own.
 
 Where the time is not enough for a recipe, ``--fraction`` trains with a schedule of so many of its updates, whose
-learning rate falls to zero at its end, and ``--finish`` tests what there is when the minutes are over; the run can go
-on all the same. The title of the row and ``result.json`` say which share of the recipe was trained. Nothing needs the
-network.
+learning rate falls to zero at its end, and ``--finish`` tests what there is when the minutes are over, however long
+that takes; the run can go on all the same. The title of the row and ``result.json`` say which share of the recipe was
+trained. Nothing needs the network.
 """
 
 import argparse
@@ -41,19 +42,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import get_scheduler
+from transformers import PreTrainedModel, Trainer, get_scheduler
 
 from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
 from benchmarks.record import markdown_table, short_hash, slug
 from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.lra import LRA, DrawingStopped, find_lra, load_lra_once
 from hf_hybrid.training.collating import LongRangeRows, long_range_collator
+from hf_hybrid.training.errors import one_line
 from hf_hybrid.training.flags.recipes import LongRangeRecipe
 from hf_hybrid.training.run_folder.files import replacing
 from hf_hybrid.training.trainer.optimizer import separate_ssm_parameters
 
 CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
 _RESUMED = ("model", "optimizer", "schedule")
+_COUNTED = ("step", "minutes", "history", "best", "partial")
 _SAVE_EVERY = 120.0
 """Seconds of training or validation after which a checkpoint is saved."""
 _SMALL_ROWS = {"train": 32, "validation": 16, "test": 16}
@@ -84,8 +87,25 @@ def digest(rows: LongRangeRows) -> str:
 # ---- training ----
 
 
+def optimizer_of(model: PreTrainedModel, recipe: LongRangeRecipe) -> torch.optim.Optimizer:
+    """Return AdamW with the groups that `long_range` has: norms, biases and state spaces are not decayed."""
+    decayed = {*Trainer.get_decay_parameter_names(None, model)}
+    named = [*model.named_parameters()]
+    groups = [
+        {"params": [value for name, value in named if name in decayed], "weight_decay": recipe.weight_decay},
+        {"params": [value for name, value in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, recipe.beta2))
+    separate_ssm_parameters(optimizer, model, recipe.ssm_learning_rate)
+    return optimizer
+
+
 class Interrupted(Exception):
     """The run was asked to end, and has saved what it had to save."""
+
+
+class SliceOver(Exception):
+    """The minutes are over, and the run is saved."""
 
 
 class Diverged(Exception):
@@ -105,7 +125,8 @@ class LongRangeRun:
         count = _SMALL_ROWS if arguments.small else dict.fromkeys(_SMALL_ROWS, arguments.rows)
         known, cache = LRA[arguments.task], str(Path(arguments.output_dir, "data"))
         where: dict[str, Any] = {"data_dir": arguments.data_dir, "seed": arguments.seed, "cache_dir": cache}
-        where |= {"processes": os.cpu_count() or 1, "until": self.entered + 60 * arguments.minutes}
+        self.until = self.entered + 60 * arguments.minutes
+        where |= {"processes": os.cpu_count() or 1, "until": self.until}
         found = find_lra(self.task, "train", arguments.data_dir)
         self.source = "drawn" if found is None else f"of {found[0].name}"
         reads = "input_values" if known.vocab_size is None else "input_ids"
@@ -113,22 +134,22 @@ class LongRangeRun:
             split: LongRangeRows(load_lra_once(self.task, split, count=count[split], **where), reads, known.length)
             for split in dict.fromkeys(("train", "validation", arguments.tested))
         }
-        self.tested, self.fraction = arguments.tested, arguments.fraction
+        self.tested, self.fraction, self.bf16 = arguments.tested, arguments.fraction, arguments.bf16
         torch.manual_seed(arguments.seed)
         self.model = classifier_of(self.recipe, self.task).to(self.device)
-        rates = {"lr": self.recipe.learning_rate, "weight_decay": self.recipe.weight_decay}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, self.recipe.beta2), **rates)
-        separate_ssm_parameters(self.optimizer, self.model, self.recipe.ssm_learning_rate)
+        self.optimizer = optimizer_of(self.model, self.recipe)
         warmup = math.ceil(self.recipe.warmup * self.steps)
         self.schedule = get_scheduler(self.recipe.schedule, self.optimizer, warmup, self.steps)
         self.seed, self.step, self.minutes, self.history = arguments.seed, 0, 0.0, []  # type: ignore[var-annotated]
         self.best: dict[str, Any] = {"validation": -1.0}
+        self.trained: dict[str, torch.Tensor] = {}  # the weights after the last step, while the best ones are tested
+        self.partial: dict[str, Any] = {}  # an evaluation that has not ended: its split, step, rows and right ones
         self.is_interrupted, self.saved_step = False, 0
         self.counted = self.saved_at = time.monotonic()
         config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
         data = [digest(self.rows[split]) for split in ("train", "validation")]
         recipe = asdict(replace(self.recipe, source=""))
-        self.hash = short_hash([arguments.task, arguments.model, recipe, self.fraction, config, data])
+        self.hash = short_hash([arguments.task, arguments.model, recipe, self.fraction, self.bf16, config, data])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -145,13 +166,14 @@ class LongRangeRun:
         """Updates of the whole recipe on these rows."""
         return self.recipe.epochs * self.steps_per_epoch
 
-    def train(self, minutes: float) -> bool:
-        """Train until so many minutes after the beginning of the slice, and save; return whether all is done.
+    def train(self) -> None:
+        """Train.
 
         Reading or drawing the data is part of the slice, and no part of the minutes of training.
 
         Raises:
             Interrupted: A signal came; the run is saved.
+            SliceOver: The minutes are over; the run is saved.
             Diverged: The loss or the weights are not finite.
         """
         self.counted = self.saved_at = time.monotonic()
@@ -160,14 +182,10 @@ class LongRangeRun:
             while self.step < self.steps:
                 for batch in self._rest_of_epoch():
                     self._update(batch)
-                    self._tend()
                     self._validate_if_due()
+                    self._tend()
                     if self.step == self.steps:
                         break
-                    if time.monotonic() - self.entered > 60 * minutes:
-                        self.save()
-                        return False
-        return True
 
     @contextmanager
     def _noticing_signals(self) -> Iterator[None]:
@@ -186,11 +204,14 @@ class LongRangeRun:
                 signal.signal(kind, handler)
 
     def _tend(self) -> None:
-        """Save if it is time to or if a signal came, between two batches of training or validation."""
-        if self.is_interrupted or time.monotonic() - self.saved_at > _SAVE_EVERY:
+        """Save if it is time to, and end if a signal came or the minutes are over, between two batches."""
+        now = time.monotonic()
+        if self.is_interrupted or now > self.until or now - self.saved_at > _SAVE_EVERY:
             self.save()
         if self.is_interrupted:
             raise Interrupted
+        if now > self.until:
+            raise SliceOver
 
     def _validate_if_due(self) -> None:
         """Validate after each epoch and at the end, unless that has been done, and save."""
@@ -198,8 +219,6 @@ class LongRangeRun:
         if is_due and (not self.history or self.history[-1]["step"] < self.step):
             self.validate()
             self.save()
-            if self.is_interrupted:
-                raise Interrupted
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
         """Yield the batches of this epoch that have not come yet; their order depends on seed and epoch alone."""
@@ -212,7 +231,8 @@ class LongRangeRun:
     def _update(self, batch: Batch) -> None:
         self.model.train()
         torch.manual_seed(self.seed * 1_000_003 + self.step)  # dropout goes on as if nothing had stopped it
-        loss = self.model(**batch).loss
+        with self._precision():
+            loss = self.model(**batch).loss
         if not torch.isfinite(loss):
             raise Diverged(self._end_of(f"the loss of step {self.step} is not finite"))
         loss.backward()
@@ -223,15 +243,22 @@ class LongRangeRun:
         self.optimizer.zero_grad()
         self.step += 1
 
-    def validate(self) -> None:
+    def _precision(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def validate(self, tends: bool = True) -> None:
         """Validate the present weights, and keep them if they are the best ones so far.
 
+        Args:
+            tends: Whether to end where a signal comes or the minutes are over; the next slice goes on from there.
+
         Raises:
-            Interrupted: A signal came; the run is saved as it was before the validation.
+            Interrupted: A signal came; the run is saved.
+            SliceOver: The minutes are over; the run is saved.
             Diverged: The weights are not finite.
         """
         self._check_weights()
-        validation = self.accuracy("validation", tends=True)
+        validation = self.accuracy("validation", tends)
         self.history.append({"step": self.step, "validation": validation})
         epoch = self.step / self.steps_per_epoch
         print(f"epoch {epoch:.4g} of {self.recipe.epochs}: {validation:.4f}", flush=True)
@@ -240,15 +267,21 @@ class LongRangeRun:
             self.best = {"validation": validation, "weights": weights}
 
     @torch.no_grad()
-    def accuracy(self, split: str, tends: bool = False) -> float:
-        """Return the share of right labels; `tends` saves the run in between."""
+    def accuracy(self, split: str, tends: bool) -> float:
+        """Return the share of right labels; see `validate`."""
         self.model.eval()
-        rows, right = self.rows[split], 0
-        for batch in batches(rows, range(len(rows)), self.recipe.batch_size, self.device):
-            right += int((self.model(**batch).logits.argmax(dim=-1) == batch["labels"]).sum())
+        rows, of = self.rows[split], {"split": split, "step": self.step}
+        if not of.items() <= self.partial.items():
+            self.partial = {**of, "rows": 0, "right": 0}
+        for batch in batches(rows, range(self.partial["rows"], len(rows)), self.recipe.batch_size, self.device):
+            with self._precision():
+                found = self.model(**batch).logits.argmax(dim=-1)
+            self.partial["right"] += int((found == batch["labels"]).sum())
+            self.partial["rows"] += len(found)
             if tends:
                 self._tend()
-        return right / len(rows)
+        right, self.partial = self.partial["right"], {}
+        return float(right / len(rows))
 
     # ---- checkpoints ----
 
@@ -276,8 +309,9 @@ class LongRangeRun:
         self._check_weights()
         now = time.monotonic()
         self.minutes, self.counted = self.minutes + (now - self.counted) / 60, now
-        states = {name: getattr(self, name).state_dict() for name in _RESUMED} | {"best": self.best}
-        counts = {"step": self.step, "minutes": self.minutes, "history": self.history, "hash": self.hash}
+        states = {name: getattr(self, name).state_dict() for name in _RESUMED}
+        states |= {"model": self.trained} if self.trained else {}
+        counts = {name: getattr(self, name) for name in _COUNTED} | {"hash": self.hash}
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / CHECKPOINT) as path:
             torch.save({**states, **counts}, path)
@@ -300,27 +334,34 @@ class LongRangeRun:
             raise ValueError(f"{path} must be a checkpoint; it cannot be read ({error}). Delete it") from error
         if kept["hash"] != self.hash:
             raise ValueError(
-                f"{path} must have the recipe and the rows of {self.hash}, the present ones; got {kept['hash']}. "
-                "Delete it, or name another --output_dir"
+                f"{path} must have the present recipe and rows (hash {self.hash}; got {kept['hash']}), but was trained "
+                "with other ones: with files or defaults that have changed since. Name another --output_dir, or move "
+                "it away"
             )
         for name in _RESUMED:
             getattr(self, name).load_state_dict(kept[name])
-        self.step, self.minutes, self.history, self.best = (
-            kept[name] for name in ("step", "minutes", "history", "best")
-        )
+        for name in _COUNTED:
+            setattr(self, name, kept[name])
         self.saved_step = self.step
 
-    def test(self) -> dict[str, Any]:
-        """Test the best weights, the present ones among them, and write and return the result."""
+    def test(self, tends: bool) -> dict[str, Any]:
+        """Test the best weights, the present ones among them, and write and return the result.
+
+        Args:
+            tends: As in `validate`.
+        """
         if not self.history or self.history[-1]["step"] < self.step:
-            self.validate()
+            self.validate(tends)
+        self.trained = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(self.best["weights"])
         # of the published number of examples, however many are at hand
         whole = self.recipe.epochs * math.ceil(LRA[self.task].counts[0] / self.recipe.batch_size)
         shares = {"of_recipe": self.step / whole, "of_schedule": self.step / self.steps}
         counts = {"steps": self.step, **shares, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
-        scores = {"accuracy": self.accuracy(self.tested), "validation": self.best["validation"], "tested": self.tested}
-        scores |= {"rows": self.source, "learning_rate": self.recipe.learning_rate}
+        with self._noticing_signals():
+            accuracy = self.accuracy(self.tested, tends)
+        scores = {"accuracy": accuracy, "validation": self.best["validation"], "tested": self.tested}
+        scores |= {"rows": self.source, "learning_rate": self.recipe.learning_rate, "bf16": self.bf16}
         parameters = self.model.num_parameters()
         result = {**scores, **counts, "parameters": parameters, "recipe": self.recipe.source, "history": self.history}
         with replacing(self.folder / RESULT) as path:
@@ -343,6 +384,7 @@ def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe, 
         trained += ", in a schedule of so many"
     if result["learning_rate"] != rate_of_recipe:
         trained += f", at a learning rate of {result['learning_rate']:g} for the recipe's {rate_of_recipe:g}"
+    trained += ", in bfloat16" if result["bf16"] else ""
     examples = f"{result['examples']:,} examples ({result['rows']})"
     title = f"{task}: {examples}, {trained}, {result['minutes']:.1f} minutes{split}"
     return f"{title} ({recipe.source})\n\n" + markdown_table(["model", "parameters", "accuracy (%)"], lines)
@@ -358,6 +400,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
     if arguments.learning_rate is not None and not 0 < arguments.learning_rate < math.inf:
         parser.error(f"--learning_rate must be positive; got {arguments.learning_rate}")
+    if arguments.rows is not None and (arguments.rows < 1 or arguments.small):
+        parser.error(f"--rows must be positive, and is not for --small; got {arguments.rows}")
+    try:
+        torch.empty(1, device=arguments.device)
+    except Exception as error:  # torch raises many kinds
+        parser.error(f"--device {arguments.device} cannot be used: {one_line(error)}")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(parser, arguments)
@@ -387,6 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--learning_rate", type=float, help="peak, for that of the recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
     parser.add_argument("--fraction", type=float, default=1.0, help="share of the recipe's updates to train (all)")
     parser.add_argument("--finish", action="store_true", help="test what there is when the minutes are over")
     parser.add_argument("--small", action="store_true", help="a tiny model, few rows, two epochs: a rehearsal")
@@ -399,8 +448,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     Raises:
         Diverged: The loss or the weights are not finite.
     """
-    rate = "" if arguments.learning_rate is None else f"-lr{arguments.learning_rate:g}"
-    name = f"{slug(arguments.model)}-{arguments.seed}{rate}{'-small' if arguments.small else ''}"
+    name = f"{slug(arguments.model)}-{arguments.seed}"
+    name += "" if arguments.learning_rate is None else f"-lr{arguments.learning_rate:g}"
+    name += "" if arguments.fraction == 1 else f"-fraction{arguments.fraction:g}"
+    name += "" if arguments.rows is None else f"-rows{arguments.rows}"
+    name += "-bf16" * arguments.bf16 + "-small" * arguments.small
     try:
         run = LongRangeRun(arguments, arguments.output_dir / arguments.task / name)
         run.resume()
@@ -410,15 +462,19 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         print(f"{stopped}; the same command goes on")
         return 0
     try:
-        is_done = run.train(arguments.minutes)
+        try:
+            run.train()
+        except SliceOver:
+            if not arguments.finish:
+                raise
+        result = run.test(tends=not arguments.finish)
     except Interrupted:
         print(f"interrupted at step {run.step} of {run.steps}, which is saved; the same command goes on")
         return 130
-    if not is_done:
+    except SliceOver:
         print(f"step {run.step} of {run.steps} after {run.minutes:.1f} minutes; the same command goes on")
-        if not arguments.finish:
-            return 0
-    print("\n" + row(arguments.model, arguments.task, run.test(), run.recipe, run.rate_of_recipe))
+        return 0
+    print("\n" + row(arguments.model, arguments.task, result, run.recipe, run.rate_of_recipe))
     return 0
 
 

@@ -346,5 +346,7 @@ def source_and_folder(description: str | None, argv: Sequence[str] | None) -> tu
     arguments = parser.parse_args(argv)
     if not arguments.source.is_dir():
         parser.error(f"source must be a folder; got {arguments.source}")
+    if arguments.folder.resolve() == arguments.source.resolve():
+        parser.error(f"folder must not be the source, whose files it would replace; got {arguments.folder}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     return arguments.source, arguments.folder

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, folder = source_and_folder(__doc__, argv)
     for split in ("train", "validation"):
         path = source / f"{split}.npz"
-        read_arrays(path)  # refuses what is broken
+        read_arrays(path, "audio")  # refuses what is broken
         with np.load(path) as archive:
             arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
         numbers = np.arange(len(arrays["labels"]))

@@ -72,9 +72,9 @@ def test_a_run_in_slices_ends_like_one_that_never_stopped(small, tmp_path, capsy
     assert "| **CHELA**, here |" in capsys.readouterr().out
     slices = 0
     while not (folder_of(tmp_path, "cut") / lra.RESULT).exists():
-        assert small("cut", "--minutes", "1e-9") == 0  # an update each
+        assert small("cut", "--minutes", "1e-9") == 0  # an update each, or a batch of the last validation or test
         slices += 1
-    assert slices == 6  # two epochs of three batches
+    assert slices == 8  # two epochs of three batches
     assert "step 1 of 6 after" in capsys.readouterr().out
     whole, cut = (torch.load(folder_of(tmp_path, name) / lra.CHECKPOINT) for name in ("whole", "cut"))
     assert whole["step"] == cut["step"] == 6
@@ -122,13 +122,49 @@ def test_what_there_is_can_be_tested_when_the_minutes_are_over(small, tmp_path, 
 def test_a_part_of_the_recipe_has_a_schedule_of_its_own(small, tmp_path, capsys):
     small("half", "--fraction", "0.6")
     assert "66.7 % of the recipe's updates, in a schedule of so many, " in capsys.readouterr().out
-    checkpoint = torch.load(folder_of(tmp_path, "half") / lra.CHECKPOINT)
+    own = tmp_path / "half" / "lra_listops_200" / "CHELA-0-fraction0.6-small"
+    checkpoint = torch.load(own / lra.CHECKPOINT)
     assert checkpoint["schedule"]["_last_lr"] == [0.0] * len(checkpoint["schedule"]["_last_lr"])
     assert [point["step"] for point in checkpoint["history"]] == [3, 4]
-    for fraction, message in (("1", "must have the recipe and the rows of"), ("0", "--fraction must be above 0 and")):
-        with pytest.raises(SystemExit):
-            small("half", "--fraction", fraction)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        small("half", "--fraction", "0")
+    assert "--fraction must be above 0 and" in capsys.readouterr().err
+    assert small("half") == 0  # the whole recipe has a folder of its own
+
+
+def test_a_run_in_bfloat16_says_so(small, tmp_path, capsys):
+    assert small("one", "--bf16") == 0
+    assert "updates, in bfloat16, " in capsys.readouterr().out
+    folder = tmp_path / "one" / "lra_listops_200" / "CHELA-0-bf16-small"
+    assert json.loads((folder / lra.RESULT).read_text())["bf16"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "nowhere"], "--device nowhere cannot be used: Expected one of cpu, cuda"),
+        (["--rows", "0"], "--rows must be positive, and is not for --small; got 0"),
+        (["--small", "--rows", "9"], "--rows must be positive, and is not for --small; got 9"),
+        (["--minutes", "0"], "--minutes must be positive; got 0"),
+    ],
+)
+def test_flags_are_checked_before_data_are_drawn(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(lra, "load_lra_once", None)
+    with pytest.raises(SystemExit):
+        main(["--task", "lra_listops_200", "--output_dir", str(tmp_path), *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_norms_and_biases_are_not_decayed():
+    """As Trainer does it, which trains by the same recipes."""
+    recipe = recipe_of("CHELA", "lra_listops", small=True)
+    model = classifier_of(recipe, "lra_listops")
+    groups = lra.optimizer_of(model, recipe).param_groups
+    decayed = {id(value) for group in groups if group["weight_decay"] for value in group["params"]}
+    spared = {name for name, value in model.named_parameters() if id(value) not in decayed}
+    assert {name for name, _ in model.named_parameters() if "bias" in name or "norm" in name} <= spared
+    assert not {name for name in spared if name.endswith("proj.weight")}
+    assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
 
 
 def test_checkpoints_of_other_recipes_and_broken_ones_are_refused(small, tmp_path, monkeypatch, capsys):
@@ -137,7 +173,7 @@ def test_checkpoints_of_other_recipes_and_broken_ones_are_refused(small, tmp_pat
     monkeypatch.setattr(lra, "_SMALL_ROWS", {"train": 12, "validation": 8, "test": 8})
     with pytest.raises(SystemExit):
         small("one")
-    assert "checkpoint.pt must have the recipe and the rows of" in capsys.readouterr().err
+    assert "checkpoint.pt must have the present recipe and rows (hash " in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(SystemExit):
         small("one")
@@ -163,7 +199,7 @@ def test_other_rows_are_refused_and_the_same_ones_go_on_from_anywhere(tmp_path, 
     for split in ("train", "validation"):  # as many rows, of the same sizes
         with pytest.raises(SystemExit):
             main([*command, write_reviews(tmp_path / f"other_{split}", **{split: ("bed", "good")})])
-        assert "must have the recipe and the rows of" in capsys.readouterr().err
+        assert "must have the present recipe and rows (hash " in capsys.readouterr().err
 
 
 def test_training_needs_neither_datasets_nor_evaluate(tmp_path):
@@ -368,7 +404,7 @@ def test_a_learning_rate_of_ones_own_is_a_run_of_its_own(small, tmp_path, capsys
     assert [result["learning_rate"] for result in results] == [1e-3, 5e-4]
     assert torch.load(own / lra.CHECKPOINT)["schedule"]["base_lrs"][0] == 5e-4
     (own / lra.CHECKPOINT).replace(folder_of(tmp_path, "one") / lra.CHECKPOINT)
-    for flags, message in (([], "must have the recipe and the rows of"), (["--learning_rate", "0"], "be positive")):
+    for flags, message in (([], "must have the present recipe and rows (hash "), (["--learning_rate", "0"], "be positive")):
         with pytest.raises(SystemExit):
             small("one", *flags)
         assert message in capsys.readouterr().err

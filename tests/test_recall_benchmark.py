@@ -98,7 +98,7 @@ def wrapped(function, change):
 class Immediate:
     """Runs what it is given at once, as a pool of processes would."""
 
-    def __init__(self, jobs, mp_context, initializer):
+    def __init__(self, jobs, initializer):
         pass
 
     def __enter__(self):
@@ -130,7 +130,7 @@ def test_a_stopped_benchmark_goes_on_and_repeats_what_failed(tmp_path, monkeypat
         values |= {"validation": 0.99, "solved_step": 5} if run.rate == "0.01" else {}
         return {**values, "accuracy": 0.75, "far": 0.75, "x2": 0.3}
 
-    monkeypatch.setattr(bench_recall, "ProcessPoolExecutor", Immediate)
+    monkeypatch.setattr(bench_recall, "worker_pool", Immediate)
     monkeypatch.setattr(bench_recall, "train", faked)
     out = tmp_path / "recall.csv"
     command = ["--tasks", "latch", "--models", "BST", "--out", str(out), "--jobs", "1"]
@@ -334,7 +334,7 @@ def test_the_plan_counts_the_runs_and_their_minutes(capsys, monkeypatch):
 
 def test_the_plan_counts_what_is_done(tmp_path, monkeypatch):
     """Where no task is learnt, and where all are."""
-    monkeypatch.setattr(bench_recall, "ProcessPoolExecutor", Immediate)
+    monkeypatch.setattr(bench_recall, "worker_pool", Immediate)
     monkeypatch.setattr(bench_recall, "recipe_hash", lambda *_: "0")
     recipes = {task: RECIPES[task] for task in ("key_value", "mqar", "memorization", "facts")}
     for which, right in enumerate((0.3, 0.9)):

@@ -35,11 +35,8 @@ def test_the_best_rate_solves_the_task_about_first_or_comes_nearest():
     assert best_row([near, {**near, "validation_loss": "0.05"}])["validation_loss"] == "0.05"
     lucky, taught = row(validation_accuracy="0.115"), row(validation_accuracy="0.1", validation_loss="0.4")
     assert best_row([lucky, taught]) == taught  # both guess, at 0.1
-    assert best_row([{**lucky, "without_keys": "0.09"}, {**taught, "without_keys": "0.09"}])["without_keys"] == "0.09"
-    assert best_row([{**lucky, "without_keys": "0.09"}, {**taught, "without_keys": "0.09"}]) == {
-        **lucky,
-        "without_keys": "0.09",
-    }  # which is more than the likeliest value told
+    told = {**lucky, "without_keys": "0.09"}  # 0.115 is more than that of the likeliest value told
+    assert best_row([told, {**taught, "without_keys": "0.09"}]) == told
     gone = row(outcome="diverged", validation_loss="", validation_accuracy="")
     overtaken = row(outcome=SLOWER, validation_accuracy="0.98", accuracy="")
     assert best_row([gone, overtaken, far]) == far

@@ -156,7 +156,12 @@ class _Run:
             else:
                 if document.note is not None:
                     self._say(f"{document.name}: {document.note}")
-                prompt = self._prompt(document)
+                try:
+                    prompt = self._prompt(document)
+                except Exception as error:  # tokenizers raises no other kind for a word that a vocabulary lacks
+                    self._skip(document, f"the tokenizer cannot read it: {one_line(error)}")
+                    self._update(1)
+                    continue
                 window.append((document, prompt))
                 tokens += len(prompt.ids)
             full = self.flags.batch_size * (1 if self.output.path is None else _BATCHES)

@@ -321,7 +321,11 @@ def test_official_reviews(tmp_path):
     rows = load_lra("lra_text", "train", data_dir=tmp_path)
     assert [row.tolist() for row in rows.inputs] == [byte_ids("bad"), byte_ids("good")]
     assert rows.labels.tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"folders neg and pos of aclImdb; .*pos is missing"):
+    home = r"The official files are from https://ai.stanford.edu/~amaas/data/sentiment/$"
+    with pytest.raises(ValueError, match=rf"folders neg and pos of aclImdb; .*pos is missing\. {home}"):
+        load_lra("lra_text", "test", data_dir=tmp_path)
+    (tmp_path / "aclImdb" / "test" / "pos").mkdir()
+    with pytest.raises(ValueError, match=rf"reviews of both labels \(\.txt\); .*pos has none\. {home}"):
         load_lra("lra_text", "test", data_dir=tmp_path)
 
 
@@ -409,7 +413,7 @@ def test_official_path_x_has_its_size(tmp_path):
         load_lra("lra_pathx", "train", data_dir=tmp_path)
 
 
-def test_official_cifar10(tmp_path):
+def test_official_cifar10(tmp_path, caplog):
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     rows = np.random.default_rng(0).integers(256, size=(10, 3073)).astype(np.uint8)
@@ -417,6 +421,10 @@ def test_official_cifar10(tmp_path):
     for number in (1, 2):
         (folder / f"data_batch_{number}.bin").write_bytes(rows.tobytes())
     train, validation = (load_lra("lra_image", split, data_dir=tmp_path) for split in ("train", "validation"))
+    assert "has 18 rows, and the published split 45000: files are missing" in caplog.text
+    caplog.clear()
+    load_lra("lra_image", "train", data_dir=tmp_path, count=18)
+    assert not caplog.text  # as many as were asked for
     assert train.labels.tolist() == [*range(10), *range(8)]
     assert validation.labels.tolist() == [8, 9]
     red, green, blue = (rows[3, 1 + 1024 * colour : 1025 + 1024 * colour] for colour in range(3))
@@ -437,7 +445,7 @@ def save(path, **arrays):
 def test_archives_of_images_and_recordings(tmp_path):
     labels = np.array([3, 0], np.uint8)
     images = np.array([[[0, 255]], [[255, 0]]], np.uint8)
-    values, found = read_arrays(save(tmp_path / "train.npz", images=images, labels=labels))
+    values, found = read_arrays(save(tmp_path / "train.npz", images=images, labels=labels), "images")
     assert [row.tolist() for row in values] == [[-1, 1], [1, -1]]
     assert found.tolist() == [3, 0]
     audio = np.array([0, 16384, -32768], np.int16)
@@ -470,7 +478,7 @@ def test_slow_speech_is_the_means_of_eight_samples(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"labels": [1]}, "must hold labels and either images or audio; it holds labels"),
+        ({"labels": [1]}, "must hold labels and images; it holds labels"),
         ({"images": [[[1.0]]], "labels": [1]}, "images must be uint8, (1, height, width); got float64, (1, 1, 1)"),
         (
             {"images": np.zeros((2, 1, 1), np.uint8), "labels": [1]},
@@ -490,19 +498,33 @@ def test_slow_speech_is_the_means_of_eight_samples(tmp_path):
 )
 def test_archives_that_do_not_fit_are_refused(tmp_path, arrays, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_arrays(save(tmp_path / "a.npz", **{name: np.array(value) for name, value in arrays.items()}))
+        read_arrays(
+            save(tmp_path / "a.npz", **{name: np.array(value) for name, value in arrays.items()}),
+            "audio" if "audio" in arrays else "images",
+        )
+
+
+def test_an_archive_of_another_kind_is_refused(tmp_path):
+    """Images are no sound, and sound cut at places is no image."""
+    labels = np.array([3])
+    save(tmp_path / "train.npz", images=np.zeros((1, 32, 32), np.uint8), labels=labels)
+    with pytest.raises(ValueError, match="must hold labels and audio; it holds images, labels"):
+        load_lra("lra_speech", "train", data_dir=tmp_path)
+    save(tmp_path / "train.npz", audio=np.zeros(1024, np.int16), offsets=np.array([0, 1024]), labels=labels)
+    with pytest.raises(ValueError, match="must hold labels and images; it holds audio, offsets, labels"):
+        load_lra("lra_image", "train", data_dir=tmp_path)
 
 
 def test_broken_archives_are_refused(tmp_path):
     path = save(tmp_path / "a.npz", labels=np.arange(3))
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(ValueError, match=r"a.npz must be a NumPy archive of arrays; it cannot be read"):
-        read_arrays(path)
+        read_arrays(path, "images")
     path.write_bytes(b"RIFF")
     with pytest.raises(ValueError, match=r"a.npz must be a NumPy archive of arrays; it cannot be read"):
-        read_arrays(path)
+        read_arrays(path, "images")
     with pytest.raises(ValueError, match=r"data_dir must hold the file b.npz; .* is missing"):
-        read_arrays(tmp_path / "b.npz")
+        read_arrays(tmp_path / "b.npz", "images")
 
 
 def entry(content, offset, value):
@@ -529,7 +551,7 @@ def test_damage_anywhere_in_an_archive_is_refused_by_name(tmp_path):
     for changed in damaged:
         path.write_bytes(changed)
         try:
-            read_arrays(path)
+            read_arrays(path, "images")
         except ValueError as error:
             errors.append(error)
     assert all("a.npz" in str(error) for error in errors)
@@ -540,6 +562,7 @@ def test_damage_anywhere_in_an_archive_is_refused_by_name(tmp_path):
 def test_what_is_no_text_is_refused_by_file_and_line(tmp_path):
     for name in ("neg", "pos"):
         (tmp_path / "aclImdb" / "train" / name).mkdir(parents=True)
+        (tmp_path / "aclImdb" / "train" / name / "1_9.txt").write_text("fine")
     review = tmp_path / "aclImdb" / "train" / "pos" / "0_9.txt"
     review.write_bytes("good\nsch\xf6n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"0_9.txt, line 2: must be UTF-8; byte 8 is not \(invalid"):
@@ -693,12 +716,14 @@ def test_a_kept_part_that_is_broken_is_drawn_again(tmp_path, small_parts, monkey
         ask()
 
 
-def test_drawing_stops_between_parts_and_goes_on(tmp_path, small_parts, monkeypatch):
+def test_drawing_stops_between_parts_and_goes_on(tmp_path, small_parts, monkeypatch, capsys):
     ask = partial(load_lra_once, "lra_listops_200", "test", count=7, cache_dir=str(tmp_path))
     clock = iter((0.0, 9.0))  # the first part is always drawn
     monkeypatch.setattr(kept, "time", type("Clock", (), {"monotonic": lambda: next(clock)}))
+    capsys.readouterr()
     with pytest.raises(DrawingStopped, match="lra_listops_200, test: 2 of 3 parts are drawn"):
         ask(until=5.0)
+    assert re.search(r"Drawing lra_listops_200, test: .* 2/3 ", capsys.readouterr().err)
     (folder,) = (path for path in (tmp_path / "hf_hybrid" / "lra").iterdir() if path.is_dir())
     assert sorted(path.name for path in folder.iterdir()) == ["00000.npz", "00001.npz"]
     assert len(ask().labels) == 7

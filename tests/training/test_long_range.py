@@ -230,6 +230,21 @@ def test_a_checkpoint_of_another_vocabulary_or_kind_is_refused(command, files, t
         long_range.main(command("lra_pathfinder_16", None, *checkpoint))
 
 
+def test_expressions_are_all_that_a_model_of_listops_reads(command, files, tmp_path, capsys):
+    """Its vocabulary has no unknown word, so that none is read as something else."""
+    long_range.main(command("lra_listops_200", "chela", "--do_train", "--max_steps", "1", output="listops"))
+    checkpoint = str(tmp_path / "listops")
+    with pytest.raises(ValueError, match=r"listops has another vocabulary than lra_text, .*: it cannot read 'Aé 0z!'"):
+        long_range.main(
+            command("lra_text", None, "--data_dir", str(files), "--model_name_or_path", checkpoint, "--do_eval")
+        )
+    capsys.readouterr()
+    assert program.main(["classify", checkpoint, "a great film", "[MIN 3 4 ]", "--output_format", "csv"]) == 1
+    captured = capsys.readouterr()
+    assert "text 1 is skipped: the tokenizer cannot read it: WordLevel error" in captured.err
+    assert len(captured.out.splitlines()) == 2  # a header, and the label of the other
+
+
 def test_a_corrupt_image_is_named_before_training(command, tmp_path, no_work):
     folder = tmp_path / "lra_release" / "lra_release" / "pathfinder32" / "curv_contour_length_14"
     for name in ("metadata", "imgs"):

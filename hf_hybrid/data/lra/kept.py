@@ -4,16 +4,18 @@ import hashlib
 import io
 import logging
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from hf_hybrid.data.cache import cache_root, locked
 from hf_hybrid.data.drawing import Array
 from hf_hybrid.data.lra.tasks import LraRows, draw_shard, find_lra, load_lra, rows_of_shards, shards_of
+from hf_hybrid.data.workers import worker_pool
 
 __all__ = ["DrawingStopped", "digest_of_drawn", "load_lra_once"]
 
@@ -82,7 +84,10 @@ def load_lra_once(
             for path in (path for path in (_file(folder, shard) for shard in missing) if path.exists()):
                 logger.warning("%s cannot be read, or has other rows: it is drawn again.", path)
                 path.unlink()
-            _draw(folder, missing, min(processes, len(missing)), until)
+            drawn = _draw(folder, missing, min(processes, len(missing)), until)
+            shown = {"desc": f"Drawing {name}, {split}", "unit": "part", "initial": len(shards) - len(missing)}
+            for _ in tqdm(drawn, total=len(shards), **shown):
+                pass
             left = sum(not _file(folder, shard).exists() for shard in missing)
             if left:
                 raise DrawingStopped(f"{name}, {split}: {len(shards) - left} of {len(shards)} parts are drawn")
@@ -113,16 +118,20 @@ def _read(folder: Path, shard: _Shard) -> _Part | None:
     return (inputs, ends, labels) if is_whole else None
 
 
-def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | None) -> None:
-    """Draw and keep parts until the time is over, at least one, so that every call comes nearer to the end."""
+def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | None) -> Iterator[None]:
+    """Draw and keep parts until the time is over, at least one, so that every call comes nearer to the end.
+
+    Yields:
+        After each part.
+    """
     if processes < 2:
         for number, shard in enumerate(shards):
             if number and _is_over(until):
                 return
-            _draw_one(folder, shard)
+            yield _draw_one(folder, shard)
         return
     waiting = iter(shards)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with worker_pool(processes) as pool:
         running: set[Future[None]] = {pool.submit(_draw_one, folder, next(waiting))}
         while True:
             while len(running) < processes and not _is_over(until) and (following := next(waiting, None)) is not None:
@@ -131,7 +140,7 @@ def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | Non
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                future.result()
+                yield future.result()
 
 
 def _is_over(until: float | None) -> bool:

@@ -116,6 +116,8 @@ def read_reviews(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
         folders = [path / name for name in ("neg", "pos")]
         if missing := [folder for folder in folders if not folder.is_dir()]:
             raise ValueError(f"data_dir must hold the folders neg and pos of aclImdb; {missing[0]} is missing")
+        if empty := [folder for folder in folders if not any(folder.glob("*.txt"))]:
+            raise ValueError(f"data_dir must hold reviews of both labels (.txt); {empty[0]} has none")
         # in turn, so that the first rows have both labels
         for both in zip_longest(*(_some_files(folder, share) for folder in folders)):
             for label, file in enumerate(both):
@@ -235,7 +237,7 @@ def read_cifar10(path: Path, share: tuple[float, float] = (0.0, 1.0)) -> Iterato
         yield grey.astype(np.uint8).reshape(32, 32), int(row[0])
 
 
-def read_arrays(path: Path, labels: int = 10, size: int | None = None) -> tuple[list[Array], Array]:
+def read_arrays(path: Path, holds: str, labels: int = 10, size: int | None = None) -> tuple[list[Array], Array]:
     """Read images or recordings from a NumPy archive, as sequences of numbers.
 
     Images are an array ``images`` `(N, H, W)` of uint8, read row by row. Recordings are an array ``audio`` of int16,
@@ -243,6 +245,7 @@ def read_arrays(path: Path, labels: int = 10, size: int | None = None) -> tuple[
 
     Args:
         path: The file, ``.npz``.
+        holds: ``images`` or ``audio``.
         labels: Number of labels.
         size: Pixels of a side of images; any when None.
 
@@ -264,12 +267,12 @@ def read_arrays(path: Path, labels: int = 10, size: int | None = None) -> tuple[
     except Exception as error:  # zipfile, its decompressors and NumPy raise many kinds for a broken file
         raise ValueError(f"{path} must be a NumPy archive of arrays; it cannot be read ({error})") from error
     found = arrays.get("labels")
-    if found is None or ("images" in arrays) == ("audio" in arrays):
-        raise ValueError(f"{path} must hold labels and either images or audio; it holds {', '.join(arrays) or 'none'}")
+    if found is None or holds not in arrays:
+        raise ValueError(f"{path} must hold labels and {holds}; it holds {', '.join(arrays) or 'neither'}")
     is_whole = found.ndim == 1 and found.dtype.kind in "iu" and found.size > 0
     if not is_whole or not 0 <= found.min() <= found.max() < labels:
         raise ValueError(f"{path}: labels must be integers from 0 to {labels - 1}, one for each example")
-    read = _images(path, arrays["images"], len(found), size) if "images" in arrays else _recordings(path, arrays)
+    read = _images(path, arrays[holds], len(found), size) if holds == "images" else _recordings(path, arrays)
     return read, found.astype(np.int64)
 
 

@@ -1,5 +1,6 @@
 """The tasks of the Long Range Arena by name: lengths, labels, where the official files are, and how to load each."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,14 @@ from hf_hybrid.suggestions import did_you_mean
 
 __all__ = ["LRA", "LraRows", "LraTask", "draw_shard", "find_lra", "load_lra", "rows_of_shards", "shards_of"]
 
+logger = logging.getLogger(__name__)
+
 _RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 _BYTE_IDS = 256 + 3
 _WHOLE = (0.0, 1.0)
 _SLOWER = 8
+_NEARLY_ALL = 0.99
+"""Share of an official split's rows below which files must be missing; Pathfinder lacks an empty image."""
 _GREY = (0.48, 0.24)
 """Mean and standard deviation of CIFAR-10's grey pixels, from 0 to 1: ``--pixel-normalization`` of Mega's command
 (examples/mega/README.lra.md). S4 takes 122.6 and 61 of 255, less than a grey level from these."""
@@ -135,7 +140,7 @@ def _pairs(path: Path) -> _Rows:
 
 
 def _arrays(path: Path) -> _Rows:
-    for values, label in zip(*read_arrays(path), strict=True):
+    for values, label in zip(*read_arrays(path, "audio"), strict=True):
         yield values, None, int(label)
 
 
@@ -148,7 +153,7 @@ def _slow_speech(path: Path) -> _Rows:
 
 def _cifar10(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
     if path.suffix == ".npz":
-        for values, label in zip(*read_arrays(path, size=32), strict=True):
+        for values, label in zip(*read_arrays(path, "images", size=32), strict=True):
             yield _normalized(values), None, int(label)
         return
     for image, label in read_cifar10(path, share):
@@ -284,9 +289,19 @@ def load_lra(
         sizes = shards_of(name, split, count)
         return rows_of_shards([draw_shard(name, split, seed, *shard) for shard in enumerate(sizes)])
     path, share = found
-    rows = list(islice(task.read(path) if share == _WHOLE else task.read(path, share), count))
+    place = SPLITS.index(split)
+    is_official = bool(task.files) and path.match(task.files[place])
+    try:
+        rows = list(islice(task.read(path) if share == _WHOLE else task.read(path, share), count))
+    except ValueError as error:
+        raise ValueError(f"{error}. The official files are from {task.home}" if is_official else str(error)) from error
     if not rows:
         raise ValueError(f"{name}: split {split!r} must have at least one row; got none")
+    if is_official and count is None and len(rows) < _NEARLY_ALL * task.counts[place]:
+        logger.warning(
+            "%s, %s: %s has %d rows, and the published split %d: files are missing.",
+            *(name, split, path, len(rows), task.counts[place]),
+        )
     pairs = [second[: task.length] for _, second, _ in rows if second is not None]
     labels = np.array([label for _, _, label in rows])
     return LraRows([first[: task.length] for first, _, _ in rows], labels, pairs if task.is_pair else None)

@@ -383,6 +383,7 @@ class LongRangeArguments(RowArguments):
         None, "Tokens, pixels or samples of a sequence; the rest is cut off. Default: the task's."
     )
     drawing_seed: int = flag(0, "Seed of drawn rows, so that --seed changes the model alone.")
+    preprocessing_num_workers: int | None = flag(None, "Processes that draw rows.")
     ignore_mismatched_sizes: bool = flag(
         False, "Start with a new head if the checkpoint's has another number of labels."
     )
@@ -391,7 +392,7 @@ class LongRangeArguments(RowArguments):
         if self.task_name is None:
             raise ValueError(f"--task_name must be one of {', '.join(LRA)}; got none")
         check_choice_flag("task_name", self.task_name, tuple(LRA))
-        check_positive_flags(self, "max_seq_length")
+        check_positive_flags(self, "max_seq_length", "preprocessing_num_workers")
         check_not_negative_flags(self, "drawing_seed")
         if self.max_seq_length is not None and self.max_seq_length > self.task.length:
             raise ValueError(

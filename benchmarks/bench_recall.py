@@ -40,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.comparison import (
     COLUMNS,
@@ -74,14 +75,24 @@ from benchmarks.recall_run import (
     recipe_hash,
     train,
 )
-from benchmarks.record import Row, command_line, markdown_table, measured_on, say, stamp
+from benchmarks.record import (
+    Row,
+    command_line,
+    markdown_table,
+    measured_on,
+    positive,
+    positive_int,
+    say,
+    stamp,
+)
 from hf_hybrid.data.workers import worker_pool
 
 DEFAULT_OUT = Path("runs/bench/recall.csv")
-RATES = ("0.003", "0.01", "0.001")
+RATES = (0.003, 0.01, 0.001)
 """Searched, the likeliest first."""
+SEEDS = (0, 1, 2)
 QUICK_TASKS = ("aggregate", "latch", "copying", "few_facts", "facts")
-QUICK_RATE, QUICK_STEPS = "0.003", 800
+QUICK_RATE, QUICK_STEPS = RATES[0], 800
 DONE = 0.95
 """Share of right answers with which a task is done."""
 _FAR = [f"at_{least}" for least in BINS]
@@ -271,21 +282,36 @@ def _line(model: str, runs: Sequence[Row], longer: Sequence[str], bins: Sequence
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
-    parser.add_argument(
-        "--tasks", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="TASK", help=", ".join(RECIPES)
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="MODEL", help="; ".join(MODELS)
-    )
-    parser.add_argument(
-        "--rates", nargs="+", default=RATES, metavar="RATE", help="searched, the likeliest first (0.003 0.01 0.001)"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches (0 1 2)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs (one per core)")
-    quick = f"the tasks {', '.join(QUICK_TASKS)}, one seed and rate, at most {QUICK_STEPS} steps"
+    parser.add_argument("--tasks", nargs="+", choices=RECIPES, metavar="TASK", help=", ".join(RECIPES))
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help="; ".join(MODELS))
+    parser.add_argument("--rates", nargs="+", type=positive, help=f"searched, the likeliest first ({_words(RATES)})")
+    parser.add_argument("--seeds", nargs="+", type=int, help=f"the first one searches ({_words(SEEDS)})")
+    parser.add_argument("--jobs", type=positive_int, default=os.cpu_count(), help="parallel runs (one per core)")
+    quick = f"if not given: the tasks {', '.join(QUICK_TASKS)}, one seed and rate, at most {QUICK_STEPS} steps"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--plan", action="store_true", help="only count the runs, and estimate their time")
-    parser.add_argument("--steps", type=int, help="most updates (the task's own)")
+    parser.add_argument("--steps", type=positive_int, help="most updates (the task's own)")
+
+
+def _words(values: Sequence[Any]) -> str:
+    return " ".join(map(str, values))
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[dict[str, Recipe], list[str], list[str], Sequence[int]]:
+    """Return the recipes of the tasks, the models, the rates and the seeds that are asked for.
+
+    Raises:
+        SystemExit: No model does a task.
+    """
+    quick = arguments.quick
+    tasks = arguments.tasks or (QUICK_TASKS if quick else [*RECIPES])
+    models = arguments.models or [name for name, kind in MODELS.items() if not quick or kind.state_of is None]
+    if not any(is_done_by(task, model) for task in tasks for model in models):
+        raise SystemExit(f"--models must name a model that does {_words(tasks)}; got {', '.join(models)}")
+    most = QUICK_STEPS if quick else sys.maxsize
+    recipes = {task: replace(RECIPES[task], steps=arguments.steps or min(RECIPES[task].steps, most)) for task in tasks}
+    rates = [f"{rate:g}" for rate in arguments.rates or ([QUICK_RATE] if quick else RATES)]
+    return recipes, models, rates, arguments.seeds or (SEEDS[:1] if quick else SEEDS)
 
 
 def plan(
@@ -323,19 +349,13 @@ def _counts(task: str, model: str, rates: int, seeds: int) -> tuple[int, int]:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Do what is missing, and return all rows."""
-    if arguments.quick:
-        arguments.tasks, arguments.rates, arguments.seeds = QUICK_TASKS, (QUICK_RATE,), arguments.seeds[:1]
-        arguments.models = [model for model in arguments.models if MODELS[model].state_of is None]
-        if arguments.out == DEFAULT_OUT:
-            arguments.out = DEFAULT_OUT.with_stem("recall_quick")
-    most = QUICK_STEPS if arguments.quick else sys.maxsize
-    steps = {task: arguments.steps or min(RECIPES[task].steps, most) for task in arguments.tasks}
-    recipes = {task: replace(RECIPES[task], steps=steps[task]) for task in arguments.tasks}
+    settings = _settings(arguments)
+    if arguments.quick and arguments.out == DEFAULT_OUT:
+        arguments.out = DEFAULT_OUT.with_stem("recall_quick")
     if arguments.plan:
         _one_thread()
-        print(plan(recipes, arguments.models, arguments.rates, arguments.seeds, arguments.jobs))
+        print(plan(*settings, arguments.jobs))
         raise SystemExit(0)
-    settings = (recipes, arguments.models, [f"{float(rate):g}" for rate in arguments.rates], arguments.seeds)
     failures = work(arguments.out, *settings, arguments.jobs)
     if failures:
         raise SystemExit("\n".join(f"FAILED {failure}" for failure in failures))

@@ -17,11 +17,14 @@ from torch.nn import functional as F
 from benchmarks.gpu_kernels import DTYPES, Clock
 from benchmarks.gpu_plan import LATER
 from benchmarks.gpu_tuning import Cell
-from benchmarks.record import Row, slug
+from benchmarks.lra import RESULT, command_parser, run_folder
+from benchmarks.record import Row
 
 LOSS_COLUMNS = ("vocabulary", "tokens", "dtype", "loss", "ms", "peak_mib", "error", "outcome")
 LRA_COLUMNS = ("task", "model", "accuracy", "validation", "steps", "of_recipe", "minutes", "parameters", "outcome")
 LRA_TASK, LRA_MODELS = "lra_listops", ("CHELA", "SPADE (S4 + chunk)")
+LRA_FRACTION = "0.01"
+"""Share of the recipe's updates, in a schedule of so many: what the part's time has room for."""
 WIDTH = 768
 _ALLOWED = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative errors of a mean loss and of its gradients against float32's plain loss."""
@@ -146,12 +149,13 @@ def _train(model: str, arguments: argparse.Namespace, until: float, out: Path) -
     """Train a model in what is left of the time, less what it takes to save and to test."""
     minutes = max(0.1, (until - time.time()) / 60 - (0 if arguments.small else 1))
     flags = ["--task", LRA_TASK, "--model", model, "--minutes", f"{minutes:.2f}", "--device", arguments.device]
-    flags += ["--finish", "--output_dir", str(out), *(["--small"] if arguments.small else [])]
+    flags += ["--finish", "--output_dir", str(out)]
+    flags += ["--small"] if arguments.small else ["--fraction", LRA_FRACTION]
     ran = subprocess.run([sys.executable, "-m", "benchmarks.lra", *flags], stderr=subprocess.PIPE, text=True)
     if ran.returncode:
         yield {"outcome": f"raised: {' '.join(ran.stderr.strip().splitlines()[-1:])}"[:160]}
         return
-    done = out / LRA_TASK / f"{slug(model)}-0{'-small' if arguments.small else ''}" / "result.json"
+    done = run_folder(command_parser().parse_args(flags)) / RESULT
     if done.exists():
         result = json.loads(done.read_text(encoding="utf-8"))
         names = ("accuracy", "validation", "steps", "minutes", "parameters")

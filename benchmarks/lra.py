@@ -334,9 +334,8 @@ class LongRangeRun:
             raise ValueError(f"{path} must be a checkpoint; it cannot be read ({error}). Delete it") from error
         if kept["hash"] != self.hash:
             raise ValueError(
-                f"{path} must have the present recipe and rows (hash {self.hash}; got {kept['hash']}), but was trained "
-                "with other ones: with files or defaults that have changed since. Name another --output_dir, or move "
-                "it away"
+                f"{path} must have the present recipe and rows (hash {self.hash}; got {kept['hash']}): files or "
+                "defaults have changed since. Name another --output_dir, or move it away"
             )
         for name in _RESUMED:
             getattr(self, name).load_state_dict(kept[name])
@@ -392,7 +391,7 @@ def row(model: str, task: str, result: dict[str, Any], recipe: LongRangeRecipe, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train for some minutes; test and print the row once all epochs are done."""
-    parser = _parser()
+    parser = command_parser()
     arguments = parser.parse_args(argv)
     if not arguments.minutes > 0:
         parser.error(f"--minutes must be positive; got {arguments.minutes}")
@@ -419,7 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -442,19 +442,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the run that a command line names."""
+    name = f"{slug(arguments.model)}-{arguments.seed}"
+    name += "" if arguments.learning_rate is None else f"-lr{arguments.learning_rate:g}"
+    name += "" if arguments.fraction == 1 else f"-fraction{arguments.fraction:g}"
+    name += "" if arguments.rows is None else f"-rows{arguments.rows}"
+    name += "-bf16" * arguments.bf16 + "-small" * arguments.small
+    return Path(arguments.output_dir, arguments.task, name)
+
+
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Do a slice of the run that a command line names.
 
     Raises:
         Diverged: The loss or the weights are not finite.
     """
-    name = f"{slug(arguments.model)}-{arguments.seed}"
-    name += "" if arguments.learning_rate is None else f"-lr{arguments.learning_rate:g}"
-    name += "" if arguments.fraction == 1 else f"-fraction{arguments.fraction:g}"
-    name += "" if arguments.rows is None else f"-rows{arguments.rows}"
-    name += "-bf16" * arguments.bf16 + "-small" * arguments.small
     try:
-        run = LongRangeRun(arguments, arguments.output_dir / arguments.task / name)
+        run = LongRangeRun(arguments, run_folder(arguments))
         run.resume()
     except ValueError as error:
         parser.error(str(error))

@@ -301,6 +301,22 @@ def markdown_table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in body)
 
 
+def positive(text: str) -> float:
+    """Read a positive number of a command line."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive; got {text}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Read a positive integer of a command line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive; got {text}")
+    return value
+
+
 def command_line(
     description: str | None,
     default_out: Path,
@@ -329,6 +345,8 @@ def command_line(
     parser.add_argument("--out", type=Path, default=default_out, metavar="CSV")
     parser.add_argument("--report", type=Path, metavar="CSV", help="only print the tables of this file")
     arguments = parser.parse_args(argv)
+    if arguments.report and not arguments.report.is_file():
+        parser.error(f"--report must be a file; there is no {arguments.report}")
     rows = read_csv(arguments.report) if arguments.report else run(arguments)
     print(report(rows))
     failed = [row for row in rows if row.get("outcome", "").startswith("failed")]

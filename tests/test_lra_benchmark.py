@@ -404,7 +404,10 @@ def test_a_learning_rate_of_ones_own_is_a_run_of_its_own(small, tmp_path, capsys
     assert [result["learning_rate"] for result in results] == [1e-3, 5e-4]
     assert torch.load(own / lra.CHECKPOINT)["schedule"]["base_lrs"][0] == 5e-4
     (own / lra.CHECKPOINT).replace(folder_of(tmp_path, "one") / lra.CHECKPOINT)
-    for flags, message in (([], "must have the present recipe and rows (hash "), (["--learning_rate", "0"], "be positive")):
+    for flags, message in (
+        ([], "must have the present recipe and rows (hash "),
+        (["--learning_rate", "0"], "be positive"),
+    ):
         with pytest.raises(SystemExit):
             small("one", *flags)
         assert message in capsys.readouterr().err

@@ -329,7 +329,34 @@ def test_the_plan_counts_the_runs_and_their_minutes(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["--plan", "--quick", "--models", "BST", "BST, N 8", "--jobs", "2"])
     printed = capsys.readouterr().out
-    assert "If no published task is learnt: 3 runs, at most 2 CPU minutes" in printed  # BST reads no documents
+    assert "If no published task is learnt: 4 runs, at most 3 CPU minutes" in printed  # BST reads no documents
+
+
+def test_the_quick_form_leaves_what_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(bench_recall, "estimated_minutes", lambda task, model, recipe: recipe.steps / 1000)
+    monkeypatch.setattr(bench_recall, "_one_thread", lambda: None)  # it is for a process of its own
+    more = ["--tasks", "majority", "--models", "BST, N 8", "BST", "--rates", "0.1", "0.2", "--steps", "500"]
+    with pytest.raises(SystemExit):
+        main(["--plan", "--quick", "--jobs", "1", *more])
+    assert "| majority | 1 | 2 | 1 | 2 | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rates", "0"], "argument --rates: must be positive; got 0"),
+        (["--rates", "foo"], "argument --rates: invalid positive value: 'foo'"),
+        (["--steps", "0"], "argument --steps: must be positive; got 0"),
+        (["--jobs", "0"], "argument --jobs: must be positive; got 0"),
+        (["--report", "missing.csv"], "--report must be a file; there is no missing.csv"),
+        (["--tasks", "facts", "--models", "BST"], "--models must name a model that does facts; got BST"),
+    ],
+)
+def test_flags_are_checked_before_work(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as left:
+        main(["--out", str(tmp_path / "recall.csv"), *flags])
+    assert message in f"{left.value} {capsys.readouterr().err}"
+    assert not (tmp_path / "recall.csv").exists()
 
 
 def test_the_plan_counts_what_is_done(tmp_path, monkeypatch):
@@ -342,7 +369,7 @@ def test_the_plan_counts_what_is_done(tmp_path, monkeypatch):
         values |= {"validation_loss": 0.5, "accuracy": right, "far": right}
         monkeypatch.setattr(bench_recall, "train", lambda run, recipe, values=values: values)
         out = tmp_path / f"{which}.csv"
-        assert bench_recall.work(out, recipes, [*MODELS], bench_recall.RATES, (0, 1, 2), 1) == []
+        assert bench_recall.work(out, recipes, [*MODELS], [*map(str, bench_recall.RATES)], (0, 1, 2), 1) == []
         done = Counter(found["dataset"] for found in read_rows(out, (*COLUMNS, *bench_recall.SCORES)))
         assert done == {
             task: sum(bench_recall._counts(task, name, 3, 3)[which] for name in MODELS if is_done_by(task, name))

@@ -97,7 +97,10 @@ def test_an_ablation_is_searched_as_its_model_and_waits_for_nothing():
     search = [("BST, windows alone", 4, rate) for rate in RATES]
     assert ask([]) == search
     assert ask([solved("15", "0.001", seed="4")]) == search
-    rows = [row(model=name, seed="4", rate=rate, validation_loss=loss) for (name, _, rate), loss in zip(search, "12")]
+    rows = [
+        row(model=name, seed="4", rate=rate, validation_loss=loss)
+        for (name, _, rate), loss in zip(search, "12", strict=True)
+    ]
     assert ask(rows) == [("BST, windows alone", 5, "0.003")]
 
 

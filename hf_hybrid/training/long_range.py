@@ -178,7 +178,8 @@ def _tokenizer(
 def _load(data_args: LongRangeArguments, cache_dir: str | None, split: str, reads: str) -> LongRangeRows:
     folder = None if data_args.data_dir is None else Path(data_args.data_dir)
     name, count, seed = str(data_args.task_name), data_args.limits[split], data_args.drawing_seed
-    drawn = {"seed": seed, "cache_dir": cache_dir, "processes": data_args.preprocessing_num_workers or 1}
+    drawn: dict[str, Any] = {"seed": seed, "cache_dir": cache_dir}
+    drawn |= {"processes": data_args.preprocessing_num_workers or 1}
     rows = load_lra_once(name, split, data_dir=folder, count=count, **drawn)
     return LongRangeRows(rows, reads, data_args.length)
 

@@ -37,7 +37,7 @@ def test_workers_end_with_the_program_that_started_them(number, tmp_path):
     time.sleep(1)  # they import
     os.kill(ran.pid, number)
     ran.wait(60)
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert "never" not in ran.stdout.read()
 

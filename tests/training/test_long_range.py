@@ -195,7 +195,7 @@ def no_work(monkeypatch):
         ("lra_pathx", "chela", [], "lra_pathx must have data_dir, the folder of .*pathfinder128/curv_cont"),
         ("lra_image", "chela", ["--data_dir", "{empty}/none"], "--data_dir must be a folder; .*none is none"),
         ("lra_pathfinder_16", "chela", ["--data_dir", "{empty}"], "data_dir must be left out for lra_pathfinder_16"),
-        ("lra_pathfinder_16", "bert", [], r"must read real values \(input_values\) here"),
+        ("lra_pathfinder_16", "bert", [], r"--model_type bert: .* real values \(input_values\) here, as CHELA"),
         ("lra_listops_200", "chela", ["--config_overrides", "input_size=1"], "must read tokens here"),
         ("lra_listops_200", "chela", ["--config_overrides", "vocab_size=9"], "must be at least the tokenizer's 16"),
         ("lra_listops_200", "chela", ["--tokenizer_type", "bytes"], "--tokenizer_type bytes has another vocab"),

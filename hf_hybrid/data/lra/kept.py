@@ -84,9 +84,9 @@ def load_lra_once(
             for path in (path for path in (_file(folder, shard) for shard in missing) if path.exists()):
                 logger.warning("%s cannot be read, or has other rows: it is drawn again.", path)
                 path.unlink()
-            drawn = _draw(folder, missing, min(processes, len(missing)), until)
+            parts_drawn = _draw(folder, missing, min(processes, len(missing)), until)
             shown = {"desc": f"Drawing {name}, {split}", "unit": "part", "initial": len(shards) - len(missing)}
-            for _ in tqdm(drawn, total=len(shards), **shown):
+            for _ in tqdm(parts_drawn, total=len(shards), **shown):
                 pass
             left = sum(not _file(folder, shard).exists() for shard in missing)
             if left:
@@ -128,7 +128,8 @@ def _draw(folder: Path, shards: list[_Shard], processes: int, until: float | Non
         for number, shard in enumerate(shards):
             if number and _is_over(until):
                 return
-            yield _draw_one(folder, shard)
+            _draw_one(folder, shard)
+            yield
         return
     waiting = iter(shards)
     with worker_pool(processes) as pool:

@@ -104,7 +104,8 @@ def _new_config(
         _check_buildable(auto_class, config, reads)
         return config
     except Exception as error:
-        raise ValueError(f"--config_overrides {model_args.config_overrides}: {one_line(error)}") from error
+        flag = "model_type" if model_args.config_overrides is None else "config_overrides"
+        raise ValueError(f"{model_args.shown(flag)}: {one_line(error)}") from error
 
 
 def read_config(model_args: ModelArguments) -> tuple[str, PreTrainedConfig]:
@@ -155,7 +156,8 @@ def _check_buildable(auto_class: Any, config: PreTrainedConfig, reads: str) -> P
     if model.main_input_name != reads:
         wanted = "tokens" if reads == "input_ids" else "real values (input_values)"
         raise ValueError(
-            f"{type(model).__name__} must read {wanted} here; with this configuration it reads {model.main_input_name}"
+            f"{type(model).__name__} must read {wanted} here, as CHELA and SPADE can; with this configuration it "
+            f"reads {model.main_input_name}"
         )
     return model
 

@@ -240,13 +240,6 @@ def test_a_run_that_solves_nothing_takes_all_steps(monkeypatch):
     assert rates[-1] == pytest.approx(0, abs=1e-5)
 
 
-def test_an_ablation_ends_like_its_model(monkeypatch):
-    rates = faked_training(monkeypatch, [0.5] * 3)
-    values = train(Run("latch", "BST, windows alone", 0, "0.004", most=36), Recipe(steps=160, batch=2, width=32))
-    assert (values["steps"], values["accuracy"]) == (36, 0.75)
-    assert rates[-1] == pytest.approx(rates[-16] / 16)
-
-
 @pytest.mark.parametrize(
     ("validations", "steps", "is_tested"), [([0.5, 0.5], 20, False), ([0.5, 0.99, 0.98], 36, True)]
 )

@@ -195,7 +195,7 @@ def no_work(monkeypatch):
         ("lra_pathx", "chela", [], "lra_pathx must have data_dir, the folder of .*pathfinder128/curv_cont"),
         ("lra_image", "chela", ["--data_dir", "{empty}/none"], "--data_dir must be a folder; .*none is none"),
         ("lra_pathfinder_16", "chela", ["--data_dir", "{empty}"], "data_dir must be left out for lra_pathfinder_16"),
-        ("lra_pathfinder_16", "bert", [], r"--model_type bert: .* real values \(input_values\) here, as CHELA"),
+        ("lra_pathfinder_16", "bert", [], r"must read real values \(input_values\) here, as CHELA and SPADE can"),
         ("lra_listops_200", "chela", ["--config_overrides", "input_size=1"], "must read tokens here"),
         ("lra_listops_200", "chela", ["--config_overrides", "vocab_size=9"], "must be at least the tokenizer's 16"),
         ("lra_listops_200", "chela", ["--tokenizer_type", "bytes"], "--tokenizer_type bytes has another vocab"),
@@ -211,6 +211,13 @@ def test_bad_flags_are_refused(command, files, tmp_path, no_work, task, model_ty
     with pytest.raises(ValueError, match=message):
         long_range.main(command(task, model_type, "--do_train", *more))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused_is_named_by_the_flag_that_was_given(tmp_path, no_work):
+    with pytest.raises(ValueError, match="^--model_type bert: BertForSequenceClassification must read real values"):
+        long_range.main(
+            ["--task_name", "lra_pathfinder_16", "--model_type", "bert", "--do_train", "--output_dir", str(tmp_path)]
+        )
 
 
 def test_a_task_must_be_named(tmp_path):

@@ -203,7 +203,7 @@ def report(rows: list[Row]) -> str:
         remembered(rows),
     ]
     for task in dict.fromkeys(row["dataset"] for row in rows):
-        of = {model: kept(rows, task, model) for model in dict.fromkeys(row["model"] for row in rows)}
+        of = {model: kept(rows, task, model) for model in MODELS}
         found = [row for runs in of.values() for row in runs]
         bins = [name for name in _FAR if any(row[name] for row in found)]
         longer = [name for name in _LONGER if any(row[name] for row in found)]

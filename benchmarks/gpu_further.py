@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from benchmarks.gpu_kernels import DTYPES, Clock
 from benchmarks.gpu_plan import LATER
 from benchmarks.gpu_tuning import Cell
-from benchmarks.lra import RESULT, command_parser, run_folder
 from benchmarks.record import Row
 
 LOSS_COLUMNS = ("vocabulary", "tokens", "dtype", "loss", "ms", "peak_mib", "error", "outcome")
@@ -147,6 +146,8 @@ def lra(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) ->
 
 def _train(model: str, arguments: argparse.Namespace, until: float, out: Path) -> Iterator[Row]:
     """Train a model in what is left of the time, less what it takes to save and to test."""
+    from benchmarks.lra import RESULT, command_parser, run_folder  # with Trainer, which no other part needs
+
     minutes = max(0.1, (until - time.time()) / 60 - (0 if arguments.small else 1))
     flags = ["--task", LRA_TASK, "--model", model, "--minutes", f"{minutes:.2f}", "--device", arguments.device]
     flags += ["--finish", "--output_dir", str(out)]

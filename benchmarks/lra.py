@@ -35,7 +35,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -357,7 +357,7 @@ class LongRangeRun:
         whole = self.recipe.epochs * math.ceil(LRA[self.task].counts[0] / self.recipe.batch_size)
         shares = {"of_recipe": self.step / whole, "of_schedule": self.step / self.steps}
         counts = {"steps": self.step, **shares, "minutes": round(self.minutes, 2), "examples": len(self.rows["train"])}
-        with self._noticing_signals():
+        with self._noticing_signals() if tends else nullcontext():
             accuracy = self.accuracy(self.tested, tends)
         scores = {"accuracy": accuracy, "validation": self.best["validation"], "tested": self.tested}
         scores |= {"rows": self.source, "learning_rate": self.recipe.learning_rate, "bf16": self.bf16}

@@ -336,6 +336,26 @@ def test_a_signal_ends_a_validation_which_comes_again(small, tmp_path, monkeypat
     assert goes_on_as_if_nothing_had_happened(small, tmp_path, "cut")
 
 
+def test_a_signal_ends_a_last_test_at_once_and_one_that_goes_on_with_a_checkpoint(
+    small, tmp_path, monkeypatch, capsys
+):
+    """The last test of ``--finish`` is of a run that may not have ended, and is not saved."""
+    evaluate = lra.LongRangeRun.accuracy
+
+    def interrupted(run, split, tends):
+        if split == "test":
+            ask_to_end(signal.SIGTERM)()
+        return evaluate(run, split, tends)
+
+    monkeypatch.setattr(lra.LongRangeRun, "accuracy", interrupted)
+    assert small("cut", "--minutes", "1e-9", "--finish") == 130
+    assert "interrupted; the same command goes on from what is saved" in capsys.readouterr().out
+    assert checkpoint_of(tmp_path, "cut")["step"] == 1
+    assert small("whole") == 130
+    assert "interrupted at step 6 of 6, which is saved" in capsys.readouterr().out
+    assert checkpoint_of(tmp_path, "whole")["partial"]["split"] == "test"
+
+
 def test_a_second_signal_ends_a_run_at_once(small, tmp_path, capsys):
     with after_update(5, ask_to_end(signal.SIGINT, times=2)):
         assert small("cut") == 130

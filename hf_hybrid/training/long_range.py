@@ -177,10 +177,15 @@ def _tokenizer(
 
 def _load(data_args: LongRangeArguments, cache_dir: str | None, split: str, reads: str) -> LongRangeRows:
     folder = None if data_args.data_dir is None else Path(data_args.data_dir)
-    name, count, seed = str(data_args.task_name), data_args.limits[split], data_args.drawing_seed
-    drawn: dict[str, Any] = {"seed": seed, "cache_dir": cache_dir}
-    drawn |= {"processes": data_args.preprocessing_num_workers or 1}
-    rows = load_lra_once(name, split, data_dir=folder, count=count, **drawn)
+    rows = load_lra_once(
+        str(data_args.task_name),
+        split,
+        data_dir=folder,
+        count=data_args.limits[split],
+        seed=data_args.drawing_seed,
+        cache_dir=cache_dir,
+        processes=data_args.preprocessing_num_workers or 1,
+    )
     return LongRangeRows(rows, reads, data_args.length)
 
 

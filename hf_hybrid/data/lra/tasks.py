@@ -294,7 +294,9 @@ def load_lra(
     try:
         rows = list(islice(task.read(path) if share == _WHOLE else task.read(path, share), count))
     except ValueError as error:
-        raise ValueError(f"{error}. The official files are from {task.home}" if is_official else str(error)) from error
+        if not is_official:
+            raise
+        raise ValueError(f"{error}. The official files are from {task.home}") from error
     if not rows:
         raise ValueError(f"{name}: split {split!r} must have at least one row; got none")
     if is_official and count is None and len(rows) < _NEARLY_ALL * task.counts[place]:

@@ -154,10 +154,9 @@ def _check_buildable(auto_class: Any, config: PreTrainedConfig, reads: str) -> P
     """Build the model without memory, so that its class refuses a configuration before data are read."""
     model = _build_without_memory(auto_class, config)
     if model.main_input_name != reads:
-        wanted = "tokens" if reads == "input_ids" else "real values (input_values)"
+        wanted = "tokens here" if reads == "input_ids" else "real values (input_values) here, as CHELA and SPADE can"
         raise ValueError(
-            f"{type(model).__name__} must read {wanted} here, as CHELA and SPADE can; with this configuration it "
-            f"reads {model.main_input_name}"
+            f"{type(model).__name__} must read {wanted}; with this configuration it reads {model.main_input_name}"
         )
     return model
 

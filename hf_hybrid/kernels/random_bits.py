@@ -12,17 +12,37 @@ def dropped_levels(dropout: float) -> int:
     return min(round(dropout * LEVELS), LEVELS - 1)
 
 
-def draw_kept(words: Tensor, count: int, dropped: int, generator: torch.Generator) -> Tensor:
-    """Fill words with random bits and return what they say of some elements: 1 with probability 1 - dropped / LEVELS.
+class Masks:
+    """Masks of dropout, one after the other, from one seed.
+
+    Filling memory from torch's generator is serial and costs as much as a matrix product. So one table is filled with
+    random words, and each mask scrambles it with two random numbers of its own.
 
     Args:
-        words: int64, one for four elements; overwritten.
-        count: Number of elements.
+        seed: Gives the same masks again.
         dropped: How many of the `LEVELS` drop an element.
-        generator: A generator of the CPU.
-
-    Returns:
-        `(count,)`, 1 = keep; as numbers of 16 bits, a view of the words, for casting from bool is slow.
+        most: Most elements of a mask.
+        device: Where the masks are.
     """
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[:count].ge_(dropped - LEVELS // 2)
+
+    def __init__(self, seed: Tensor, dropped: int, most: int, device: torch.device | str = "cpu") -> None:
+        self._generator = torch.Generator().manual_seed(int(seed))
+        self._first_kept = dropped - LEVELS // 2
+        words = torch.empty(-(-most // 4), dtype=torch.int64).random_(-(2**63), None, generator=self._generator)
+        self._table = words.view(torch.int32).to(device)
+        self._words, self._high = torch.empty_like(self._table), torch.empty_like(self._table)
+
+    def draw(self, count: int) -> Tensor:
+        """Draw the next mask: 1 with probability 1 - dropped / LEVELS.
+
+        A word gives two 16-bit numbers; the weaker low one of the product gets the high one added.
+
+        Returns:
+            `(count,)`, 1 = keep; as numbers of 16 bits, for casting from bool is slow. The next call overwrites it.
+        """
+        used = -(-count // 2)
+        flip, factor = torch.randint(-(2**31), 2**31, (2,), generator=self._generator).tolist()
+        words = torch.bitwise_xor(self._table[:used], flip, out=self._words[:used])
+        words.mul_(factor | 1)
+        words.add_(torch.bitwise_right_shift(words, 16, out=self._high[:used]))
+        return words.view(torch.int16)[:count].ge_(self._first_kept)

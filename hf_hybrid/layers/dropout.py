@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_hybrid.kernels.dispatch import NAMESPACE
-from hf_hybrid.kernels.random_bits import LEVELS, draw_kept
+from hf_hybrid.kernels.random_bits import LEVELS, Masks
 
 _ELEMENTS = 2**17
 """Elements that are masked at a time, so that their random numbers stay in a CPU's cache."""
@@ -64,11 +64,9 @@ def _scale(dropped: int) -> float:
 def _dropout(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     """Multiply elements by the scale, or by 0 where the number that the seed gives them is below `dropped`."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    generator = torch.Generator().manual_seed(int(seed))
-    words = torch.empty(-(-min(x.numel(), _ELEMENTS) // 4), dtype=torch.int64)
+    masks = Masks(seed, dropped, min(x.numel(), _ELEMENTS))
     for part, out in zip(x.reshape(-1).split(_ELEMENTS), result.view(-1).split(_ELEMENTS), strict=True):
-        kept = draw_kept(words, len(part), dropped, generator)
-        torch.mul(out.copy_(kept).mul_(_scale(dropped)), part, out=out)
+        torch.mul(out.copy_(masks.draw(len(part))).mul_(_scale(dropped)), part, out=out)
     return result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import NAMESPACE
 from ..kernels.precision import compute_dtype, full_precision, operand_dtype
-from ..kernels.random_bits import LEVELS, draw_kept, dropped_levels
+from ..kernels.random_bits import LEVELS, Masks, dropped_levels
 
 _SCORES = 2**19
 """Scores of a block, small enough for a CPU's cache."""
@@ -66,10 +66,11 @@ class _Rows:
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor, scale: float, dropped: int
     ):
-        self.query, self.key, self.value, self.scale, self.dropped = query, key, value, scale, dropped
+        self.query, self.key, self.value, self.scale = query, key, value, scale
         self.low, self.wide = operand_dtype(query), compute_dtype(query)
         self.keep_rate = 1 - dropped / LEVELS
-        self.generator = torch.Generator().manual_seed(int(seed))
+        self.rows = max(1, _SCORES // key.shape[2])
+        self.masks = Masks(seed, dropped, min(self.rows, query.shape[2]) * key.shape[2])
         self.hidden = None
         if mask is not None and mask.any():
             added = (mask.to(self.wide) * _LOG2E).clamp_min_(_HIDDEN)
@@ -87,15 +88,12 @@ class _Rows:
 
     def _blocks(self, at: tuple[int, int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         keys = self.key[at].to(self.wide)
-        size = max(1, _SCORES // len(keys))
-        for start in range(0, self.query.shape[2], size):
-            rows = slice(start, start + size)
+        for start in range(0, self.query.shape[2], self.rows):
+            rows = slice(start, start + self.rows)
             scores = (self.query[at][rows].to(self.wide) * (self.scale * _LOG2E)) @ keys.mT
             if self.hidden is not None:
                 scores += self.hidden[at][rows]
-            words = torch.empty(-(-scores.numel() // 4), dtype=torch.int64)
-            kept = draw_kept(words, scores.numel(), self.dropped, self.generator)
-            yield rows, scores, kept.view_as(scores).to(self.low)
+            yield rows, scores, self.masks.draw(scores.numel()).view_as(scores).to(self.low)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::full_attention", mutates_args=())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..packed import run_each
 from ..precision import compute_dtype, full_precision, operand_dtype
-from ..random_bits import LEVELS, dropped_levels
+from ..random_bits import LEVELS, Masks, dropped_levels
 from .settings import Settings
 
 _LOG2E = 1.4426950408889634
@@ -147,13 +147,11 @@ class _Walk:
         self.strips_at_once = max(1, self.budget // largest)
         if seed is not None:
             # Probabilities in steps of 2**-16; dividing by the rounded one keeps the expectation exact.
-            self.dropped = dropped_levels(dropout)
-            self.keep_rate = 1 - self.dropped / LEVELS
-            self.generator = torch.Generator().manual_seed(int(seed))
+            dropped = dropped_levels(dropout)
+            self.keep_rate = 1 - dropped / LEVELS
             one = max(blocks.rows * blocks.span for blocks in self.blocks)
             most = max(one, min(self.budget, self.batch * self.heads * largest))
-            words = torch.empty(most // 4 + 1, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
-            self.table = words.view(torch.int32).to(self.device)
+            self.masks = Masks(seed, dropped, most, self.device)
 
     def strips(self) -> Iterator[_Strips]:
         """Yield groups of strips: some heads of one batch row, or all heads of some batch rows."""
@@ -258,18 +256,8 @@ class _Walk:
         return torch.bmm(a, b, out=self.scratch(name, (a.shape[0], a.shape[1], b.shape[2]), self.low))
 
     def keep(self, like: Tensor) -> Tensor:
-        """Draw the dropout mask of the next batch of blocks, for `_drop`: kept with probability keep_rate.
-
-        Filling memory from torch's generator is serial and costs as much as a matrix product. So each call fills one
-        table of random words, and each batch of blocks scrambles it with its own random constants. A word gives two
-        16-bit numbers; the weaker low one of the product gets the high one added.
-        """
-        count = -(-like.numel() // 2)
-        flip, factor = torch.randint(-(2**31), 2**31, (2,), generator=self.generator).tolist()
-        words = torch.bitwise_xor(self.table[:count], flip, out=self.scratch("words", (count,), torch.int32))
-        words.mul_(factor | 1)
-        words.add_(torch.bitwise_right_shift(words, 16, out=self.scratch("high words", (count,), torch.int32)))
-        keep = words.view(torch.int16)[: like.numel()].ge_(self.dropped - LEVELS // 2).view_as(like)
+        """Draw the dropout mask of the next batch of blocks, for `_drop`: kept with probability keep_rate."""
+        keep = self.masks.draw(like.numel()).view_as(like)
         if like.dtype.itemsize == 2:
             return keep.neg_()  # all bits of a number, or none
         return self.scratch("keep", like.shape, like.dtype).copy_(keep)

@@ -28,6 +28,14 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if fast else torch.float32
 
 
+def autocast_once(x: Tensor) -> Tensor:
+    """Cast what several linear maps read to autocast's dtype, where it is on: each of them would cast its own copy."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Switch autocast off on a device; do nothing on the meta device, which has none.
 

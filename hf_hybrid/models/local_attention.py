@@ -24,7 +24,7 @@ from ..context_parallel import local_attention as divided_attention
 from ..kernels import local_attention, local_attention_step
 from ..kernels.dispatch import exports_any
 from ..kernels.packed import sequence_starts
-from ..kernels.precision import compute_dtype
+from ..kernels.precision import autocast_once, compute_dtype
 from ..layers.adaptive_softmax import AdaptiveEmbedding, AdaptiveSoftmax
 from ..layers.feed_forward import FeedForward
 from ..layers.relative_position import RelativePositionBias
@@ -467,6 +467,7 @@ class LocalSelfAttention(LocalAttention):
         Returns:
             Output `(B, T, D)`, and probabilities `(B, H, T, P + T)` if the attention function returns them.
         """
+        hidden_states = autocast_once(hidden_states)
         query = self.as_query(self.q_proj(hidden_states))
         key = self.as_key(self.k_proj(hidden_states))
         value = self.as_value(self.v_proj(hidden_states))

@@ -241,8 +241,8 @@ def s4_state_response(state: Tensor, length: int, blocks: S4Blocks) -> Tensor:
     return y.permute(4, 0, 3, 2, 1).reshape(state.shape[0], filters, -1, channels)[:, :, :length]
 
 
-_CPU_TILE = 1 << 23
-"""Largest number of float64 numbers per tile on a CPU: 64 MiB, enough work for two threads."""
+_CPU_TILE = 1 << 24
+"""Largest number of float64 numbers per tile on a CPU: 128 MiB, enough work for two threads."""
 
 _GPU_TILE = 1 << 25
 """The same on other devices, where each tile costs hundreds of launches."""

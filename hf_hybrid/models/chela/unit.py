@@ -17,6 +17,7 @@ from ...context_parallel import linear_attention as divided_linear
 from ...kernels import laplace_attention, linear_attention
 from ...kernels.laplace_attention import laplace
 from ...kernels.packed import to_rows
+from ...kernels.precision import autocast_once
 from ...layers.dropout import Dropout
 from ...layers.long_conv import DampedEMA, LongConv, ShortLongConv
 from ...layers.norms import make_norm
@@ -156,10 +157,11 @@ class ChelaUnit(nn.Module):
         mixed = self.dropout(mixed)
         value = self.value_dropout(F.silu(self.v_proj(hidden_states)))
         before = None if state is None else state.attention
+        read = autocast_once(mixed)
         attended, attention_state = self._attend(
-            mixed, value, self._gate(mixed), attention_mask, before, cu_seqlens, shards
+            mixed, value, self._gate(read), attention_mask, before, cu_seqlens, shards
         )
-        output_gate = torch.sigmoid(self.output_gate_proj(mixed))
+        output_gate = torch.sigmoid(self.output_gate_proj(read))
         attended = self.dropout(attended)
         output = torch.addcmul(residual, output_gate, attended - residual)
         return output, ChelaState(mixer_state, attention_state) if return_state else None

@@ -11,6 +11,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from ...context_parallel import Shards, cross_attention
+from ...kernels.precision import autocast_once
 from ...layers.dropout import Dropout
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
@@ -98,6 +99,7 @@ class SpadeCrossAttention(nn.Module):
             Output `(B, T, D)`, and probabilities `(B, H, T, S)` if the attention function returns them.
         """
         batch, length, _ = hidden_states.shape
+        encoder_hidden_states = autocast_once(encoder_hidden_states)
         heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
         dropout = self.config.attention_dropout if self.training else 0.0
         if source_shards is not None:

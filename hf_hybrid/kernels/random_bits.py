@@ -16,7 +16,7 @@ class Masks:
     """Masks of dropout, one after the other, from one seed.
 
     Filling memory from torch's generator is serial and costs as much as a matrix product. So one table is filled with
-    random words, and each mask scrambles it with two random numbers of its own.
+    random words, and each mask multiplies it by a random odd number of its own.
 
     Args:
         seed: Gives the same masks again.
@@ -41,8 +41,7 @@ class Masks:
             `(count,)`, 1 = keep; as numbers of 16 bits, for casting from bool is slow. The next call overwrites it.
         """
         used = -(-count // 2)
-        flip, factor = torch.randint(-(2**31), 2**31, (2,), generator=self._generator).tolist()
-        words = torch.bitwise_xor(self._table[:used], flip, out=self._words[:used])
-        words.mul_(factor | 1)
+        factor = int(torch.randint(-(2**31), 2**31, (), generator=self._generator)) | 1
+        words = torch.mul(self._table[:used], factor, out=self._words[:used])
         words.add_(torch.bitwise_right_shift(words, 16, out=self._high[:used]))
         return words.view(torch.int16)[:count].ge_(self._first_kept)

@@ -101,7 +101,7 @@ def _keep_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _pass_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (result,) = ctx.saved_tensors  # above zero where the input was, and was kept
-    return torch.ops.aten.threshold_backward(grad, result, 0) * _scale(ctx.dropped), None, None
+    return torch.ops.aten.threshold_backward(grad, result, 0).mul_(_scale(ctx.dropped)), None, None
 
 
 _relu_dropout.register_autograd(_pass_gradients, setup_context=_keep_result)

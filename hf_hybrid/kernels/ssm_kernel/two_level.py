@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..dispatch import NAMESPACE
 from ..precision import full_precision
-from .discrete import S4Step, dense_diagonal, to_complex, to_real, to_real_row, two_re
+from .discrete import S4Step, to_complex, to_real, to_real_row, two_re
 
 
 def two_level_kernel(C: Tensor, step: S4Step, length: int) -> Tensor:
@@ -76,21 +76,23 @@ def _orbits(decay: Tensor, column: Tensor, row: Tensor, input: Tensor, block: in
 
 
 def _power(states: Tensor, decay: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return Abar^R `(H, N, N)`, its factors, each `(H, R, N)`, and ``D^(R-1), ..., 1``, `(R, H, M)`.
+    """Return Abar^R `(H, N, N)`, its factors, each `(H, R, N)`, and ``D^(R-1), ..., 1``, `(H, R, M)`.
 
     The precision is that of `states`, but powers of D are computed in complex128: a rounded D would multiply the
     error by R.
     """
-    block, square, powers = len(states), decay, torch.ones_like(decay)[None]
-    while len(powers) < block:
-        powers = torch.cat([powers * square, powers])
+    block, square, powers = len(states), decay[:, None], torch.ones_like(decay)[:, None]
+    while powers.shape[1] < block:
+        powers = torch.cat([powers * square, powers], dim=1)
         square = square * square
-    powers = powers[-block:]
+    powers = powers[:, -block:]
     left, right = (
-        x.to(states.real.dtype).transpose(0, 1).contiguous()
-        for x in (to_real(states[:, :, 1]), to_real_row(row * powers))
+        x.to(states.real.dtype) for x in (to_real(states[:, :, 1].transpose(0, 1)), to_real_row(row[:, None] * powers))
     )
-    power = torch.baddbmm(dense_diagonal(powers[0] * decay).to(left.dtype), left.mT, right)
+    power = left.mT @ right
+    last = powers[:, 0] * decay
+    for diagonal, part in zip(_diagonals(power), (last.real, last.real, last.imag, -last.imag), strict=True):
+        diagonal += part
     return power, left, right, powers.to(states.dtype)
 
 
@@ -112,11 +114,11 @@ def _orbits_grad(
     block = len(states)
     powers, decay, column, row = (x.to(states.dtype).conj_physical() for x in (powers, decay, column, row))
     # Abar^R: its right factor, its diagonal and its left factor, which is an orbit
-    factor_grad = 2 * to_complex(left @ power_grad).conj_physical().transpose(0, 1)
-    exponents = torch.arange(block - 1, 0, -1, device=decay.device)[:, None, None]
-    decay_grad = row * (exponents * powers[1:] * factor_grad[:-1]).sum(0)
-    decay_grad += block * powers[0] * _dense_diagonal_grad(power_grad)
-    row_grad = (powers * factor_grad).sum(0)
+    factor_grad = 2 * to_complex(left @ power_grad).conj_physical()
+    exponents = torch.arange(block - 1, 0, -1, device=decay.device)[:, None]
+    decay_grad = row * (exponents * powers[:, 1:] * factor_grad[:, :-1]).sum(1)
+    decay_grad += block * powers[:, 0] * _dense_diagonal_grad(power_grad)
+    row_grad = (powers * factor_grad).sum(1)
     orbit_grad[:, :, 1] += to_complex(right @ power_grad.mT).transpose(0, 1)
     # the orbits
     adjoint = [x[:, None] for x in (decay, row, column)]
@@ -130,11 +132,19 @@ def _orbits_grad(
     return grads[0], grads[1], grads[2], orbit_grad[0, :, 0].to(torch.complex128, copy=True)
 
 
+def _diagonals(x: Tensor) -> list[Tensor]:
+    """View the four diagonals of `(H, N, N)` that a complex diagonal has over real coordinates, `(H, M)` each.
+
+    They hold its real part twice, its imaginary part, and that with a minus.
+    """
+    upper, lower = (rows.chunk(2, dim=-1) for rows in x.chunk(2, dim=-2))
+    return [part.diagonal(dim1=-2, dim2=-1) for part in (upper[0], lower[1], lower[0], upper[1])]
+
+
 def _dense_diagonal_grad(grad: Tensor) -> Tensor:
-    """Adjoint of `dense_diagonal`."""
-    real, imag = (x.chunk(2, dim=-1) for x in grad.chunk(2, dim=-2))
-    diagonals = [x.diagonal(dim1=-2, dim2=-1) for x in (*real, *imag)]
-    return torch.complex(diagonals[0] + diagonals[3], diagonals[2] - diagonals[1])
+    """Adjoint of adding a complex diagonal."""
+    first, second, imag, negative = _diagonals(grad)
+    return torch.complex(first + second, imag - negative)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::s4_block", mutates_args=())
@@ -252,10 +262,13 @@ def _two_level(
     states = _orbits(decay, column, row, input, block)
     rows = to_real_row(C.to(states.dtype)).transpose(0, 1)
     power = _power(states, decay, row)[0]
-    rows = _run(torch.cat([rows[None], rows.new_zeros(count - 1, *rows.shape)]), power, power, 1, 0)
-    kernel = _by_channel(rows) @ _by_channel(to_real(states[:, :, :1])).mT
+    orbit = rows.new_empty(count, *rows.shape)
+    orbit[0] = rows
+    for last, place in pairwise(orbit.unbind()):
+        torch.bmm(last, power, out=place)
+    kernel = _by_channel(orbit) @ _by_channel(to_real(states[:, :, :1])).mT
     kernel = kernel.to(C.real.dtype).unflatten(1, (count, -1))
-    return kernel, states.to(C.dtype), rows.to(C.real.dtype)
+    return kernel, states.to(C.dtype), orbit.to(C.real.dtype)
 
 
 @_two_level.register_fake

@@ -2,14 +2,16 @@
 
 Blocks pass on one matrix S per head. The forward takes four products per block: the masked scores, the scores times
 the values, the queries times S, and the update of S. The backward goes through the blocks forward, to recompute S,
-and then in reverse, passing on the gradient of S. It stores nothing of size T C or T K V / C.
+and then in reverse, passing on the gradient of S. A product is that of a group of blocks, whose matrices S are sums
+of their updates. Nothing of size T C or T K V / C is stored.
 
 Inputs of 16 bits are computed in float32, since sums are as long as the sequence.
 
-Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim · `R` = B H rows · `C` block.
+Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim · `R` = B H rows · `C` block · `n` blocks.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,12 +24,11 @@ _BLOCK = 64
 """Tokens per block. Larger blocks waste masked scores, smaller products run slower; the fastest on a CPU for heads of
 64 to 256 numbers."""
 
+_GROUP = {"cpu": 2**18, "cuda": 2**25}
+"""Numbers of the largest matrices of a group of blocks."""
+
 _NORMED = 1 << 16
 """Numbers that are normed at a time on a CPU."""
-
-
-def _blocks(length: int) -> list[slice]:
-    return [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
 
 
 def _cached(x: Tensor) -> Iterator[slice]:
@@ -37,36 +38,81 @@ def _cached(x: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
-def _rows(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yield tensors as contiguous `(R, T, ·)` in the precision of the computation."""
+def _blocks(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield tensors as contiguous blocks, `(n, R, C, ·)`, in the precision of the computation; zeros fill the last."""
     for x in tensors:
         batch, length, heads, width = x.shape
-        yield x.transpose(1, 2).to(compute_dtype(x)).reshape(batch * heads, length, width)
+        size = min(_BLOCK, max(1, length))
+        number = -(-length // size)
+        made = x.new_empty if length % size == 0 else x.new_zeros
+        blocks = made(number, batch, heads, size, width, dtype=compute_dtype(x))
+        whole = length // size
+        tokens = x[:, : whole * size].unflatten(1, (whole, size))
+        blocks[:whole] = tokens.permute(1, 0, 3, 2, 4)
+        if whole < number:
+            blocks[whole, :, :, : length - whole * size] = x[:, whole * size :].transpose(1, 2)
+        yield blocks.flatten(1, 2)
 
 
-def _unrows(x: Tensor, like: Tensor) -> Tensor:
+def _unblocked(blocks: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return to contiguous `(B, T, H, ·)`."""
-    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2).contiguous()
+    batch, length, heads, _ = like.shape
+    size = blocks.shape[2]
+    whole = length // size
+    tokens = blocks.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4)
+    x = blocks.new_empty(batch, length, heads, blocks.shape[-1], dtype=dtype)
+    x[:, : whole * size].unflatten(1, (whole, size)).copy_(tokens[:, :whole])
+    x[:, whole * size :] = tokens[:, whole:].flatten(1, 2)[:, : length % size]
+    return x
 
 
-def _start(state: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of the first S as `(R, K, V)`."""
+def _groups(q: Tensor, v: Tensor) -> list[slice]:
+    """Cut blocks into groups: products of many are faster, but are to stay in a CPU's cache."""
+    number, rows, size, width = q.shape
+    largest = max(size, width) * max(size, v.shape[3])
+    step = max(1, _GROUP.get(q.device.type, _GROUP["cuda"]) // max(1, rows * largest))
+    return [slice(start, min(start + step, number)) for start in range(0, number, step)]
+
+
+def _start(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """Return the first S as `(R, K, V)`."""
     if state is None:
-        return query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
-    return state.flatten(0, 1).to(query.dtype, copy=True)
+        return q.new_zeros(q.shape[1], q.shape[3], v.shape[3])
+    return state.flatten(0, 1).to(q.dtype)
+
+
+def _passed(first: Tensor, a: Tensor, b: Tensor, *, back: bool = False) -> Tensor:
+    """Pass on a matrix through the blocks of a group, adding ``a^T b`` of each: `(n + 1, R, K, V)` with the first.
+
+    Args:
+        first: `(R, K, V)`.
+        a: `(n, R, C, K)`.
+        b: `(n, R, C, V)`.
+        back: From the last block to the first one.
+    """
+    states = first.new_empty(len(a) + 1, *first.shape)
+    states[-1 if back else 0] = first
+    added = states[:-1] if back else states[1:]
+    torch.bmm(a.flatten(0, 1).mT, b.flatten(0, 1), out=added.flatten(0, 1))
+    ordered = states.unbind()[:: -1 if back else 1]
+    for last, state in pairwise(ordered):
+        state += last
+    return states
 
 
 def _forward_alone(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    batch = query.shape[0]
-    q, k, v = _rows(query, key, value)
+    q, k, v = _blocks(query, key, value)
     S = _start(state, q, v)
-    output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    output = torch.empty_like(v)
     with full_precision(q.device):
-        for at in _blocks(q.shape[1]):
-            scores = torch.bmm(q[:, at], k[:, at].mT).tril_()
-            torch.baddbmm(torch.bmm(q[:, at], S), scores, v[:, at], out=output[:, at])
-            S.baddbmm_(k[:, at].mT, v[:, at])
-    return _unrows(output, query), S.unflatten(0, (batch, query.shape[2]))
+        for at in _groups(q, v):
+            states = _passed(S, k[at], v[at])
+            queries, keys, values, before = (x.flatten(0, 1) for x in (q[at], k[at], v[at], states[:-1]))
+            scores = torch.bmm(queries, keys.mT).tril_()
+            torch.baddbmm(torch.bmm(queries, before), scores, values, out=output[at].flatten(0, 1))
+            S = states[-1]
+    last = S.unflatten(0, (query.shape[0], query.shape[2])).clone()
+    return _unblocked(output, query, output.dtype), last
 
 
 def forward(
@@ -87,24 +133,26 @@ def _differentiate_alone(
     In each block, with D = tril(dO V^T) and A = tril(Q K^T):
     dQ = D K + dO S^T,  dK = D^T Q + V dS^T,  dV = A^T dO + K dS,  and in reverse dS <- dS + Q^T dO.
     """
-    batch = query.shape[0]
-    q, k, v, g = _rows(query, key, value, grad)
+    q, k, v, g = _blocks(query, key, value, grad)
     S, dS = _start(state, q, v), _start(grad_state, q, v)
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    blocks = _blocks(q.shape[1])
+    groups = _groups(q, v)
     with full_precision(q.device):
-        for at in blocks:
-            torch.bmm(g[:, at], S.mT, out=d_q[:, at])
-            S.baddbmm_(k[:, at].mT, v[:, at])
-        for at in reversed(blocks):
-            D = torch.bmm(g[:, at], v[:, at].mT).tril_()
-            A = torch.bmm(q[:, at], k[:, at].mT).tril_()
-            d_q[:, at].baddbmm_(D, k[:, at])
-            torch.baddbmm(torch.bmm(v[:, at], dS.mT), D.mT, q[:, at], out=d_k[:, at])
-            torch.baddbmm(torch.bmm(k[:, at], dS), A.mT, g[:, at], out=d_v[:, at])
-            dS.baddbmm_(q[:, at].mT, g[:, at])
-    d_q, d_k, d_v = (_unrows(x, query).to(query.dtype) for x in (d_q, d_k, d_v))
-    return d_q, d_k, d_v, dS.unflatten(0, (batch, query.shape[2]))
+        for at in groups:
+            states = _passed(S, k[at], v[at])
+            torch.bmm(g[at].flatten(0, 1), states[:-1].flatten(0, 1).mT, out=d_q[at].flatten(0, 1))
+            S = states[-1]
+        for at in reversed(groups):
+            states = _passed(dS, q[at], g[at], back=True)
+            queries, keys, values, grads, after = (x.flatten(0, 1) for x in (q[at], k[at], v[at], g[at], states[1:]))
+            D = torch.bmm(grads, values.mT).tril_()
+            A = torch.bmm(queries, keys.mT).tril_()
+            d_q[at].flatten(0, 1).baddbmm_(D, keys)
+            torch.baddbmm(torch.bmm(values, after.mT), D.mT, queries, out=d_k[at].flatten(0, 1))
+            torch.baddbmm(torch.bmm(keys, after), A.mT, grads, out=d_v[at].flatten(0, 1))
+            dS = states[0]
+    d_q, d_k, d_v = (_unblocked(x, query, query.dtype) for x in (d_q, d_k, d_v))
+    return d_q, d_k, d_v, dS.unflatten(0, (query.shape[0], query.shape[2])).clone()
 
 
 def backward(

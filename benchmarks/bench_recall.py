@@ -241,7 +241,10 @@ def remembered(rows: Sequence[Row]) -> str:
         f"{DONE:.0%} or more. *Only guess*: at most {100 * AT_CHANCE:.0f} points above guessing, all seeds finite."
     )
     header = ["architecture", "does, and its ablation can only guess", "does, and its ablation not only guesses"]
-    return f"{title}\n\n{markdown_table([*header, 'does not'], lines)}"
+    header += ["does not"]
+    if not any(line[2] for line in lines):
+        header, *lines = ([line[0], line[1], line[3]] for line in (header, *lines))
+    return f"{title}\n\n{markdown_table(header, lines)}"
 
 
 def _remembered(runs: Sequence[Row], others: Sequence[Row]) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.bench_recall import remembered
 from benchmarks.comparison import mean_and_error, runs_at_best_rate
 from benchmarks.gpu_tables import line_of
 from benchmarks.record import Row, in_fp32, read_csv
@@ -193,6 +194,11 @@ def from_t5() -> str:
     )
 
 
+def recall() -> str:
+    """Return which tests of recall each architecture does, with and without its global part."""
+    return remembered(read_csv(RESULTS / "recall.csv"))
+
+
 def gpu() -> str:
     """Return how fast models train on a GPU, and in how much memory, over their peers."""
     rows = read_csv(RESULTS / "gpu" / "models.csv")
@@ -286,6 +292,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "jobs": jobs,
     "learning_rates": learning_rates,
     "measured": measured,
+    "recall": recall,
 }
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_once(x: Tensor) -> Tensor:
-    """Cast what several linear maps read to autocast's dtype, where it is on: each of them would cast its own copy."""
+    """Return x in autocast's dtype, where it is on: each of several linear maps that read it would cast its own."""
     device = x.device.type
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x

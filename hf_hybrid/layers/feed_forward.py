@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..kernels.precision import autocast_once
 from .dropout import Dropout
 
 
@@ -95,7 +96,7 @@ def _project(activate: Callable[..., Tensor], linear: nn.Linear, *inputs: Tensor
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         autocast = partial(torch.autocast, device, dtype=dtype)
-        weights = [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in weights]
+        weights = [x if x is None else autocast_once(x) for x in weights]
     projected: Tensor = _Projection.apply(activate, autocast, *weights, *inputs)
     return projected
 

@@ -43,27 +43,20 @@ def _blocks(*tensors: Tensor) -> Iterator[Tensor]:
     for x in tensors:
         batch, length, heads, width = x.shape
         size = min(_BLOCK, max(1, length))
-        number = -(-length // size)
-        made = x.new_empty if length % size == 0 else x.new_zeros
-        blocks = made(number, batch, heads, size, width, dtype=compute_dtype(x))
-        whole = length // size
-        tokens = x[:, : whole * size].unflatten(1, (whole, size))
-        blocks[:whole] = tokens.permute(1, 0, 3, 2, 4)
-        if whole < number:
-            blocks[whole, :, :, : length - whole * size] = x[:, whole * size :].transpose(1, 2)
+        number, ragged = -(-length // size), -length % size
+        tokens = F.pad(x, (0, 0, 0, 0, 0, ragged)) if ragged else x
+        blocks = x.new_empty(number, batch, heads, size, width, dtype=compute_dtype(x))
+        blocks.copy_(tokens.unflatten(1, (number, size)).permute(1, 0, 3, 2, 4))
         yield blocks.flatten(1, 2)
 
 
 def _unblocked(blocks: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return to contiguous `(B, T, H, ·)`."""
     batch, length, heads, _ = like.shape
-    size = blocks.shape[2]
-    whole = length // size
-    tokens = blocks.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4)
-    x = blocks.new_empty(batch, length, heads, blocks.shape[-1], dtype=dtype)
-    x[:, : whole * size].unflatten(1, (whole, size)).copy_(tokens[:, :whole])
-    x[:, whole * size :] = tokens[:, whole:].flatten(1, 2)[:, : length % size]
-    return x
+    number, _, size, width = blocks.shape
+    x = blocks.new_empty(batch, number, size, heads, width, dtype=dtype)
+    x.copy_(blocks.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4))
+    return x.flatten(1, 2)[:, :length].contiguous()
 
 
 def _groups(q: Tensor, v: Tensor) -> list[slice]:

@@ -262,13 +262,10 @@ def _two_level(
     states = _orbits(decay, column, row, input, block)
     rows = to_real_row(C.to(states.dtype)).transpose(0, 1)
     power = _power(states, decay, row)[0]
-    orbit = rows.new_empty(count, *rows.shape)
-    orbit[0] = rows
-    for last, place in pairwise(orbit.unbind()):
-        torch.bmm(last, power, out=place)
-    kernel = _by_channel(orbit) @ _by_channel(to_real(states[:, :, :1])).mT
+    rows = _run(torch.cat([rows[None], rows.new_zeros(count - 1, *rows.shape)]), power, power, 1, 0)
+    kernel = _by_channel(rows) @ _by_channel(to_real(states[:, :, :1])).mT
     kernel = kernel.to(C.real.dtype).unflatten(1, (count, -1))
-    return kernel, states.to(C.dtype), orbit.to(C.real.dtype)
+    return kernel, states.to(C.dtype), rows.to(C.real.dtype)
 
 
 @_two_level.register_fake

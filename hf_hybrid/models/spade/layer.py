@@ -99,7 +99,6 @@ class SpadeCrossAttention(nn.Module):
             Output `(B, T, D)`, and probabilities `(B, H, T, S)` if the attention function returns them.
         """
         batch, length, _ = hidden_states.shape
-        encoder_hidden_states = autocast_once(encoder_hidden_states)
         heads = (batch, -1, self.config.num_attention_heads, self.config.head_dim)
         dropout = self.config.attention_dropout if self.training else 0.0
         if source_shards is not None:
@@ -110,8 +109,9 @@ class SpadeCrossAttention(nn.Module):
             layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
             key, value = layer.keys, layer.values
         else:
-            key = self.k_proj(encoder_hidden_states).view(heads).transpose(1, 2)
-            value = self.v_proj(encoder_hidden_states).view(heads).transpose(1, 2)
+            source = autocast_once(encoder_hidden_states)
+            key = self.k_proj(source).view(heads).transpose(1, 2)
+            value = self.v_proj(source).view(heads).transpose(1, 2)
             if past_key_values is not None:
                 key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
                 past_key_values.is_updated[self.layer_idx] = True
@@ -141,7 +141,8 @@ class SpadeCrossAttention(nn.Module):
         """`forward` of own targets `(B, T_r, D)` and own tokens of the document, `(B, S_r, D)`."""
         heads = (self.config.num_attention_heads, self.config.head_dim)
         query = self.q_proj(hidden_states).unflatten(-1, heads)
-        key, value = (project(encoder_hidden_states).unflatten(-1, heads) for project in (self.k_proj, self.v_proj))
+        source = autocast_once(encoder_hidden_states)
+        key, value = (project(source).unflatten(-1, heads) for project in (self.k_proj, self.v_proj))
         options = {"attention_mask": attention_mask, "scale": self.scaling, "dropout": dropout}
         return self.o_proj(cross_attention(query, key, value, shards, source_shards, **options).flatten(2))
 

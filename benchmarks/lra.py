@@ -45,7 +45,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
 from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
-from benchmarks.record import markdown_table, short_hash, slug
+from benchmarks.record import markdown_table, positive, positive_int, short_hash, slug
 from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.lra import LRA, DrawingStopped, find_lra, load_lra_once
 from hf_hybrid.training.collating import LongRangeRows, long_range_collator
@@ -393,14 +393,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train for some minutes; test and print the row once all epochs are done."""
     parser = command_parser()
     arguments = parser.parse_args(argv)
-    if not arguments.minutes > 0:
-        parser.error(f"--minutes must be positive; got {arguments.minutes}")
-    if not 0 < arguments.fraction <= 1:
-        parser.error(f"--fraction must be above 0 and at most 1; got {arguments.fraction}")
-    if arguments.learning_rate is not None and not 0 < arguments.learning_rate < math.inf:
-        parser.error(f"--learning_rate must be positive; got {arguments.learning_rate}")
-    if arguments.rows is not None and (arguments.rows < 1 or arguments.small):
-        parser.error(f"--rows must be positive, and is not for --small; got {arguments.rows}")
+    if arguments.fraction > 1:
+        parser.error(f"--fraction must be at most 1; got {arguments.fraction}")
+    if arguments.rows is not None and arguments.small:
+        parser.error(f"--rows is not for --small; got {arguments.rows}")
     try:
         torch.empty(1, device=arguments.device)
     except Exception as error:  # torch raises many kinds
@@ -425,18 +421,18 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--task", required=True, choices=LRA)
     parser.add_argument("--model", default="CHELA", choices=MODELS)
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this slice (%(default)s)")
+    parser.add_argument("--minutes", type=positive, default=9.0, help="of this slice (%(default)s)")
     parser.add_argument("--data_dir", type=Path, help="folder of the task's files; without it rows are drawn")
-    parser.add_argument("--rows", type=int, help="most rows of each split (all)")
+    parser.add_argument("--rows", type=positive_int, help="most rows of each split (all)")
     parser.add_argument(
         "--tested", choices=("test", "validation"), default="test", help="split of the last score (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning_rate", type=float, help="peak, for that of the recipe")
+    parser.add_argument("--learning_rate", type=positive, help="peak, for that of the recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
-    parser.add_argument("--fraction", type=float, default=1.0, help="share of the recipe's updates to train (all)")
+    parser.add_argument("--fraction", type=positive, default=1.0, help="share of the recipe's updates to train (all)")
     parser.add_argument("--finish", action="store_true", help="test what there is when the minutes are over")
     parser.add_argument("--small", action="store_true", help="a tiny model, few rows, two epochs: a rehearsal")
     return parser

@@ -305,7 +305,7 @@ def positive(text: str) -> float:
     """Read a positive number of a command line."""
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be positive; got {text}")
+        raise argparse.ArgumentTypeError(f"must be positive and finite; got {text}")
     return value
 
 

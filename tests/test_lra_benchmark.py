@@ -143,9 +143,12 @@ def test_a_run_in_bfloat16_says_so(small, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--device", "nowhere"], "--device nowhere cannot be used: Expected one of cpu, cuda"),
-        (["--rows", "0"], "--rows must be positive, and is not for --small; got 0"),
-        (["--small", "--rows", "9"], "--rows must be positive, and is not for --small; got 9"),
-        (["--minutes", "0"], "--minutes must be positive; got 0"),
+        (["--rows", "0"], "--rows: must be positive; got 0"),
+        (["--small", "--rows", "9"], "--rows is not for --small; got 9"),
+        (["--minutes", "0"], "--minutes: must be positive and finite; got 0"),
+        (["--learning_rate", "inf"], "--learning_rate: must be positive and finite; got inf"),
+        (["--fraction", "0"], "--fraction: must be positive and finite; got 0"),
+        (["--fraction", "2"], "--fraction must be at most 1; got 2.0"),
     ],
 )
 def test_flags_are_checked_before_data_are_drawn(tmp_path, capsys, monkeypatch, flags, message):

@@ -344,7 +344,7 @@ def test_the_quick_form_leaves_what_is_named(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rates", "0"], "argument --rates: must be positive; got 0"),
+        (["--rates", "0"], "argument --rates: must be positive and finite; got 0"),
         (["--rates", "foo"], "argument --rates: invalid positive value: 'foo'"),
         (["--steps", "0"], "argument --steps: must be positive; got 0"),
         (["--jobs", "0"], "argument --jobs: must be positive; got 0"),

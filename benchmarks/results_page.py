@@ -74,8 +74,6 @@ PLANNED = set(_LRA) | {
         bench_growth,
         bench_tokens,
         bench_generation,
-        bench_loading,
-        bench_loss,
         bench_profile,
         bench_recall,
     )

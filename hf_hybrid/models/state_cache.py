@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, EncoderDecoderCache
+
+from ..kernels.long_conv import ConvState
 
 
 def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
@@ -13,13 +15,17 @@ def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
     return kept.clone() if count > kept.shape[dim] else kept
 
 
+def _grows(state: Any) -> bool:
+    return isinstance(state, ConvState)
+
+
 class StateCacheLayer(CacheLayerMixin):
     """Cache of one layer that hands a state from one span of tokens to the next.
 
     A state is a tensor, or a nested tuple of tensors and plain numbers; the first dimension of each tensor is the
     batch. It is stored without a copy, and the next step may reuse its memory: copy the cache to read it twice. It
-    serves dynamic and static caches, since its size does not grow with the tokens. A config asks for it with
-    `LAYER_TYPE` in its ``layer_types``.
+    serves dynamic and static caches: what grows with the tokens begins at its full size in static ones. A config asks
+    for it with `LAYER_TYPE` in its ``layer_types``.
     """
 
     _layer_type = "state"
@@ -36,6 +42,8 @@ class StateCacheLayer(CacheLayerMixin):
         """Replace the state by the one after this many more tokens."""
         if self.state is None:
             self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
+            if self.is_compileable:
+                state = tree_map(lambda x: x.grown() if _grows(x) else x, state, is_leaf=_grows)
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
@@ -79,7 +87,7 @@ class StateCacheLayer(CacheLayerMixin):
         self._map(lambda x: x[indices])
 
     def offload(self):
-        """Do nothing: as in transformers' caches, states stay on their device, since they do not grow."""
+        """Do nothing: as in transformers' caches, states stay on their device."""
 
     def prefetch(self):
         """Do nothing."""

@@ -64,9 +64,52 @@ def test_one_compiled_step_serves_every_position():
     assert_close(state.pending, expected.pending, "float64")
 
 
+class Step(torch.nn.Module):
+    def __init__(self, kernel, skip, position):
+        super().__init__()
+        self.kernel, self.skip, self.position = kernel, skip, position
+
+    def forward(self, u, pending, inputs):
+        y, state = online_conv(
+            u, self.kernel, ConvState(pending, inputs, self.position, pending.shape[1]), skip=self.skip
+        )
+        return y, state.pending, state.inputs, torch.tensor(state.position)
+
+
+@pytest.mark.parametrize(("prompt", "more"), [(0, 0), (20, 0), (20, 5), (40, 0), (70, 30)])
+def test_an_exported_step_goes_on_from_any_position(prompt, more):
+    u, kernel, skip = make(40, groups=2)
+    state = start_online_conv(u[:, :prompt], kernel)
+    if more:
+        _, state = online_conv(u[:, prompt : prompt + more], kernel, state, skip=skip)
+    state = state.grown()
+    step = Step(kernel, skip, state.position)
+    program = torch.export.export(step, (u[:, :1], state.pending, state.inputs)).module()
+    tensors, outputs = (state.pending, state.inputs), []
+    for t in range(prompt + more, LENGTH):
+        y, *tensors, position = program(u[:, t : t + 1], *tensors)
+        assert position == state.position
+        outputs.append(y)
+    assert_close(torch.cat(outputs, dim=1), reference(u, kernel, skip=skip)[:, prompt + more :], "float64")
+
+
+def test_a_short_prompt_takes_a_short_transform(monkeypatch):
+    sizes = set()
+    original = torch.fft.rfft
+
+    def seen(x, n):
+        sizes.add(n)
+        return original(x, n=n)
+
+    u, kernel, _ = make(4096, length=60)
+    monkeypatch.setattr(torch.fft, "rfft", seen)
+    start_online_conv(u, kernel)
+    assert 0 < max(sizes) < 150
+
+
 def test_opcheck():
     u, kernel, _ = make(9)
-    pending, inputs, _ = start_online_conv(u[:, :20], kernel)
+    pending, inputs, *_ = start_online_conv(u[:, :20], kernel)
     for position in (3, 7):  # within the ring, and at its end
         torch.library.opcheck(op.online_conv_token, (u[:, :1], kernel, pending, inputs, position))
 
@@ -126,11 +169,18 @@ def test_the_state_does_not_grow():
     assert sizes == {(2, 32, 4)}
 
 
+def test_the_state_grows_to_its_full_size():
+    u, kernel, skip = make(64)
+    states = [decode(u[:, :stop], kernel, skip, 3, [1] * LENGTH)[1] for stop in (4, 18, 19, 150)]
+    assert [state.pending.shape[1] for state in states] == [32, 32, 64, 64]
+    assert all(state.inputs.shape == state.pending.shape for state in states)
+
+
 def test_rows_can_be_reordered_at_any_token():
     u, kernel, skip = make(20)
     state = start_online_conv(u[:, :9], kernel)
     _, state = online_conv(u[:, 9:16], kernel, state, skip=skip)
-    swapped = ConvState(state.pending.flip(0), state.inputs.flip(0), state.position)
+    swapped = ConvState(state.pending.flip(0), state.inputs.flip(0), *state[2:])
     actual, _ = online_conv(u[:, 16:].flip(0), kernel, swapped, skip=skip)
     assert_close(actual, reference(u, kernel, skip=skip)[:, 16:].flip(0), "float64")
 

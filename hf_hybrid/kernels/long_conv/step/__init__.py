@@ -1,11 +1,12 @@
 """A causal convolution continued token by token.
 
-B batch · T length · T_k taps · D width · P ring, a power of two and at least T_k - 1
+B batch · T length · T_k taps · D width · R ring, a power of two · P whole ring, at least T_k - 1
 """
 
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from . import op, torch_impl
 
@@ -13,17 +14,27 @@ __all__ = ["ConvState", "online_conv", "start_online_conv"]
 
 
 class ConvState(NamedTuple):
-    """State of a causal convolution: two rings, whatever the number of tokens so far.
+    """State of a causal convolution: two rings that grow up to P, to at most four times the tokens so far, or 32.
 
     Attributes:
-        pending: Contribution of earlier inputs to the outputs of the ring, `(B, P, D)`, float32 or float64.
-        inputs: The inputs of the ring, `(B, P, D)`, same dtype; entries from `position` on are undefined.
-        position: Number of inputs in the ring, below P.
+        pending: Contribution of earlier inputs to the outputs of the ring, `(B, R, D)`, float32 or float64.
+        inputs: The last R inputs, `(B, R, D)`, same dtype: those before `position`, which follow those from it on.
+        position: Where the next input goes, below R.
+        whole: P, to which the rings grow.
     """
 
     pending: torch.Tensor
     inputs: torch.Tensor
     position: int
+    whole: int
+
+    def grown(self) -> "ConvState":
+        """Return the same state with whole rings, which keep their shape."""
+        missing = self.whole - self.pending.shape[1]
+        if not missing:
+            return self
+        pending, inputs = (F.pad(x, (0, 0, 0, missing)) for x in (self.pending, self.inputs))
+        return ConvState(pending, inputs, self.position, self.whole)
 
 
 def start_online_conv(u: torch.Tensor, kernel: torch.Tensor) -> ConvState:
@@ -33,7 +44,7 @@ def start_online_conv(u: torch.Tensor, kernel: torch.Tensor) -> ConvState:
         u: The prompt, `(B, T, D)`, any floating dtype; T may be 0.
         kernel: Taps at lag 0, 1, 2, ..., `(D, T_k)`, or `(G, T_k)` where G divides D, see `long_conv`.
     """
-    return ConvState(*torch_impl.start(u, kernel), 0)
+    return ConvState(*torch_impl.start(u, kernel), torch_impl.ring_size(kernel.shape[1]))
 
 
 def online_conv(
@@ -56,20 +67,24 @@ def online_conv(
     Raises:
         ValueError: A shape does not fit the state.
     """
-    ring = torch_impl.ring_size(kernel.shape[1])
-    if state.pending.shape != (u.shape[0], ring, u.shape[2]):
+    whole = torch_impl.ring_size(kernel.shape[1])
+    sizes = (*state.pending.shape[::2], state.whole)
+    if sizes != (u.shape[0], u.shape[2], whole):
         raise ValueError(
-            f"state must have {u.shape[0]} sequences, {u.shape[2]} channels and {kernel.shape[1]} taps, with pending "
-            f"of {(u.shape[0], ring, u.shape[2])}; got {tuple(state.pending.shape)}"
+            f"state must have {u.shape[0]} sequences, {u.shape[2]} channels and rings of up to {whole} places for "
+            f"{kernel.shape[1]} taps; got {sizes[0]}, {sizes[1]} and {sizes[2]}"
         )
+    if torch.compiler.is_compiling() and u.shape[1] == 1:
+        state = state.grown()
+    pending, inputs, position = state[:3]
     if _is_compiled_step(u):
-        y, (pending, inputs, position) = op.online_conv_token(u, kernel, *state), state
-        position = (position + 1) % ring
+        y = op.online_conv_token(u, kernel, pending, inputs, position)
+        position = (position + 1) % whole
     else:
-        y, pending, inputs, position = torch_impl.advance(u, kernel, *state)
+        y, pending, inputs, position = torch_impl.advance(u, kernel, pending, inputs, position)
     if skip is not None:
         y = y + skip.to(y.dtype) * u.to(y.dtype)
-    return y.to(u.dtype), ConvState(pending, inputs, position)
+    return y.to(u.dtype), ConvState(pending, inputs, position, whole)
 
 
 def _is_compiled_step(u: torch.Tensor) -> bool:

@@ -4,10 +4,11 @@ Contributions of inputs to later outputs are computed as soon as the inputs are 
 ("relaxed" or online convolution, van der Hoeven 2002; Oncescu et al. 2024 for language models). After n tokens, the
 contribution of the last U of them to the next U outputs is added to `pending`, where U is the largest power of two
 that divides n: every pair of an input and a later output is in exactly one such square. A sum within a block of
-inputs replaces the smallest squares. The largest have size P, the power of two from the filter's length on. One
-transform adds a prompt's contribution to all later outputs.
+inputs replaces the smallest squares. The largest have size P, the power of two from the filter's length on. A prompt
+counts as the end of a block whose size is a power of two, so that one transform serves for all of its squares. The
+rings of outputs and inputs double while tokens come, until they have P places.
 
-B batch · T length · T_k taps · D width · P ring, a power of two and at least T_k - 1 · U block
+B batch · T length · T_k taps · D width · P whole ring, a power of two and at least T_k - 1 · R ring so far · U block
 """
 
 import torch
@@ -31,14 +32,27 @@ def ring_size(taps: int) -> int:
     return size
 
 
-def start(u: torch.Tensor, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the contributions pending after a prompt, and an empty ring of inputs."""
-    ring = ring_size(kernel.shape[1])
-    dtype = torch.promote_types(compute_dtype(u), kernel.dtype)
-    x = u[:, max(0, u.shape[1] - kernel.shape[1] + 1) :].to(dtype)
-    nothing = x.shape[1] == 0
-    pending = x.new_zeros(u.shape[0], ring, u.shape[2]) if nothing else _contribution(x, kernel, ring)
-    return pending, torch.zeros_like(pending)
+def start(u: torch.Tensor, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the state after a prompt."""
+    whole = ring_size(kernel.shape[1])
+    size = min(_DIRECT, whole)
+    while size < min(u.shape[1], whole):
+        size *= 2
+    x = u[:, max(0, u.shape[1] - whole) :].to(torch.promote_types(compute_dtype(u), kernel.dtype))
+    inputs = F.pad(x, (0, 0, size - x.shape[1], 0))
+    if x.shape[1] == 0:
+        return torch.zeros_like(inputs), inputs, 0
+    return _next_ring(torch.zeros_like(inputs), inputs, _contribution(x, kernel, size), whole)
+
+
+def _next_ring(
+    pending: torch.Tensor, inputs: torch.Tensor, square: torch.Tensor, whole: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Go on where a ring is full: begin again in a whole one, and double any other."""
+    ring = pending.shape[1]
+    if ring == whole:
+        return square, inputs, 0
+    return torch.cat([pending, square], dim=1), F.pad(inputs, (0, 0, 0, ring)), ring
 
 
 def advance(
@@ -48,10 +62,10 @@ def advance(
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (u, kernel, pending, inputs))
     if not torch.compiler.is_compiling() and pending.is_inference() and not torch.is_inference_mode_enabled():
         pending, inputs = pending.clone(), inputs.clone()
-    ring = ring_size(kernel.shape[1])
-    x, base = u.to(pending.dtype), min(_DIRECT, ring)
-    if torch.compiler.is_exporting() and position == 0 and u.shape[1] == 1:
-        return *_shifted(x, kernel, pending), inputs, 0
+    whole = ring_size(kernel.shape[1])
+    x, base = u.to(pending.dtype), min(_DIRECT, whole)
+    if torch.compiler.is_exporting() and u.shape[1] == 1:
+        return *_shifted(x, kernel, pending, inputs, position), position
     outputs = []
     start = 0
     while start < u.shape[1]:
@@ -59,7 +73,7 @@ def advance(
         if offset or left < base:
             size = min(left, base - offset)
         else:
-            size = min(_lowest_bit(position, ring), 1 << (left.bit_length() - 1))
+            size = min(_lowest_bit(position, pending.shape[1]), 1 << (left.bit_length() - 1))
         at = slice(position, position + size)
         if recorded:  # autograd holds the tensor, so do not overwrite it
             pending, inputs = pending.clone(), inputs.clone()
@@ -68,25 +82,27 @@ def advance(
         start, position = start + size, position + size
         if position % base:
             continue
-        size = _lowest_bit(position, ring)
+        size = _lowest_bit(position, whole)
         square = _contribution(inputs[:, position - size : position], kernel, size)
-        if position == ring:
-            pending, position = square, 0
+        if position == pending.shape[1]:
+            pending, inputs, position = _next_ring(pending, inputs, square, whole)
         else:
             pending[:, position : position + size] += square
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return y, pending, inputs, position
 
 
-def _shifted(x: torch.Tensor, kernel: torch.Tensor, pending: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance by a token and keep the position 0, which an exported program holds as a constant: O(P) per channel."""
-    ring = pending.shape[1]
-    y = pending[:, :1] + _taps(kernel, 0, 1, x).mT * x
-    return y, F.pad(pending[:, 1:], (0, 0, 0, 1)) + _taps(kernel, 1, ring + 1, x).mT * x
+def _shifted(
+    x: torch.Tensor, kernel: torch.Tensor, pending: torch.Tensor, inputs: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Advance a whole ring and keep the position, which an exported program holds as a constant: O(P) per channel."""
+    last = torch.cat([inputs[:, position:], inputs[:, :position], x], dim=1)  # the oldest first
+    y = (last * _taps(kernel, 0, last.shape[1], x).flip(1).mT).sum(1, keepdim=True)
+    return y, pending, last[:, 1:].roll(position, 1)
 
 
 def _lowest_bit(position: int, ring: int) -> int:
-    """Return the largest power of two that divides a position; the ring's size at 0."""
+    """Return the largest power of two that divides a position; that of the ring at 0."""
     return position & -position or ring
 
 

@@ -72,8 +72,6 @@ PLANNED = set(_LRA) | {
     for module in (
         bench_checkpointing,
         bench_growth,
-        bench_tokens,
-        bench_generation,
         bench_profile,
         bench_recall,
     )

@@ -50,7 +50,7 @@ def test_taps_that_a_token_does_not_need_are_not_read(monkeypatch):
     model = bench_language_models.build_model("chela").eval()
     taps = sum(4 * x.numel() for name, x in model.named_parameters() if name.endswith("long_kernel"))
     others = sum(4 * x.numel() for name, x in model.named_parameters() if not name.endswith("long_kernel"))
-    call, cache = decoding(model, 8)
+    call, cache = decoding(model, 128)
     for _ in range(3):
         weights, state = accessed(call, cache)
         assert 0.9 * others < weights < others + 0.1 * taps

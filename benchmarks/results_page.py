@@ -66,7 +66,7 @@ REPORTS = {
     "over_floor": gpu_tables,
     "token_ms": gpu_tables,
 }
-_LRA = {f"lra_{task}.csv" for task in ("listops", "pathfinder", "speech", "text")}
+_LRA = {f"lra_{task}.csv" for task in ("pathfinder", "text")}
 PLANNED = set(_LRA) | {
     module.DEFAULT_OUT.name
     for module in (

@@ -52,7 +52,7 @@ TASKS = {
 # feature -> its support by each family, in the order of `FAMILIES`; verified by tests
 FEATURES = {
     "reads in both directions": ("its encoder", "yes", "", "its encoder"),
-    "`generate` from a cache of constant size": ("language model", "yes", "yes", ""),
+    "`generate` from a cache of bounded size": ("language model", "yes", "yes", ""),
     "gradient checkpointing": ("yes", "yes", "yes", "yes"),
     "several GPUs": ("DDP, FSDP", "DDP, FSDP", "DDP, FSDP", "DDP; FSDP by transformers"),
     "LoRA, DoRA, IA3 without naming modules": ("yes", "yes", "yes", "as in T5, BART"),

@@ -331,7 +331,7 @@ def test_the_readmes_table_of_architectures_is_true():
         assert bool(has["reads in both directions"]) == any(sees_the_future(name) for name in model_types)
         sizes = [cache_sizes(name) for name in model_types if "AutoModelForCausalLM" in ARCHITECTURES[name][1]]
         constant = bool(sizes) and all(before == after for before, after in sizes)
-        assert bool(has["`generate` from a cache of constant size"]) == constant
+        assert bool(has["`generate` from a cache of bounded size"]) == constant
         starts = hasattr(classes[0], "from_t5") or "srformer" in model_types[0]
         assert bool(has["starts from a checkpoint of"]) == starts
         sharded = {name for name, *_ in SHARDED["generative"]}

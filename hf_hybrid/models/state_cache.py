@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, EncoderDecoderCache
 
 from ..kernels.long_conv import ConvState
@@ -13,10 +13,6 @@ def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
     """Drop the first `count` entries of a dimension; copy the rest if it is the smaller part, to free memory."""
     kept = x.narrow(dim, count, x.shape[dim] - count)
     return kept.clone() if count > kept.shape[dim] else kept
-
-
-def _grows(state: Any) -> bool:
-    return isinstance(state, ConvState)
 
 
 class StateCacheLayer(CacheLayerMixin):
@@ -43,7 +39,7 @@ class StateCacheLayer(CacheLayerMixin):
         if self.state is None:
             self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
             if self.is_compileable:
-                state = tree_map(lambda x: x.grown() if _grows(x) else x, state, is_leaf=_grows)
+                state = tree_map_only(ConvState, ConvState.grown, state, is_leaf=lambda x: isinstance(x, ConvState))
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):

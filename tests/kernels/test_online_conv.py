@@ -93,18 +93,24 @@ def test_an_exported_step_goes_on_from_any_position(prompt, more):
     assert_close(torch.cat(outputs, dim=1), reference(u, kernel, skip=skip)[:, prompt + more :], "float64")
 
 
-def test_a_short_prompt_takes_a_short_transform(monkeypatch):
-    sizes = set()
+@pytest.fixture
+def transforms(monkeypatch):
+    """Number and size of the transforms of each call."""
+    seen = []
     original = torch.fft.rfft
 
-    def seen(x, n):
-        sizes.add(n)
+    def recorded(x, n):
+        seen.append((x.numel() // x.shape[-1], n))
         return original(x, n=n)
 
+    monkeypatch.setattr(torch.fft, "rfft", recorded)
+    return seen
+
+
+def test_a_short_prompt_takes_a_short_transform(transforms):
     u, kernel, _ = make(4096, length=60)
-    monkeypatch.setattr(torch.fft, "rfft", seen)
     start_online_conv(u, kernel)
-    assert 0 < max(sizes) < 150
+    assert 0 < max(size for _, size in transforms) < 150
 
 
 def test_opcheck():
@@ -139,19 +145,11 @@ def test_channels_of_a_group_share_taps(groups, block, monkeypatch):
     assert_close(found, wanted, "float64 gradient")
 
 
-def test_shared_taps_are_transformed_once(monkeypatch):
-    transformed = []
-    original = torch.fft.rfft
-
-    def counted(x, n):
-        transformed.append(x.numel() // x.shape[-1])
-        return original(x, n=n)
-
+def test_shared_taps_are_transformed_once(monkeypatch, transforms):
     u, kernel, _ = make(64, groups=2, batch=1, width=6, length=64)
     monkeypatch.setattr(torch_impl, "_CPU_BLOCK", 1)
-    monkeypatch.setattr(torch.fft, "rfft", counted)
     start_online_conv(u, kernel)
-    assert sum(transformed) == 2 + 6
+    assert sum(number for number, _ in transforms) == 2 + 6
 
 
 @pytest.mark.parametrize(("dtype", "row"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])

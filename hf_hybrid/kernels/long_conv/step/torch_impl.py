@@ -65,7 +65,8 @@ def advance(
     whole = ring_size(kernel.shape[1])
     x, base = u.to(pending.dtype), min(_DIRECT, whole)
     if torch.compiler.is_exporting() and u.shape[1] == 1:
-        return *_shifted(x, kernel, pending, inputs, position), position
+        y, inputs = _shifted(x, kernel, inputs, position)
+        return y, pending, inputs, position
     outputs = []
     start = 0
     while start < u.shape[1]:
@@ -93,12 +94,12 @@ def advance(
 
 
 def _shifted(
-    x: torch.Tensor, kernel: torch.Tensor, pending: torch.Tensor, inputs: torch.Tensor, position: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Advance a whole ring and keep the position, which an exported program holds as a constant: O(P) per channel."""
+    x: torch.Tensor, kernel: torch.Tensor, inputs: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output and the whole ring after it, whose position stays as an exported program knows it: O(P)."""
     last = torch.cat([inputs[:, position:], inputs[:, :position], x], dim=1)  # the oldest first
     y = (last * _taps(kernel, 0, last.shape[1], x).flip(1).mT).sum(1, keepdim=True)
-    return y, pending, last[:, 1:].roll(position, 1)
+    return y, last[:, 1:].roll(position, 1)
 
 
 def _lowest_bit(position: int, ring: int) -> int:

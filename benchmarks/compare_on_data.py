@@ -17,8 +17,8 @@ An experiment is a JSON file with the ``script`` (``summarization``, ``clm``, ``
 so that all of a few long ones are read.
 
 The first seed trains every model at each of its learning rates, and up to twice at a further one while the best is
-the lowest or the highest; the other seeds use the best rate. With ``search_steps`` the runs of the search have so many
-steps, and all seeds use the best rate. ``--plan`` tries every model for a few steps, and says what all runs cost.
+the lowest or the highest; the other seeds use the best rate. ``--plan`` tries every model for a few steps, and says
+what all runs cost.
 
 Each run is a process with one thread (`train_one`), so that several can run in parallel with comparable processor
 times. A finished run adds a row to ``RESULTS/EXPERIMENT.csv`` and its losses to ``RESULTS/curves/EXPERIMENT.csv``. You
@@ -277,14 +277,9 @@ def plan_of(
         step = _tried(experiment, run, folder / run.folder, start)
         evaluated = sum(flags.get(f"max_{split}_samples", 0) for split in ("eval", "predict"))
         evaluation = evaluated / flags["per_device_train_batch_size"] / 3
-        searches = len(rates) if len(rates) > 1 else 0
-        short = experiment.spec.get("search_steps")
-        # without shortened runs the first seed's search includes its run at the best rate
-        steps = [flags["max_steps"]] * (len(seeds) + (0 if short else max(0, searches - 1))) + [short] * (
-            searches if short else 0
-        )
-        taken = step * sum(1.1 * count + evaluation for count in steps)
-        lines.append([model, str(len(steps)), f"{60 * step:.2f}", f"{taken:.0f}"])
+        runs = len(rates) + len(seeds) - 1  # the first seed's search includes its run at the best rate
+        taken = runs * step * (1.1 * flags["max_steps"] + evaluation)
+        lines.append([model, str(runs), f"{60 * step:.2f}", f"{taken:.0f}"])
         minutes += taken
     header = ["model", "runs", "CPU seconds of a step", "CPU minutes"]
     return markdown_table(header, lines), minutes

@@ -1,8 +1,7 @@
 """Results of `compare_on_data`: rows, each model's best learning rate, tables, and comparisons of two models.
 
 A row is one trained model. The first score of a file chooses the learning rate, with the seed of the model's first
-row; the other seeds train at the best rate. Rows of a search in shortened runs have the seed `SEARCH`: they choose the
-rate, and are part of no mean.
+row; the other seeds train at the best rate.
 """
 
 import csv
@@ -25,8 +24,6 @@ COLUMNS = (
     "recipe", "outcome", "parameters", "steps", "cpu_minutes",
 )
 # fmt: on
-SEARCH = "search"
-"""The seed of rows of a search in shortened runs, which train with the first seed."""
 CURVE_COLUMNS = ("model", "seed", "learning_rate", "recipe", "step", "train_loss", "eval_loss")
 _HIGHER_IS_BETTER = re.compile(r"accuracy|rouge|f1|matthews|pearson|spearman|combined_score")
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|bits_per_byte|mse")
@@ -134,9 +131,8 @@ def score_names(rows: Sequence[Row]) -> list[str]:
 
 
 def searched(rows: Sequence[Row], model: str) -> list[Row]:
-    """Return a model's rows with the seed of its first row, or of its search, sorted by learning rate."""
+    """Return a model's rows with the seed of its first row, sorted by learning rate."""
     own = [row for row in rows if row["model"] == model]
-    own = [row for row in own if row["seed"] == SEARCH] or own
     return sorted((row for row in own if row["seed"] == own[0]["seed"]), key=lambda row: float(row["learning_rate"]))
 
 
@@ -157,7 +153,7 @@ def runs_at_best_rate(rows: Sequence[Row], model: str) -> list[Row]:
         ValueError: The rows were not made in the same way.
     """
     rate = best_rate(rows, model, score_names(rows)[0])
-    own = [row for row in rows if row["model"] == model and row["outcome"] == "ok" and row["seed"] != SEARCH]
+    own = [row for row in rows if row["model"] == model and row["outcome"] == "ok"]
     for column in ("recipe", "parameters", "steps"):
         if len(found := sorted({row[column] for row in own})) > 1:
             raise ValueError(f"model {model!r}: its rows must have one value of {column}; got {', '.join(found)}")
@@ -178,7 +174,7 @@ def report(rows: Sequence[Row]) -> str:
     models = list(dict.fromkeys(row["model"] for row in trained))
     runs = {model: runs_at_best_rate(rows, model) for model in models}
     most = max(map(len, runs.values()), default=0)
-    steps = sorted({row["steps"] for row in trained if row["steps"] and row["seed"] != SEARCH}, key=int)
+    steps = sorted({row["steps"] for row in trained if row["steps"]}, key=int)
     own_steps = ["steps"] if len(steps) > 1 else []
     seeds = "one seed" if most == 1 else f"{most} seeds: mean ± standard error"
     caption = (
@@ -227,9 +223,8 @@ def _searched_rates(rows: Sequence[Row], models: Sequence[str], score: str) -> l
             text = "" if row is None else shown(row[score], score) if row["outcome"] == "ok" else row["outcome"]
             cells.append(f"**{text}**" if rate == best else text)
         lines.append([model, *cells])
-    first = next(iter(next(iter(found.values())).values()))
-    how = f"with seed {first['seed']}" if first["seed"] != SEARCH else f"after {first['steps']} steps"
-    caption = f"The searched learning rates: {title(score)} {how}, the best in bold."
+    seed = next(iter(next(iter(found.values())).values()))["seed"]
+    caption = f"The searched learning rates: {title(score)} with seed {seed}, the best in bold."
     return [caption, markdown_table(["model", *rates], lines)]
 
 
@@ -292,8 +287,7 @@ def lead(rows: Sequence[Row], first: str, second: str, score: str) -> Lead | Non
     values = []
     for model in (first, second):
         rate = best_rate(rows, model, score_names(rows)[0])
-        own = [row for row in rows if row["model"] == model and row["seed"] != SEARCH]
-        ended = {row["seed"] for row in own if row["learning_rate"] == rate}
+        ended = {row["seed"] for row in rows if row["model"] == model and row["learning_rate"] == rate}
         values.append([_number(row[score]) for row in runs_at_best_rate(rows, model)])
         if not ended or len(values[-1]) < len(ended) or not all(map(math.isfinite, values[-1])):
             return None

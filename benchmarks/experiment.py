@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks.comparison import (
     COLUMNS,
-    SEARCH,
     best_rate,
     check_recipe,
     check_version,
@@ -24,8 +23,7 @@ from hf_hybrid.data.lra.kept import digest_of_drawn
 from hf_hybrid.starters import folder_of_starter
 from hf_hybrid.training.flags.recipes import find_recipe
 
-_KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "search_steps", "scores", "select"}
-_KEYS |= {"evaluations"}
+_KEYS = {"script", "data", "excerpt", "flags", "models", "start", "learning_rates", "scores", "select", "evaluations"}
 DRAWN = "drawn:"
 """What begins the ``data`` of the script ``long_range`` where a task's rows are drawn: ``drawn:lra_listops_200``."""
 _OWN_KEYS = {"learning_rates", "learning_rate", "initial"}
@@ -52,7 +50,6 @@ class Run:
         rate: The learning rate.
         recipe: The recipe's hash.
         parent: The run whose model it starts from.
-        is_search: Whether it is a shortened run that only helps to choose the rate.
     """
 
     experiment: str
@@ -61,21 +58,19 @@ class Run:
     rate: str
     recipe: str
     parent: "Run | None" = None
-    is_search: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:
         """The key of its row."""
-        return self.model, SEARCH if self.is_search else str(self.seed), self.rate
+        return self.model, str(self.seed), self.rate
 
     @property
     def folder(self) -> Path:
         """Its working folder, which depends on the recipe."""
-        return Path(self.experiment, f"{slug(self.model)}-{self.recipe}-{self.key[1]}-{self.rate}")
+        return Path(self.experiment, f"{slug(self.model)}-{self.recipe}-{self.seed}-{self.rate}")
 
     def __str__(self) -> str:
-        seed = "search" if self.is_search else f"seed {self.seed}"
-        return f"{self.experiment}: {self.model}, {seed}, learning rate {self.rate}"
+        return f"{self.experiment}: {self.model}, seed {self.seed}, learning rate {self.rate}"
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,7 @@ class Experiment:
 
     def run_flags(self, run: Run) -> dict[str, Any]:
         """All flags of a run, except those of its parent."""
-        flags = {**self.flags(run.model), **self.data_flags}
-        if run.is_search:
-            flags["max_steps"] = self.spec["search_steps"]
-        return {**flags, "learning_rate": float(run.rate), "seed": run.seed}
+        return {**self.flags(run.model), **self.data_flags, "learning_rate": float(run.rate), "seed": run.seed}
 
     def initial(self, model: str) -> dict[str, dict[str, float]]:
         """Edits of a model's initial values."""
@@ -158,7 +150,7 @@ class Experiment:
         flags = {name: value for name, value in self.flags(model).items() if name not in _WITHOUT_EFFECT}
         made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
         made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]
-        made_by += [self.spec[name] for name in ("excerpt", "search_steps") if name in self.spec]
+        made_by += [self.spec["excerpt"]] if "excerpt" in self.spec else []
         folders = {name: Path(folder_of_starter(flags[name])) for name in _READ_FROM if name in flags}
         made_by += [_content(name, folder) for name, folder in folders.items() if folder.is_dir()]
         if self.spec["script"] == "long_range":
@@ -209,10 +201,6 @@ def read_experiment(path: Path, data: Sequence[Path], results: Path) -> Experime
     for model in experiment.models:
         if "max_steps" not in experiment.flags(model) or not experiment.rates(model):
             raise ValueError(f"{path}: model {model!r} must have max_steps and learning rates")
-        if not 0 < spec.get("search_steps", 1) <= experiment.flags(model)["max_steps"]:
-            raise ValueError(
-                f"{path}: search_steps must be from 1 to the max_steps of {model!r}; got {spec['search_steps']}"
-            )
     return experiment
 
 
@@ -239,8 +227,8 @@ def plan(
 ) -> list[Run]:
     """List the runs that an experiment still needs and can start now, in order.
 
-    The start model comes first, then the searches of the others, then their further seeds, of shortened searches all
-    seeds. Further seeds follow a finished search; a run can start once its parent is finished.
+    The start model comes first, then the searches of the others, then their further seeds. Further seeds follow a
+    finished search; a run can start once its parent is finished.
 
     Args:
         experiment: The experiment.
@@ -261,9 +249,7 @@ def plan(
         recipe = experiment.recipe(model, parents.get(seeds[0]))
         check_recipe(experiment.table, rows, model, recipe, where=experiment.name)
         rates = _searched_rates(experiment, rows, model)
-        is_short = "search_steps" in experiment.spec and len(rates) > 1
-        common = (experiment.name, model, seeds[0])
-        search = [Run(*common, rate, recipe, parents.get(seeds[0]), is_search=is_short) for rate in rates]
+        search = [Run(experiment.name, model, seeds[0], rate, recipe, parents.get(seeds[0])) for rate in rates]
         more: list[Run] = []
         if all(run.key in done for run in search):
             rate = best_rate(rows, model, experiment.scores[0])

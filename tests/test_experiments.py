@@ -193,34 +193,6 @@ def test_a_search_whose_edges_diverge_does_not_go_on(bench):
     assert bench.done() == ORDER[:4]
 
 
-def test_a_search_in_short_runs_is_part_of_no_mean(bench):
-    bench.change(SPEC | {"search_steps": 3})
-    losses = bench.loss
-    bench.loss = lambda model_type, seed, rate: losses(model_type, seed, rate) + (model_type == "a" and seed == 0)
-    assert bench.work().failures == {}
-    assert bench.begun == [*ORDER[:3], ORDER[3], ("searched, S4", 0, 0.01), *ORDER[4:]]
-    assert bench.flags[ORDER[3]]["max_steps"] == 8  # a single rate is not searched
-    rows = bench.rows()
-    assert [row["seed"] for row in rows if row["model"] == "searched, S4"] == ["search"] * 3 + ["0", "1", "2"]
-    steps = [json.loads((bench.root / "begun" / f"{place}.json").read_text())["max_steps"] for place in range(9)]
-    assert steps == [3, 3, 3, 8, 8, 8, 8, 8, 8]
-    bench.work()
-    assert bench.begun == []
-    for row in rows[:3]:
-        row["steps"] = "3"
-    text = report(rows)
-    assert "texts, 8 steps, 3 seeds: mean" in text
-    assert "| searched, S4 | 10 | 0.01 | 0.5 | 1.3433 ± 0.3283 |" in text  # 2, 1.01 and 1.02
-    assert "The searched learning rates: validation loss after 3 steps, the best in bold." in text
-    assert "ahead by 0.3333" in compare(rows, "searched, S4", "fixed", "eval_loss")
-    bench.change(SPEC | {"search_steps": 4})
-    assert "have another recipe" in bench.work().failures["small"]
-    for wrong in (0, 9):
-        bench.change(SPEC | {"search_steps": wrong})
-        with pytest.raises(ValueError, match=f"search_steps must be from 1 to the max_steps of 'sea.*; got {wrong}"):
-            bench.work()
-
-
 def test_drawn_data_need_no_folder_and_read_ones_are_named(bench, tmp_path):
     flags = {**SPEC["flags"], "task_name": "lra_listops_200"}
     spec = SPEC | {"script": "long_range", "data": "drawn:lra_listops_200", "scores": ["eval_loss"], "flags": flags}
@@ -357,9 +329,6 @@ def test_the_plan_tries_every_model_and_counts_all_runs(bench):
     assert bench.flags[ORDER[0]]["max_steps"] == 4
     assert "| searched, S4 | 5 | 7.50 | 6 |" in table  # 5 runs of 8.8 steps and an evaluation like one step
     assert minutes == pytest.approx((5 + 3) * 9.8 / 8)
-    table, minutes = plan(SPEC | {"search_steps": 2})
-    assert "| searched, S4 | 6 |" in table
-    assert minutes == pytest.approx((6 * 9.8 + 3 * 3.2) / 8)
     table, minutes = plan(
         SPEC, do_predict=True, max_predict_samples=12
     )  # two steps more, of runs and not of the trial

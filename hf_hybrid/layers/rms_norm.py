@@ -20,7 +20,8 @@ _BLOCK = 1 << 16
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Divide `(..., D)` by its root mean square over D, and multiply it by the weight `(D,)`, if there is one."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.device.type != "cpu":
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if is_traced or not torch.is_grad_enabled() or x.device.type != "cpu":
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype)
     if not wide or type(x) is not Tensor or type(weight) not in (type(None), Parameter):  # other kinds of tensors

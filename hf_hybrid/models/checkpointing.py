@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_hybrid.suggestions import did_you_mean
@@ -111,4 +112,10 @@ class CheckpointingMixin:
     """Mixin before `PreTrainedModel`: activation checkpointing understands `save`."""
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **options):
+        saved = getattr(gradient_checkpointing_func, "keywords", {}).get("save")
+        if enable and saved == "products" and any(isinstance(module, nn.RNNBase) for module in self.modules()):
+            raise ValueError(
+                "save in activation_checkpointing_kwargs must be operations, or left out, for a model with recurrent "
+                f"networks of torch, which write into the results of their products; got {saved!r}"
+            )
         super()._set_gradient_checkpointing(enable, selective(gradient_checkpointing_func), **options)

@@ -5,6 +5,7 @@ Shapes: B batch · V vocabulary.
 
 import copy
 import io
+import math
 import pickle
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from .state_cache import decoder_cache
+from .state_cache import LAYER_TYPE, SLIDING_LAYER_TYPE, decoder_cache
 
 States = tuple[torch.Tensor, ...]
 FULL = {"sliding_attention": "full_attention", "hybrid_sliding": "hybrid"}
@@ -34,6 +35,8 @@ def step_cache(model: PreTrainedModel, max_cache_len: int) -> Cache:
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind in FULL:
             cache.layers[index] = STATIC_LAYER_TYPE_MAPPING[FULL[kind]](max_cache_len=max_cache_len)
+        elif kind in (LAYER_TYPE, SLIDING_LAYER_TYPE):
+            cache.layers[index].max_cache_len = math.inf  # a step could not tell when a smaller state is full
     return EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
 
 

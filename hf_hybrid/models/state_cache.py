@@ -3,10 +3,24 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, EncoderDecoderCache
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformers.cache_utils import (
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
-from ..kernels.long_conv import ConvState
+
+def _grown(state: Any, tokens: float) -> Any:
+    """Give what grows in a nested state its size for so many more tokens."""
+
+    def grows(x: Any) -> bool:
+        return hasattr(x, "grown")  # not by its class, see `state_layer`
+
+    return tree_map(lambda x: x.grown(tokens) if grows(x) else x, state, is_leaf=grows)
 
 
 def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
@@ -15,22 +29,39 @@ def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
     return kept.clone() if count > kept.shape[dim] else kept
 
 
-class StateCacheLayer(CacheLayerMixin):
+class _RowsMixin:
+    """Mixin of cache layers whose `_map` applies a function to all tensors."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor):
+        """Give every beam the state of the one it continues."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int):
+        """Repeat every row."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor):
+        """Keep some rows."""
+        self._map(lambda x: x[indices])
+
+
+class StateCacheLayer(_RowsMixin, CacheLayerMixin):
     """Cache of one layer that hands a state from one span of tokens to the next.
 
     A state is a tensor, or a nested tuple of tensors and plain numbers; the first dimension of each tensor is the
     batch. It is stored without a copy, and the next step may reuse its memory: copy the cache to read it twice. It
-    serves dynamic and static caches: what grows with the tokens begins at its full size in static ones. A config asks
-    for it with `LAYER_TYPE` in its ``layer_types``.
+    serves dynamic and static caches: what grows with the tokens begins in static ones at the size for all of their
+    tokens, so that their shapes stay. A config asks for it with `LAYER_TYPE` in its ``layer_types``.
     """
 
     _layer_type = "state"
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, **kwargs):
+    def __init__(self, max_cache_len: float | None = None, **kwargs):
         super().__init__()
-        self.is_compileable = "max_cache_len" in kwargs  # transformers compiles steps only with static caches
+        self.max_cache_len = max_cache_len
+        self.is_compileable = max_cache_len is not None  # transformers compiles steps only with static caches
         self.state: Any = None
         self.length = 0
 
@@ -38,8 +69,8 @@ class StateCacheLayer(CacheLayerMixin):
         """Replace the state by the one after this many more tokens."""
         if self.state is None:
             self.device = next(x.device for x in tree_leaves(state) if isinstance(x, torch.Tensor))
-            if self.is_compileable:
-                state = tree_map_only(ConvState, ConvState.grown, state, is_leaf=lambda x: isinstance(x, ConvState))
+            if self.max_cache_len is not None:
+                state = _grown(state, max(0, self.max_cache_len - tokens))
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
@@ -69,18 +100,6 @@ class StateCacheLayer(CacheLayerMixin):
         """Refuse to remove tokens: earlier states are not kept."""
         if tokens_to_remove and self.is_initialized:
             raise ValueError(f"a state cannot be rolled back by tokens; got {tokens_to_remove} to remove")
-
-    def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Give every beam the state of the one it continues."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int):
-        """Repeat every row."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor):
-        """Keep some rows."""
-        self._map(lambda x: x[indices])
 
     def offload(self):
         """Do nothing: as in transformers' caches, states stay on their device."""
@@ -137,6 +156,28 @@ class SlidingStateCacheLayer(StateCacheLayer):
         super()._map(function)
         if self.keys is not None:
             self.keys, self.values = function(self.keys), function(self.values)
+
+
+class _HybridRowsMixin(_RowsMixin):
+    def _map(self, function):
+        for states in (self.conv_states, self.recurrent_states):
+            states |= {index: function(x) for index, x in states.items() if x is not None}
+        if self.keys is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
+
+
+# two methods of transformers' layers of a state and keys move the keys alone; these take their place, in caches of
+# other models too, since transformers gives a sliding window to layers of its own names only
+class HybridCacheLayer(_HybridRowsMixin, LinearAttentionAndFullAttentionLayer):
+    """transformers' dynamic layer of a state and all keys and values."""
+
+    _layer_type = "hybrid"
+
+
+class SlidingHybridCacheLayer(_HybridRowsMixin, LinearAttentionAndSlidingWindowAttentionLayer):
+    """transformers' dynamic layer of a state and the keys and values of a window."""
+
+    _layer_type = "hybrid_sliding"
 
 
 LAYER_TYPE = StateCacheLayer._layer_type

@@ -64,6 +64,38 @@ def test_one_compiled_step_serves_every_position():
     assert_close(state.pending, expected.pending, "float64")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "ring"), [(5, 3, 32), (5, 15, 32), (5, 16, 64), (20, 31, 64), (20, 32, 128), (20, 300, 512)]
+)
+def test_rings_with_room_for_some_tokens_keep_their_size_for_these(prompt, tokens, ring):
+    u, kernel, skip = make(400, length=prompt + tokens + 1)
+    state = start_online_conv(u[:, :prompt], kernel).grown(tokens)
+    assert state.pending.shape[1] == ring
+    torch.compiler.reset()
+    step = torch.compile(lambda u, s: online_conv(u, kernel, s, skip=skip), fullgraph=True, backend="eager")
+    outputs = []
+    with torch.no_grad():
+        for t in range(prompt, prompt + tokens):
+            y, state = step(u[:, t : t + 1], state)
+            outputs.append(y)
+            assert state.pending.shape[1] == state.inputs.shape[1] == ring
+    assert_close(torch.cat(outputs, dim=1), reference(u, kernel, skip=skip)[:, prompt:-1], "float64")
+
+
+def test_a_compiled_step_without_room_is_refused_and_another_grows():
+    u, kernel, skip = make(400, length=40)
+    state = start_online_conv(u[:, :17], kernel).grown(3)
+    torch.compiler.reset()
+    step = torch.compile(lambda u, s: online_conv(u, kernel, s, skip=skip), fullgraph=True, backend="eager")
+    full = state._replace(position=state.pending.shape[1] - 1)
+    with torch.no_grad(), pytest.raises(ValueError, match="room for one more token; its rings of 64 places are full"):
+        step(u[:, 17:18], full)
+    y, after = online_conv(u[:, 17:], kernel, state, skip=skip)
+    assert_close(y, reference(u, kernel, skip=skip)[:, 17:], "float64")
+    _, after = online_conv(torch.zeros(u.shape[0], 40, u.shape[2], dtype=u.dtype), kernel, after, skip=skip)
+    assert after.pending.shape[1] > 64
+
+
 class Step(torch.nn.Module):
     def __init__(self, kernel, skip, position):
         super().__init__()

@@ -82,3 +82,15 @@ def test_autocast_and_compilation_change_nothing():
             actual = torch.autograd.grad(function(x).square().sum(), (x, norm.weight))
         for one, other in zip(actual, expected, strict=True):
             assert_close(one, other, "float32 gradient")
+
+
+def test_transforms_of_torch_func_take_torchs():
+    x, weight = make((3, 4), True)
+    for function in (rms_norm, torchs):
+        rows = torch.func.vmap(lambda row, f=function: f(row, weight, EPS))(x)
+        assert_close(rows, torchs(x, weight, EPS), "float64")
+    actual, expected = (
+        torch.func.grad(lambda y, f=function: f(y, weight, EPS).square().sum())(x.detach())
+        for function in (rms_norm, torchs)
+    )
+    assert_close(actual, expected, "float64 gradient")

@@ -210,6 +210,24 @@ def test_generate_is_the_same_with_and_without_cache(model_type, auto_class, cas
 
 
 @every_decoder
+def test_rows_of_a_cache_can_be_repeated_moved_and_selected(model_type, auto_class, case):
+    model = tiny_model(model_type, auto_class, **DECODERS[model_type, auto_class][case]).double()
+    inputs = tiny_inputs(model, length=13, target_length=13)
+    tokens = inputs.pop("decoder_input_ids" if model.config.is_encoder_decoder else "input_ids")
+    key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    rows = torch.tensor([1, 0, 1])
+    with torch.no_grad():
+        expected = model(**inputs, **{key: tokens}, use_cache=False).logits[rows, 8:]
+        cache = model(**inputs, **{key: tokens[:, :8]}, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 1, 0, 2]))
+        cache.batch_select_indices(torch.tensor([0, 2, 3]))
+        inputs = {name: x[rows] for name, x in inputs.items()}
+        rest = model(**inputs, **{key: tokens[rows, 8:]}, past_key_values=cache, use_cache=True).logits
+    assert_close(rest, expected, "float64 decode")
+
+
+@every_decoder
 def test_generate_with_padding_and_static_cache(model_type, auto_class, case):
     model = tiny_model(model_type, auto_class, **DECODERS[model_type, auto_class][case])
     ids = tiny_inputs(model, batch=1)["input_ids"]

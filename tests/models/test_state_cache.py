@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -109,6 +110,38 @@ def test_caches_are_built_from_a_config():
         assert cache.get_seq_length() == 0
         state_layer(cache, 1).store((torch.zeros(1),), tokens=3)
         assert copy.deepcopy(cache).get_seq_length(1) == 3
+
+
+def test_a_static_cache_has_room_for_its_tokens_and_no_more():
+    model = tiny_model("chela", "AutoModelForCausalLM", long_kernel_size=512)
+    rings = {}
+    for tokens in (40, 600):
+        cache = StaticCache(config=model.config, max_cache_len=tokens)
+        with torch.no_grad():
+            model(torch.full((1, 20), 7), past_key_values=cache, use_cache=True)
+        rings[tokens] = [x.shape[1] for layer in cache.layers for x in tree_leaves(layer.state) if is_ring(x)]
+    assert set(rings[40]) == {64}
+    assert set(rings[600]) == {512}
+
+
+def is_ring(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[1] >= 64
+
+
+def test_what_grows_is_known_by_its_method():
+    """A checkpoint with its code has a class of its own."""
+
+    class Other(NamedTuple):
+        ring: torch.Tensor
+
+        def grown(self, tokens):
+            return Other(torch.zeros(1, tokens))
+
+    layer = StateCacheLayer(max_cache_len=9)
+    layer.store((Other(torch.zeros(1, 1)), None), tokens=3)
+    assert layer.state[0].ring.shape == (1, 6)
+    layer.store((Other(torch.zeros(1, 2)), None), tokens=1)
+    assert layer.state[0].ring.shape == (1, 2)
 
 
 def test_an_empty_layer_has_nothing_to_roll_back():

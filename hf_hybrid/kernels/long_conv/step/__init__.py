@@ -3,6 +3,7 @@
 B batch · T length · T_k taps · D width · R ring, a power of two · P whole ring, at least T_k - 1
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,20 +22,22 @@ class ConvState(NamedTuple):
         inputs: The last R inputs, `(B, R, D)`, same dtype: those before `position`, which follow those from it on.
         position: Where the next input goes, below R.
         whole: P, to which the rings grow.
+        has_room: Whether the rings have their last size for the tokens to come, as compiled steps need.
     """
 
     pending: torch.Tensor
     inputs: torch.Tensor
     position: int
     whole: int
+    has_room: bool = False
 
-    def grown(self) -> "ConvState":
-        """Return the same state with whole rings, which keep their shape."""
-        missing = self.whole - self.pending.shape[1]
-        if not missing:
-            return self
-        pending, inputs = (F.pad(x, (0, 0, 0, missing)) for x in (self.pending, self.inputs))
-        return ConvState(pending, inputs, self.position, self.whole)
+    def grown(self, tokens: float = math.inf) -> "ConvState":
+        """Return the same state with rings that need not grow for as many more tokens."""
+        size, ring = self.whole, self.pending.shape[1]
+        while size > ring and size // 2 > self.position + tokens:
+            size //= 2
+        pending, inputs = (F.pad(x, (0, 0, 0, size - ring)) for x in (self.pending, self.inputs))
+        return ConvState(pending, inputs, self.position, self.whole, has_room=True)
 
 
 def start_online_conv(u: torch.Tensor, kernel: torch.Tensor) -> ConvState:
@@ -74,7 +77,7 @@ def online_conv(
             f"state must have {u.shape[0]} sequences, {u.shape[2]} channels and rings of up to {whole} places for "
             f"{kernel.shape[1]} taps; got {sizes[0]}, {sizes[1]} and {sizes[2]}"
         )
-    if torch.compiler.is_compiling() and u.shape[1] == 1:
+    if torch.compiler.is_compiling() and u.shape[1] == 1 and not state.has_room:
         state = state.grown()
     pending, inputs, position = state[:3]
     if _is_compiled_step(u):
@@ -84,7 +87,7 @@ def online_conv(
         y, pending, inputs, position = torch_impl.advance(u, kernel, pending, inputs, position)
     if skip is not None:
         y = y + skip.to(y.dtype) * u.to(y.dtype)
-    return y.to(u.dtype), ConvState(pending, inputs, position, whole)
+    return y.to(u.dtype), state._replace(pending=pending, inputs=inputs, position=position)
 
 
 def _is_compiled_step(u: torch.Tensor) -> bool:

@@ -27,7 +27,6 @@ trained. Nothing needs the network.
 """
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -40,7 +39,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
@@ -71,17 +69,6 @@ def batches(rows: LongRangeRows, order: Sequence[int], size: int, device: torch.
     for start in range(0, len(order), size):
         batch = long_range_collator([rows[place] for place in order[start : start + size]])
         yield {name: value.to(device) for name, value in batch.items()}
-
-
-def digest(rows: LongRangeRows) -> str:
-    """Return a hash of everything that rows hold, whichever files they are from."""
-    found = hashlib.sha256()
-    for name, column in rows.columns.items():
-        found.update(f"{name} {len(column)} ".encode())
-        for value in column:
-            array = np.asarray(value)
-            found.update(f"{array.size} {array.dtype} ".encode() + array.tobytes())
-    return found.hexdigest()
 
 
 # ---- training ----
@@ -147,7 +134,7 @@ class LongRangeRun:
         self.is_interrupted, self.saved_step = False, 0
         self.counted = self.saved_at = time.monotonic()
         config = {name: value for name, value in self.model.config.to_dict().items() if name != "transformers_version"}
-        data = [digest(self.rows[split]) for split in ("train", "validation")]
+        data = [self.rows[split].digest() for split in ("train", "validation")]
         recipe = asdict(replace(self.recipe, source=""))
         self.hash = short_hash([arguments.task, arguments.model, recipe, self.fraction, self.bf16, config, data])
 

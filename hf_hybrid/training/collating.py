@@ -1,10 +1,12 @@
 """Make batches of sequences with labels that are sequences too."""
 
+import hashlib
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -64,6 +66,16 @@ class LongRangeRows(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in self.columns.items()}
+
+    def digest(self) -> str:
+        """Return a hash of everything that the rows hold, whichever files they are from."""
+        found = hashlib.sha256()
+        for name, column in self.columns.items():
+            found.update(f"{name} {len(column)} ".encode())
+            for value in column:
+                array = np.asarray(value)
+                found.update(f"{array.size} {array.dtype} ".encode() + array.tobytes())
+        return found.hexdigest()
 
 
 def long_range_collator(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

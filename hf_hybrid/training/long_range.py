@@ -30,7 +30,7 @@ from hf_hybrid.training.model.tokenizer import fit_config_to_tokenizer, load_tok
 from hf_hybrid.training.model.weights import load_model
 from hf_hybrid.training.report.long_range import report
 from hf_hybrid.training.run_folder.output_folder import clear_output_folder, result_files
-from hf_hybrid.training.run_folder.resume import check_resumed_model
+from hf_hybrid.training.run_folder.resume import ExamplesRecord, check_resumed_examples, check_resumed_model
 from hf_hybrid.training.scores.glue import compute_metrics, outputs_of, score_names
 from hf_hybrid.training.splits import asked_splits
 from hf_hybrid.training.steps import begin, finish, save_and_log, save_text, train
@@ -45,7 +45,7 @@ _BEST = {
     "load_best_model_at_end": True,
     "metric_for_best_model": "accuracy",
 }
-"""Flags of a run that trains and evaluates, unless it has some of them: keep the checkpoint that validates best."""
+"""Flags of a run that trains and evaluates, unless it has a strategy of its own: keep the best checkpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     role = _new_fields(model_args, data_args)
     config, resume_from = begin(full, model_args, data_args, training_args, auto_class, role=role, **checks)
     if data_args.recipe is not None:
-        logger.info("--recipe %s: %s.", data_args.recipe, find_recipe(data_args.recipe, name).source)
+        _check_recipe(data_args, config)
     lengths = {"max_position_embeddings": {"max_seq_length": data_args.length}}
     positions = fit_positions(model_args, config, auto_class, lengths)
     tokenizer = None if task.vocab_size is None else _tokenizer(model_args, data_args, config, resume_from)
@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     check_resumed_model(config, resume_from, new=model_args.is_new)
 
     rows = {split: _load(data_args, model_args.cache_dir, split, reads) for split in asked_splits(training_args)}
+    facts = _facts(data_args, rows)
+    check_resumed_examples(facts, resume_from)
     settled = (model_args, training_args, auto_class, config, tokenizer, resume_from, positions)
     model = load_model(*settled, ignore_mismatched_sizes=data_args.ignore_mismatched_sizes)
     training_args.remove_unused_columns = False  # an adapter's forward does not name those of pairs
@@ -93,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         processing_class=tokenizer,
         data_collator=long_range_collator,
         compute_metrics=partial(compute_metrics, None, labels),
+        callbacks=[ExamplesRecord(facts)],
     )
 
     clear_output_folder(training_args, resume_from, outputs, model_args.model_name_or_path)
@@ -122,7 +125,7 @@ def complete_flags(argv: Sequence[str]) -> list[str]:
     known, _ = FlagParser(flags, allow_abbrev=False, add_help=False).parse_known_args(list(argv))
     given = given_flags(argv)
     before: dict[str, Any] = {}
-    if known.do_train and known.do_eval and not given & _BEST.keys():
+    if known.do_train and known.do_eval and not given & {"eval_strategy", "save_strategy", "load_best_model_at_end"}:
         before |= _BEST
     if known.recipe is not None and known.task_name is not None:
         recipe = find_recipe(known.recipe, known.task_name)
@@ -138,9 +141,9 @@ def _new_fields(model_args: ModelArguments, data_args: LongRangeArguments) -> di
     Raises:
         ValueError: The recipe is another architecture's.
     """
-    fields: dict[str, Any] = {}
     if not model_args.is_new or model_args.model_type is None:
-        return fields
+        return {}
+    fields: dict[str, Any] = {}
     if data_args.recipe is not None:
         recipe = find_recipe(data_args.recipe, str(data_args.task_name))
         if recipe.model_type != model_args.model_type:
@@ -148,7 +151,21 @@ def _new_fields(model_args: ModelArguments, data_args: LongRangeArguments) -> di
                 f"--recipe {data_args.recipe} is for {recipe.model_type}; got --model_type {model_args.model_type}"
             )
         fields = dict(recipe.fields)
+    elif model_args.model_type == "chela":
+        fields = dict.fromkeys(("training_length", "long_kernel_size"), data_args.length)
     return fit_fields({"is_encoder_decoder": False, **fields}, str(data_args.task_name), data_args.length)
+
+
+def _check_recipe(data_args: LongRangeArguments, config: PreTrainedConfig) -> None:
+    """Check that a recipe is for the model, whose flags it gives to a checkpoint too.
+
+    Raises:
+        ValueError: It is another architecture's.
+    """
+    recipe = find_recipe(str(data_args.recipe), str(data_args.task_name))
+    if recipe.model_type != config.model_type:
+        raise ValueError(f"--recipe {data_args.recipe} is for {recipe.model_type}; the model is a {config.model_type}")
+    logger.info("--recipe %s: %s.", data_args.recipe, recipe.source)
 
 
 def _tokenizer(
@@ -186,7 +203,22 @@ def _load(data_args: LongRangeArguments, cache_dir: str | None, split: str, read
         cache_dir=cache_dir,
         processes=data_args.preprocessing_num_workers or 1,
     )
+    longest = max(map(len, rows.inputs))
+    if data_args.task.is_whole and longest > data_args.length:
+        raise ValueError(
+            f"--max_seq_length must be at least the {longest} tokens of the longest row of {split}, since a part of a row "
+            f"of {data_args.task_name} has another label; got {data_args.length}"
+        )
     return LongRangeRows(rows, reads, data_args.length)
+
+
+def _facts(data_args: LongRangeArguments, rows: dict[str, LongRangeRows]) -> dict[str, Any]:
+    """Return what decides the rows that train, and those that choose the best weights: a resumed run has the same."""
+    facts: dict[str, Any] = {"--task_name": data_args.task_name, "--max_seq_length": data_args.length}
+    if data_args.data_dir is None:
+        facts["--drawing_seed"] = data_args.drawing_seed
+    named = {"train": "the training rows", "validation": "the validation rows"}
+    return facts | {name: rows[split].digest() for split, name in named.items() if split in rows}
 
 
 # ---- evaluation and predictions ----

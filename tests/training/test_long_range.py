@@ -136,6 +136,34 @@ def test_a_stopped_run_ends_like_one_that_never_stopped(command, tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_other_rows_are_not_resumed_on(command, files):
+    steps = ["--do_train", "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1"]
+    argv = [*command("lra_listops_200", "spade"), *steps]
+    long_range.main(argv)
+    argv += ["--resume_from_checkpoint", "auto", "--max_steps", "3"]
+    with pytest.raises(
+        ValueError, match=r"--drawing_seed is 0 there and 1 in this run, whose examples would be others"
+    ):
+        long_range.main([*argv, "--drawing_seed", "1"])
+    with pytest.raises(ValueError, match="the training rows is '.*' there and '.*' in this run"):
+        long_range.main([*argv, "--max_train_samples", "12"])
+    own = [*command("lra_image", "chela", "--data_dir", str(files), output="image"), *steps]
+    long_range.main(own)
+    with np.load(files / "train.npz") as saved:
+        np.savez(files / "train.npz", images=saved["images"][::-1], labels=saved["labels"][::-1])
+    with pytest.raises(ValueError, match="the training rows is"):
+        long_range.main([*own, "--resume_from_checkpoint", "auto", "--max_steps", "3"])
+    assert long_range.main(argv)["train_samples"] == 16
+
+
+@pytest.mark.parametrize(("task", "length"), [("lra_listops_200", 200), ("lra_pathfinder_16", 256)])
+def test_a_chela_without_a_recipe_has_kernels_as_long_as_the_task(command, tmp_path, task, length):
+    sizes = ["--config_overrides", "hidden_size=16,num_hidden_layers=1,intermediate_size=16"]
+    long_range.main(command(task, None, "--model_type", "chela", *sizes, "--do_train", "--max_steps", "1"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["training_length"], config["long_kernel_size"]) == (length, length)
+
+
 def test_a_recipe_sets_what_is_not_given(command, tmp_path):
     argv = command("lra_pathfinder_16", None, "--recipe", "mega", "--do_train", "--max_steps", "1")
     long_range.main([*argv, "--config_overrides", "num_hidden_layers=1,hidden_size=8,mixer=long"])
@@ -148,6 +176,9 @@ def test_a_recipe_sets_what_is_not_given(command, tmp_path):
     assert long_range.complete_flags(["--do_train", "--do_eval"])[:4] == [
         "--eval_strategy", "epoch", "--save_strategy", "epoch",
     ]  # fmt: skip
+    kept = long_range.complete_flags(["--do_train", "--do_eval", "--save_total_limit", "3"])
+    assert kept[:2] == ["--eval_strategy", "epoch"]
+    assert kept[-1] == "3"  # the last one counts
     for own in (["--do_train", "--do_eval", "--eval_strategy", "steps"], ["--do_train", "--do_eval", "false"]):
         assert long_range.complete_flags(own) == own
 
@@ -260,6 +291,25 @@ def test_a_corrupt_image_is_named_before_training(command, tmp_path, no_work):
     (folder / "metadata" / "0.npy").write_text("imgs one.png 0 1\n")
     with pytest.raises(ValueError, match=r"one\.png must be an image; it cannot be read"):
         long_range.main(command("lra_pathfinder", "chela", "--data_dir", str(tmp_path), "--do_train"))
+
+
+def test_an_expression_is_not_cut(command, tmp_path, no_work):
+    long = "( [MAX " + "1 " * 250 + "] )"
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.tsv").write_text(f"Source\tTarget\n( [MIN 3 4 ] )\t3\n{long}\t1\n")
+    with pytest.raises(
+        ValueError, match=r"train.tsv, row 2 .* lra_listops_200 must have at most 200 tokens, .*; got 25"
+    ):
+        long_range.main(command("lra_listops_200", "chela", "--data_dir", str(tmp_path), "--do_train"))
+    with pytest.raises(ValueError, match=r"--max_seq_length must be at least the \d+ tokens .* of train, .*; got 50"):
+        long_range.main(command("lra_listops_200", "chela", "--max_seq_length", "50", "--do_train"))
+
+
+def test_a_recipe_is_for_the_model_of_a_checkpoint_too(command, tmp_path):
+    long_range.main(command("lra_listops_200", "chela", "--do_train", "--max_steps", "1"))
+    argv = command("lra_listops_200", None, "--recipe", "spade_window", "--do_train", output="other")
+    with pytest.raises(ValueError, match="--recipe spade_window is for spade; the model is a chela"):
+        long_range.main([*argv, "--model_name_or_path", str(tmp_path / "out")])
 
 
 def test_labels_of_another_task_need_a_new_head(command, files, tmp_path):

@@ -74,6 +74,7 @@ class LraTask:
         draw: Draws rows without files, in the numbers that are kept: ids as int8, pixels as uint8; None if there is no
             generator.
         is_pair: Whether a row has two documents.
+        is_whole: Whether a part of a row has another label, so that none may be cut.
     """
 
     labels: int
@@ -87,6 +88,7 @@ class LraTask:
     endings: tuple[str, ...] = _TABLES
     draw: Callable[[np.random.Generator], "_Rows"] | None = None
     is_pair: bool = False
+    is_whole: bool = False
 
 
 _Rows = Iterator[tuple[Array, Array | None, int]]
@@ -178,6 +180,7 @@ LRA: dict[str, LraTask] = {
         files=tuple(f"lra_release/lra_release/listops-1000/basic_{split}.tsv" for split in ("train", "val", "test")),
         home=_RELEASE,
         draw=_drawn_listops(500, 2000),
+        is_whole=True,
     ),
     "lra_listops_200": LraTask(
         labels=10,
@@ -186,6 +189,7 @@ LRA: dict[str, LraTask] = {
         counts=(20_000, 4_000, 4_000),
         read=_listops,
         draw=_drawn_listops(100, 200),
+        is_whole=True,
     ),
     # the published program validates on the test split, which would choose the weights that it then tests
     "lra_text": LraTask(
@@ -298,11 +302,17 @@ def load_lra(
             raise
         raise ValueError(f"{error}. The official files are from {task.home}") from error
     if not rows:
-        raise ValueError(f"{name}: split {split!r} must have at least one row; got none")
+        raise ValueError(f"{path}: split {split!r} of {name} must have at least one row; got none")
     if is_official and count is None and len(rows) < _NEARLY_ALL * task.counts[place]:
         logger.warning(
             "%s, %s: %s has %d rows, and the published split %d: files are missing.",
             *(name, split, path, len(rows), task.counts[place]),
+        )
+    longest = max(range(len(rows)), key=lambda row: len(rows[row][0]))
+    if task.is_whole and len(rows[longest][0]) > task.length:
+        raise ValueError(
+            f"{path}, row {longest + 1} (the first row is 1): {name} must have at most {task.length} tokens, since a "
+            f"part of a row has another label; got {len(rows[longest][0])}"
         )
     pairs = [second[: task.length] for _, second, _ in rows if second is not None]
     labels = np.array([label for _, _, label in rows])

@@ -206,8 +206,8 @@ def _load(data_args: LongRangeArguments, cache_dir: str | None, split: str, read
     longest = max(map(len, rows.inputs))
     if data_args.task.is_whole and longest > data_args.length:
         raise ValueError(
-            f"--max_seq_length must be at least the {longest} tokens of the longest row of {split}, since a part of a row "
-            f"of {data_args.task_name} has another label; got {data_args.length}"
+            f"--max_seq_length must be at least the {longest} tokens of the longest row of {split}, since a part of a "
+            f"row of {data_args.task_name} has another label; got {data_args.length}"
         )
     return LongRangeRows(rows, reads, data_args.length)
 

@@ -145,7 +145,7 @@ def test_other_rows_are_not_resumed_on(command, files):
         ValueError, match=r"--drawing_seed is 0 there and 1 in this run, whose examples would be others"
     ):
         long_range.main([*argv, "--drawing_seed", "1"])
-    with pytest.raises(ValueError, match="the training rows is '.*' there and '.*' in this run"):
+    with pytest.raises(ValueError, match=r"the training rows is '.*' there and '.*' in this run"):
         long_range.main([*argv, "--max_train_samples", "12"])
     own = [*command("lra_image", "chela", "--data_dir", str(files), output="image"), *steps]
     long_range.main(own)

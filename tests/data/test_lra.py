@@ -241,27 +241,45 @@ def test_most_distractors_find_room(name, least, monkeypatch):
     assert sum(map(bool, found)) / 24 > least
 
 
-def test_the_distance_of_the_discs_does_not_tell_the_label(monkeypatch):
-    """Without balance, more than three of four small images with near discs are negative."""
-    distances = []
-    monkeypatch.setattr(
-        pathfinder, "_painted", lambda settings, dashes, discs: distances.append(math.dist(*discs)) or 0
-    )
-    shares = {}
-    for balance in (2.0, None):
-        settings = replace(PATHFINDER["small"], balance=balance)
-        labels = draw_pathfinder(400, split_generator(0, "train"), settings)[1]
-        order = np.argsort(distances)
-        shares[balance] = [part.mean() for part in np.array_split(labels[order], 4)]
-        distances.clear()
-    assert shares[None][0] < 0.3
-    assert 0.37 < min(shares[2.0]) < max(shares[2.0]) < 0.63  # 2.6 standard errors of a hundred labels
+def test_the_places_of_the_discs_do_not_tell_the_label(monkeypatch):
+    """Unless images are drawn one by one: more than three of four with near discs are negative then."""
+    discs = []
+    monkeypatch.setattr(pathfinder, "_painted", lambda settings, dashes, places: discs.append(places) or 0)
+    for candidates in (1, 3):
+        settings, labels = replace(PATHFINDER["small"], candidates=candidates), []
+        for _ in range(4):
+            labels.append(draw_pathfinder(100, split_generator(len(labels), "train"), settings)[1])
+        one, two = np.moveaxis(np.array(discs) - 7.5, 1, 0)
+        measures = [np.hypot(*(one - two).T), *np.sort([np.hypot(*one.T), np.hypot(*two.T)], axis=0)]
+        label = np.concatenate(labels)
+        shares = [[part.mean() for part in np.array_split(label[np.argsort(x)], 4)] for x in measures]
+        if candidates == 1:
+            assert shares[0][0] < 0.3
+        else:
+            assert label.mean() == 0.5
+            assert (
+                0.4 < min(map(min, shares)) < max(map(max, shares)) < 0.6
+            )  # two standard errors, were they drawn freely
+        discs.clear()
+
+
+def test_scenes_are_chosen_once_and_alike():
+    places = np.random.default_rng(0).uniform(-7, 7, size=(2, 31, 2, 2))
+    chosen = pathfinder._alike(*places, 11)
+    assert [first == last for _, first, last in chosen] == [True, False] * 6
+    assert len({scene for scene, _, _ in chosen}) == 12
+    placed = pathfinder._placed(*(places[at, [c[0] for c in chosen], [c[1 + at] for c in chosen]] for at in (0, 1)))
+    apart = np.linalg.norm(placed[::2] - placed[1::2], axis=1)
+    assert (np.diff(apart) >= 0).all()
+    turned = [places[..., ::-1] * [1, -1], places * [-1, 1]]
+    for turn in turned:
+        assert np.allclose(pathfinder._placed(turn[0, :, 0], turn[1, :, 0]), pathfinder._placed(*places[:, :, 0]))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"balance": 0.0}, "balance must be positive; got 0.0"),
+        ({"candidates": 0}, "candidates must be an integer of at least 1; got 0"),
         ({"size": 4}, "size must be an integer of at least 8; got 4"),
         ({"thickness": 0}, "thickness must be positive; got 0"),
         ({"seed_distance": 15.0}, "seed_distance must be below half of the 30 pixels; got 15.0"),

@@ -6,6 +6,7 @@ that program's contrasts differ. Places are ``(y, x)`` in pixels.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,9 +41,8 @@ class Pathfinder:
         distractors: Short paths beside the two.
         distractor_dashes: Their dashes.
         padding: Pixels at the border that stay free.
-        balance: Most pixels by which the marked beginning is farther from one path's end than from the other's; None
-            for any. Ends of short paths lie nearer to the other path's beginning than to their own, so that in small
-            images the distance of the discs would tell the label in three of five.
+        candidates: Images that are drawn for each one, of which those are taken whose discs lie alike for both labels;
+            1 takes all. In small images the places of the discs would tell seven labels of ten.
     """
 
     size: int = 32
@@ -56,7 +56,7 @@ class Pathfinder:
     distractors: int = 5
     distractor_dashes: int = 4
     padding: int = 1
-    balance: float | None = None
+    candidates: int = 1
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -66,11 +66,10 @@ class Pathfinder:
         """
         check_sizes(8, size=self.size)
         check_sizes(2, dashes=self.dashes)
-        check_sizes(1, distractor_dashes=self.distractor_dashes)
+        check_sizes(1, distractor_dashes=self.distractor_dashes, candidates=self.candidates)
         check_sizes(0, distractors=self.distractors, padding=self.padding)
-        for field in ("dash_length", "thickness", "margin", "seed_distance", "continuity", "radius", "balance"):
-            if (value := getattr(self, field)) is not None:
-                check(value > 0, field, "positive", value)
+        for field in ("dash_length", "thickness", "margin", "seed_distance", "continuity", "radius"):
+            check(getattr(self, field) > 0, field, "positive", getattr(self, field))
         room = self.size - 2 * self.padding
         check(self.seed_distance < room / 2, "seed_distance", f"below half of the {room} pixels", self.seed_distance)
         # a path covers some two margins to each side of it, and must leave most of the image to turn in
@@ -81,7 +80,7 @@ class Pathfinder:
 PATHFINDER = {
     "lra": Pathfinder(),
     "small": Pathfinder(
-        size=16, dashes=4, seed_distance=5.0, distractors=2, distractor_dashes=2, radius=1.0, balance=2.0
+        size=16, dashes=4, seed_distance=5.0, distractors=2, distractor_dashes=2, radius=1.0, candidates=3
     ),
 }
 """Settings by name: the Long Range Arena's 32 x 32 images, and images of 16 x 16 pixels for a CPU."""
@@ -96,7 +95,8 @@ def draw_pathfinder(
     from it. They grow in turn, dash by dash, each turned a little from the one before, over free space only; an image
     in which one cannot go on is drawn anew. Short paths of the same dashes fill other free space. Two discs mark the
     beginning of one of the two paths and the end of one. The label is 1 if that is the same path, in half of the
-    images.
+    images. With `candidates` above 1 the images come in pairs of both labels whose discs lie alike, but for turns and
+    reflections; count many at once, since pairs are found among these.
 
     Args:
         count: Images.
@@ -111,18 +111,73 @@ def draw_pathfinder(
     """
     check_sizes(1, count=count)
     images, labels = np.empty((count, settings.size, settings.size), np.uint8), np.empty(count, np.int64)
-    for row in range(count):
-        labels[row], first = generator.integers(2, size=2)
-        last = first if labels[row] else 1 - first
-        paths = None
-        while paths is None or not _is_balanced(settings, paths, first):
-            taken = _Taken(settings)
-            paths = _two_paths(generator, settings, taken)
+    for row, (paths, taken, first, last) in enumerate(_scenes(count, generator, settings)):
+        labels[row] = first == last
         dashes = [dash for path in paths for dash in path]
         for path in range(2, 2 + settings.distractors):
             dashes += _short_path(generator, settings, taken, path)
         images[row] = _painted(settings, dashes, [paths[first][0][0], paths[last][-1][1]])
     return images, labels
+
+
+_Paths = tuple[list[Array], list[Array]]
+
+
+def _scenes(
+    count: int, generator: np.random.Generator, settings: Pathfinder
+) -> Iterator[tuple[_Paths, "_Taken", int, int]]:
+    """Yield two paths, the space that they take, and which one begins and which one ends at a disc."""
+    if settings.candidates == 1:
+        for _ in range(count):
+            label, first = generator.integers(2, size=2)
+            yield (*_two_paths(generator, settings), first, first if label else 1 - first)
+        return
+    drawn = [_two_paths(generator, settings) for _ in range(settings.candidates * count)]
+    middle = (settings.size - 1) / 2
+    begins, ends = (
+        np.array([[path[at[0]][at[1]] for path in paths] for paths, _ in drawn]) - middle for at in ((0, 0), (-1, 1))
+    )
+    chosen = _alike(begins, ends, count)
+    for number in generator.permutation(len(chosen))[:count]:
+        scene, first, last = chosen[number]
+        yield (*drawn[scene], first, last)
+
+
+def _alike(begins: Array, ends: Array, count: int) -> list[tuple[int, int, int]]:
+    """Choose as many scenes of each label, none twice, whose discs lie alike: pairs of scenes, the most alike first.
+
+    Args:
+        begins: Places of the beginnings of both paths, `(N, 2, 2)`, from the middle of the image.
+        ends: Places of their ends.
+        count: Scenes, and one more if it is odd.
+
+    Returns:
+        Scenes, the path that begins at a disc, and the path that ends at one.
+    """
+    scene, first = (index.ravel() for index in np.indices(begins.shape[:2]))
+    same = _placed(begins[scene, first], ends[scene, first])
+    other = _placed(begins[scene, first], ends[scene, 1 - first])
+    apart = np.square(same[:, None] - other).sum(axis=-1)
+    is_free = np.ones(len(begins), dtype=bool)
+    chosen: list[tuple[int, int, int]] = []
+    for one, two in zip(*np.unravel_index(np.argsort(apart, axis=None), apart.shape), strict=True):
+        if scene[one] == scene[two] or not (is_free[scene[one]] and is_free[scene[two]]):
+            continue
+        is_free[[scene[one], scene[two]]] = False
+        chosen += [(scene[one], first[one], first[one]), (scene[two], first[two], 1 - first[two])]
+        if len(chosen) >= count:
+            break
+    return chosen
+
+
+def _placed(one: Array, two: Array) -> Array:
+    """Return the places `(N, 4)` of two discs, the nearer to the middle first, with the square's symmetries undone."""
+    is_far = (np.hypot(*one.T) > np.hypot(*two.T))[:, None]
+    near, far = np.where(is_far, two, one), np.where(is_far, one, two)
+    signs = np.where(near < 0, -1, 1)
+    near, far = near * signs, far * signs
+    is_steep = (near[:, 0] > near[:, 1])[:, None]
+    return np.concatenate([np.where(is_steep, x[:, ::-1], x) for x in (near, far)], axis=1)
 
 
 class _Taken:
@@ -176,14 +231,20 @@ def _first_dash(generator: np.random.Generator, settings: Pathfinder, start: Arr
     return np.stack([start, start + settings.dash_length * _steps(np.array(angle))]), angle
 
 
-def _two_paths(
-    generator: np.random.Generator, settings: Pathfinder, taken: _Taken
-) -> tuple[list[Array], list[Array]] | None:
-    """Draw both paths; None if one of them finds no way on."""
+def _two_paths(generator: np.random.Generator, settings: Pathfinder) -> tuple[_Paths, _Taken]:
+    """Draw both paths, anew as often as one of them finds no way on, and return them and the space that they take."""
+    paths = None
+    while paths is None:
+        taken = _Taken(settings)
+        paths = _tried_paths(generator, settings, taken)
+    return paths, taken
+
+
+def _tried_paths(generator: np.random.Generator, settings: Pathfinder, taken: _Taken) -> _Paths | None:
     border = min(2 * settings.seed_distance, (settings.size - 1) / 2 - _MIDDLE)
     start = generator.uniform(border, settings.size - 1 - border, size=2)
     other = start + settings.seed_distance * _steps(np.array(generator.uniform(-math.pi, math.pi)))
-    paths: tuple[list[Array], list[Array]] = ([], [])
+    paths: _Paths = ([], [])
     angles = [0.0, 0.0]
     for number in range(settings.dashes):
         for path, begins in enumerate((start, other)):
@@ -198,14 +259,6 @@ def _two_paths(
             paths[path].append(found[0])
             taken.take(found[0], path, number)
     return paths
-
-
-def _is_balanced(settings: Pathfinder, paths: tuple[list[Array], list[Array]], first: int) -> bool:
-    """Return whether a path's beginning is about as far from both ends."""
-    if settings.balance is None:
-        return True
-    own, other = (math.dist(paths[first][0][0], path[-1][1]) for path in (paths[first], paths[1 - first]))
-    return abs(own - other) <= settings.balance
 
 
 def _next_dash(

@@ -122,11 +122,11 @@ def _pathfinder(path: Path, share: tuple[float, float] = _WHOLE, size: int = 32)
         yield _pixels(image), None, label
 
 
-def _drawn_pathfinder(settings: Pathfinder) -> Callable[[np.random.Generator], _Rows]:
+def _drawn_pathfinder(settings: Pathfinder, at_once: int = 1) -> Callable[[np.random.Generator], _Rows]:
     def drawn(generator: np.random.Generator) -> _Rows:
         while True:
-            images, labels = draw_pathfinder(1, generator, settings)
-            yield images[0].reshape(-1), None, int(labels[0])
+            for image, label in zip(*draw_pathfinder(at_once, generator, settings), strict=True):
+                yield image.reshape(-1), None, int(label)
 
     return drawn
 
@@ -244,7 +244,7 @@ LRA: dict[str, LraTask] = {
         counts=(20_000, 4_000, 4_000),
         read=_pathfinder,
         endings=(),
-        draw=_drawn_pathfinder(PATHFINDER["small"]),
+        draw=_drawn_pathfinder(PATHFINDER["small"], at_once=100),
     ),
     # not drawn: at the published settings a path of 14 long and straight dashes rarely stays in the image, and a row
     # takes 1.5 seconds

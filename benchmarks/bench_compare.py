@@ -45,11 +45,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, memory
+from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, limit_memory, memory, most_memory
 from benchmarks.builders import OURS, SIZED, SIZES, build, build_sized
-from benchmarks.record import Row, command_line, conditions, markdown_table, say, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, markdown_table, measured_stamp, say, write_csv
 from benchmarks.workloads import decoding, generation, training_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +57,8 @@ GENERATED, PROMPT = 64, 64  # tokens
 LENGTHS = (1024, 4096)
 PACKAGE = "hf_hybrid"
 SIDES = ("tree", "base")
+TIME_LIMIT = 600.0
+"""Seconds after which a worker that does not answer is ended."""
 UNITS = {"s": ("ratio", "low", "high"), "mib": ("mib_ratio", "mib_low", "mib_high")}
 """Seconds and memory, and the columns of their ratio and its interval."""
 Sides = dict[str, Path]
@@ -145,6 +145,7 @@ class Worker:
     """
 
     def __init__(self, checkout: Path, threads: int):
+        self.checkout, self.threads = checkout, threads
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)  # torch and transformers, but not the package
         self.pipe, theirs = context.Pipe()
@@ -159,6 +160,10 @@ class Worker:
         """Send a word and its details, and return the answer; raise RuntimeError if there is an error or none."""
         try:
             self.pipe.send((word, details))
+            if not self.pipe.poll(TIME_LIMIT):
+                self.process.kill()
+                self.process.join()
+                raise RuntimeError(f"no answer in {TIME_LIMIT:g} s")
             answer, error = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
@@ -166,6 +171,10 @@ class Worker:
         if error:
             raise RuntimeError(error)
         return answer
+
+    def or_another(self) -> "Worker":
+        """Return this worker, or another one if its process has ended."""
+        return self if self.process.is_alive() else Worker(self.checkout, self.threads)
 
     def close(self) -> None:
         """End the process."""
@@ -176,7 +185,7 @@ class Worker:
 def serve(pipe: Connection, checkout: Path, threads: int) -> None:
     """Answer a `Worker` until its end of the pipe closes."""
     sys.path.insert(0, str(checkout))
-    torch.set_num_threads(threads)
+    limit_memory(threads, most_memory() // 2)  # of two workers
     call: Callable[[], object] | None = None
     with suppress(EOFError):
         while True:
@@ -259,7 +268,7 @@ def measure(case: Case, checkouts: Sides, workers: dict[str, Worker], pairs: int
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every case, rewriting the CSV after each, and return its rows."""
-    common = stamp() | {"threads": str(arguments.threads), "base": arguments.base[:12]}
+    common = measured_stamp(arguments.threads) | {"base": arguments.base[:12]}
     wanted = cases(arguments)
     found: dict[Case, list[Round]] = {case: [] for case in wanted}
     wrong: dict[Case, str] = {}
@@ -276,6 +285,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
                     found[case].append(list(measure(case, checkouts, workers, arguments.pairs)))
                 except RuntimeError as error:
                     wrong[case] = f"failed: {error}"
+                    workers = {side: worker.or_another() for side, worker in workers.items()}
                 row = describe(case, found[case], wrong.get(case, ""), arguments.allowed)
                 say(f"{number + 1}  {case}: {row.get('ratio', '-')} {row['outcome']}")
                 rows = [common | describe(c, found[c], wrong.get(c, ""), arguments.allowed) for c in wanted]
@@ -349,7 +359,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", type=commit, default="HEAD", metavar="COMMIT", help="HEAD if not given")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--models", nargs="+", choices=OURS, default=OURS, help="of steps and of decoding")
-    parser.add_argument("--generators", nargs="+", choices=SIZED, default=SIZED, help="models that generate")
+    parser.add_argument("--generators", nargs="+", choices=SIZED, default=tuple(SIZED), help="models that generate")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES), help="of these")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=tuple(PRECISIONS))

@@ -18,8 +18,8 @@ width 256, batch 1, random weights, with the dropout of the defaults. The tasks,
 - decode: one token after a prompt, or a source, of that length; the cache; for "bf16" the model is cast.
 
 A cell has its own process and is the median of its calls after one that warms up. The process may hold two thirds of
-the machine's memory, which the column `limit_mib` records. An exponent is the least-squares
-slope of the logarithm over that of the length, over all lengths that were measured: 1 is linear growth, 0 none. The
+the machine's memory, which the column `limit_mib` records. An exponent is the least-squares slope of the logarithm
+over that of the length, over all lengths that were measured, and between the last two: 1 is linear growth, 0 none. The
 exit status is 1, once everything is written, if one is above `LINEAR` and `REASONS` does not say why.
 """
 
@@ -135,8 +135,9 @@ def _growth(rows: Sequence[Row]) -> Iterator[tuple[list[str], list[str]]]:
         notes, exponents = [], []
         for column, name in MEASURES.items():
             points = [(int(row["length"]), float(row[column])) for row in measured if float(row[column]) > 0]
-            exponents.append("-" if len(points) < 2 else f"{slope(points):.2f}")
-            if len(points) > 1 and float(exponents[-1]) > LINEAR:
+            found = [round(slope(some), 2) for some in (points, points[-2:]) if len(some) > 1]
+            exponents.append(", ".join(f"{exponent:.2f}" for exponent in found) or "-")
+            if max(found, default=0) > LINEAR:
                 notes.append(f"{name}: {REASONS.get((*key[:2], name), UNEXPLAINED)}")
         notes += [f"{row['length']}: {row['outcome']}" for row in groups[key] if row["outcome"] != "ok"]
         lengths = " to ".join(dict.fromkeys([measured[0]["length"], measured[-1]["length"]])) if measured else "-"
@@ -148,8 +149,8 @@ def report(rows: list[Row]) -> str:
     limits = [float(row[LIMIT]) for row in rows if row.get(LIMIT)]
     limit = f" A process may hold {min(limits) / 1024:.1f} GiB." if limits else ""
     caption = (
-        f"{conditions(rows[0])}. Exponents over the lengths that "
-        f"were measured; a note where one is above {LINEAR}, and where the lengths end early.{limit}"
+        f"{conditions(rows[0])}. Exponents over the lengths that were measured, and between the last two; a note "
+        f"where one is above {LINEAR}, and where the lengths end early.{limit}"
     )
     header = ["model", "task", "precision", "lengths", "exponent of time", "exponent of memory", "note"]
     lines = [[*cells, "; ".join(notes)] for cells, notes in _growth(rows)]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.builders import CAUSAL, ENCODER_DECODERS
-from benchmarks.record import Row, command_line, conditions, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, markdown_table, measured_stamp, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_OUT = Path("runs/bench/loading_cpu.csv")
@@ -84,7 +84,7 @@ def seconds(code: str, threads: int) -> float:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure everything, rewriting the CSV after each round, and return its rows."""
-    common = stamp() | {"threads": str(arguments.threads)}
+    common = measured_stamp(arguments.threads)
     wanted = {key: subject for key, subject in subjects(arguments.length).items() if key[0] in arguments.measures}
     found: dict[Key, list[float]] = {key: [] for key in wanted}
     wrong: dict[Key, str] = {}

@@ -16,8 +16,12 @@ FURTHER = (*bench_language_models.FORMS, "srformer-segmented", "srformer-recurre
 LONGEST_BART = 16384  # tokens; it has a position embedding for each
 SIZES = {"tiny": (128, 2), "small": (256, 4)}
 """Width and layers of `build_sized`; of an encoder-decoder in each stack."""
-SIZED = ("llama", "spade", "chela", "bst", "t5", "spade-seq2seq", "srformer-t5", "bart", "srformer-bart")
-"""Models of `build_sized`: peers, and those of ours that are compared with the one before."""
+SIZED = {"llama": "", "spade": "llama", "chela": "llama", "bst": "llama", "t5": "", "spade-seq2seq": "t5"} | {
+    "srformer-t5": "t5",
+    "bart": "",
+    "srformer-bart": "bart",
+}
+"""Models of `build_sized` -> the peer that each is compared with; none for a peer."""
 
 
 def build(name: str, *, dropout: bool = True) -> Any:

@@ -36,6 +36,15 @@ def stamp() -> Row:
     }
 
 
+def measured_stamp(threads: int) -> Row:
+    """Return `stamp` with the threads, and a hash of the package's code behind its version: a record has one code."""
+    found = hashlib.sha256()
+    for path in sorted((Path(__file__).parents[1] / "hf_hybrid").rglob("*.py")):
+        found.update(path.read_bytes())
+    common = stamp()
+    return common | {"hf_hybrid": f"{common['hf_hybrid']}+{found.hexdigest()[:8]}", "threads": str(threads)}
+
+
 def conditions(row: Row) -> str:
     """Return date, machine, threads and versions of a row, for a caption."""
     names = [name for name in ("python", "torch", "transformers", "hf_hybrid") if name in row]
@@ -185,7 +194,7 @@ def fill(
         All rows of the record.
     """
     columns = growing_columns(keys, measures)
-    record = GrowingRecord(arguments.out, columns, keys, stamp() | {"threads": str(arguments.threads)})
+    record = GrowingRecord(arguments.out, columns, keys, measured_stamp(arguments.threads))
     for cell in cells:
         row = dict(zip(keys, map(str, cell), strict=True))
         if tuple(row.values()) in record:
@@ -226,7 +235,7 @@ def fill_rounds(
     Returns:
         All rows of the record, one for each cell and round.
     """
-    cells, common = list(cells), stamp() | {"threads": str(arguments.threads)}
+    cells, common = list(cells), measured_stamp(arguments.threads)
     keys = (*(name for name in CELL if name in columns), ROUND)
     record = GrowingRecord(arguments.out, columns, keys, common)
     for number in range(1, arguments.rounds + 1):

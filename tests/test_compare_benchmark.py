@@ -68,6 +68,38 @@ def test_each_side_has_its_own_package(tmp_path, monkeypatch):
         Worker(base, 1)
 
 
+def test_a_dead_worker_costs_one_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_compare, "unpack", lambda sha, folder: bench_compare.ROOT)
+    monkeypatch.setattr(bench_compare, "commit", lambda name: "0" * 40)
+    asked, ask = [], Worker.ask
+
+    def killed(self, word, *details):
+        if word == "prepare" and not asked:
+            asked.append(word)
+            self.process.kill()
+        return ask(self, word, *details)
+
+    monkeypatch.setattr(Worker, "ask", killed)
+    out = tmp_path / "compare.csv"
+    flags = [*FEW, "--tasks", "step", "decode", "--rounds", "1", "--pairs", "1", "--out", str(out), "--allowed", "1e9"]
+    assert bench_compare.main(flags) == 1
+    step, decode = read_csv(out)
+    assert step["outcome"] == "failed: the process ended with -9"
+    assert decode["outcome"] == "ok"
+
+
+def test_a_worker_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(bench_compare, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(bench_compare, "serve", say_nothing)
+    with pytest.raises(RuntimeError, match=r"no answer in 0\.2 s"):
+        Worker(bench_compare.ROOT, 1)
+
+
+def say_nothing(pipe, checkout, threads):
+    pipe.recv()
+    pipe.recv()
+
+
 def stay_away(pipe, checkout, threads):
     pipe.recv()
     pipe.send((checkout.parent / "tree", ""))

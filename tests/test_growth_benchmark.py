@@ -123,11 +123,13 @@ def test_the_table_has_a_reason_for_what_is_more_than_linear(tmp_path, capsys):
     lines = report(rows).splitlines()[-3:]
     reasons = [REASONS["srformer", "step", name] for name in ("time", "memory")]
     assert lines[0] == (
-        f"| srformer | step | fp32 | 1024 to 65536 | 1.90 | 1.20 | time: {reasons[0]}; memory: {reasons[1]} |"
+        "| srformer | step | fp32 | 1024 to 65536 | 1.90, 1.90 | 1.20, 1.20 "
+        f"| time: {reasons[0]}; memory: {reasons[1]} |"
     )
-    assert lines[1] == "| spade | step | fp32 | 1024 to 65536 | 1.00 | 1.00 |  |"
+    assert lines[1] == "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | 1.00, 1.00 |  |"
     assert lines[2] == (
-        "| chela | step | fp32 | 1024 to 16384 | 1.30 | 0.00 | time: not explained yet; 65536: out of memory |"
+        "| chela | step | fp32 | 1024 to 16384 | 1.30, 1.30 | 0.00, 0.00 "
+        "| time: not explained yet; 65536: out of memory |"
     )
     record = GrowingRecord(tmp_path / "growth.csv", COLUMNS, KEYS, {})
     record.add(*rows[:8])
@@ -136,6 +138,13 @@ def test_the_table_has_a_reason_for_what_is_more_than_linear(tmp_path, capsys):
     capsys.readouterr()
     assert bench_growth.main(["--report", str(record.path)]) == 1
     assert capsys.readouterr().err == "chela step fp32: time: not explained yet\n"
+
+
+def test_growth_at_the_end_needs_a_reason_too():
+    rows = grown("spade", "step", 1.0, 1.0)
+    rows[-1] |= {"seconds": f"{float(rows[-1]['seconds']) * 1.2:.6g}"}  # of four times the length
+    assert bench_growth.unexplained(rows) == ["spade step fp32: time: not explained yet"]
+    assert "| 1.04, 1.13 | 1.00, 1.00 |" in report(rows)
 
 
 def test_reasons_are_those_of_cells():
@@ -166,6 +175,6 @@ def test_the_page_shows_the_table_once_it_is_measured(tmp_path, monkeypatch):
     record = GrowingRecord(tmp_path / "growth_cpu.csv", COLUMNS, bench_growth.KEYS, {})
     for row in grown("spade", "step", 1.0, 1.0):
         record.add(row)
-    assert "| spade | step | fp32 | 1024 to 65536 | 1.00 | 1.00 |  |" in results_page.renewed(page)
+    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | 1.00, 1.00 |  |" in results_page.renewed(page)
     with pytest.raises(FileNotFoundError):
         results_page.renewed("<!-- table: grown_cpu.csv -->\n\n<!-- end -->")

@@ -213,11 +213,7 @@ def test_images_are_as_described(name):
 def test_one_path_begins_in_the_middle_and_the_other_at_its_distance(name, low, high):
     """The published program keeps the first beginning twice the seed distance from the border: 14 to 17 of 32."""
     settings, generator = PATHFINDER[name], split_generator(0, "train")
-    starts = []
-    while len(starts) < 30:
-        paths = pathfinder._two_paths(generator, settings, pathfinder._Taken(settings))
-        if paths is not None:
-            starts.append([path[0][0] for path in paths])
+    starts = [[path[0][0] for path in pathfinder._two_paths(generator, settings)[0]] for _ in range(30)]
     first, second = np.swapaxes(starts, 0, 1)
     assert low <= first.min() <= first.max() <= high
     assert np.ptp(first, axis=0).min() > 2

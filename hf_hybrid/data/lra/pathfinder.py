@@ -42,7 +42,7 @@ class Pathfinder:
         distractor_dashes: Their dashes.
         padding: Pixels at the border that stay free.
         candidates: Images that are drawn for each one, of which those are taken whose discs lie alike for both labels;
-            1 takes all. In small images the places of the discs would tell seven labels of ten.
+            1 takes all. In small images the places of the discs would tell most labels.
     """
 
     size: int = 32

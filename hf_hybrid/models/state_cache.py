@@ -30,7 +30,7 @@ def without_first(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
 
 
 class _RowsMixin:
-    """Mixin of cache layers whose `_map` applies a function to all tensors."""
+    """Mixin of cache layers of rows; `_map` applies a function to all of its tensors."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
         """Give every beam the state of the one it continues."""
@@ -43,6 +43,10 @@ class _RowsMixin:
     def batch_select_indices(self, indices: torch.Tensor):
         """Keep some rows."""
         self._map(lambda x: x[indices])
+
+    def _map(self, function):
+        if self.keys is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
 
 
 class StateCacheLayer(_RowsMixin, CacheLayerMixin):
@@ -108,6 +112,7 @@ class StateCacheLayer(_RowsMixin, CacheLayerMixin):
         """Do nothing."""
 
     def _map(self, function):
+        super()._map(function)
         self.state = tree_map_only(torch.Tensor, function, self.state)
 
 
@@ -152,18 +157,12 @@ class SlidingStateCacheLayer(StateCacheLayer):
         super().reset()
         self.keys = self.values = None
 
-    def _map(self, function):
-        super()._map(function)
-        if self.keys is not None:
-            self.keys, self.values = function(self.keys), function(self.values)
-
 
 class _HybridRowsMixin(_RowsMixin):
     def _map(self, function):
+        super()._map(function)
         for states in (self.conv_states, self.recurrent_states):
             states |= {index: function(x) for index, x in states.items() if x is not None}
-        if self.keys is not None:
-            self.keys, self.values = function(self.keys), function(self.values)
 
 
 # two methods of transformers' layers of a state and keys move the keys alone; these take their place, in caches of

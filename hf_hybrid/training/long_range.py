@@ -21,7 +21,7 @@ from hf_hybrid.training.collating import LongRangeRows, long_range_collator
 from hf_hybrid.training.flags.command_line import FlagParser, given_flags, parse_arguments, read_arguments
 from hf_hybrid.training.flags.data import PREFIXES, LongRangeArguments
 from hf_hybrid.training.flags.model import ModelArguments
-from hf_hybrid.training.flags.recipes import find_recipe, fit_fields
+from hf_hybrid.training.flags.recipes import LongRangeRecipe, find_recipe, fit_fields
 from hf_hybrid.training.flags.run import ScriptTrainingArguments
 from hf_hybrid.training.model.adapters import attach_adapter
 from hf_hybrid.training.model.config import fit_positions
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     role = _new_fields(model_args, data_args)
     config, resume_from = begin(full, model_args, data_args, training_args, auto_class, role=role, **checks)
     if data_args.recipe is not None:
-        _check_recipe(data_args, config)
+        recipe = _find_recipe(data_args, config.model_type, "the model is a")
+        logger.info("--recipe %s: %s.", data_args.recipe, recipe.source)
     lengths = {"max_position_embeddings": {"max_seq_length": data_args.length}}
     positions = fit_positions(model_args, config, auto_class, lengths)
     tokenizer = None if task.vocab_size is None else _tokenizer(model_args, data_args, config, resume_from)
@@ -145,27 +146,18 @@ def _new_fields(model_args: ModelArguments, data_args: LongRangeArguments) -> di
         return {}
     fields: dict[str, Any] = {}
     if data_args.recipe is not None:
-        recipe = find_recipe(data_args.recipe, str(data_args.task_name))
-        if recipe.model_type != model_args.model_type:
-            raise ValueError(
-                f"--recipe {data_args.recipe} is for {recipe.model_type}; got --model_type {model_args.model_type}"
-            )
-        fields = dict(recipe.fields)
+        fields = dict(_find_recipe(data_args, model_args.model_type, "got --model_type").fields)
     elif model_args.model_type == "chela":
         fields = dict.fromkeys(("training_length", "long_kernel_size"), data_args.length)
     return fit_fields({"is_encoder_decoder": False, **fields}, str(data_args.task_name), data_args.length)
 
 
-def _check_recipe(data_args: LongRangeArguments, config: PreTrainedConfig) -> None:
-    """Check that a recipe is for the model, whose flags it gives to a checkpoint too.
-
-    Raises:
-        ValueError: It is another architecture's.
-    """
+def _find_recipe(data_args: LongRangeArguments, model_type: str, said: str) -> LongRangeRecipe:
+    """Return the recipe of ``--recipe``, whose flags a checkpoint gets too; raise ValueError if it is for others."""
     recipe = find_recipe(str(data_args.recipe), str(data_args.task_name))
-    if recipe.model_type != config.model_type:
-        raise ValueError(f"--recipe {data_args.recipe} is for {recipe.model_type}; the model is a {config.model_type}")
-    logger.info("--recipe %s: %s.", data_args.recipe, recipe.source)
+    if recipe.model_type != model_type:
+        raise ValueError(f"--recipe {data_args.recipe} is for {recipe.model_type}; {said} {model_type}")
+    return recipe
 
 
 def _tokenizer(

@@ -253,9 +253,8 @@ def test_the_places_of_the_discs_do_not_tell_the_label(monkeypatch):
             assert shares[0][0] < 0.3
         else:
             assert label.mean() == 0.5
-            assert (
-                0.4 < min(map(min, shares)) < max(map(max, shares)) < 0.6
-            )  # two standard errors, were they drawn freely
+            # two standard errors, were they drawn freely
+            assert 0.4 < min(map(min, shares)) < max(map(max, shares)) < 0.6
         discs.clear()
 
 

@@ -213,8 +213,8 @@ def test_generate_is_the_same_with_and_without_cache(model_type, auto_class, cas
 def test_rows_of_a_cache_can_be_repeated_moved_and_selected(model_type, auto_class, case):
     model = tiny_model(model_type, auto_class, **DECODERS[model_type, auto_class][case]).double()
     inputs = tiny_inputs(model, length=13, target_length=13)
-    tokens = inputs.pop("decoder_input_ids" if model.config.is_encoder_decoder else "input_ids")
     key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    tokens = inputs.pop(key)
     rows = torch.tensor([1, 0, 1])
     with torch.no_grad():
         expected = model(**inputs, **{key: tokens}, use_cache=False).logits[rows, 8:]

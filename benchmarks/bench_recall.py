@@ -44,6 +44,7 @@ from typing import Any
 
 from benchmarks.comparison import (
     COLUMNS,
+    adding_rows,
     append_rows,
     check_recipe,
     check_version,
@@ -83,6 +84,7 @@ from benchmarks.record import (
     positive,
     positive_int,
     say,
+    seed_number,
     stamp,
 )
 from hf_hybrid.data.workers import worker_pool
@@ -152,12 +154,15 @@ def work(
 
     Returns:
         What failed; the next start repeats it.
+
+    Raises:
+        ValueError: The file has rows of another recipe or version, cannot be written, or another process adds to it.
     """
     columns, failures = (*COLUMNS, *SCORES), []
-    check_rows(read_rows(path, columns), recipes, path)
     running: dict[Future[dict[str, float]], Run] = {}
     tried: set[Run] = set()
-    with worker_pool(jobs, _one_thread) as pool:
+    with adding_rows(path, columns), worker_pool(jobs, _one_thread) as pool:
+        check_rows(read_rows(path, columns), recipes, path)
         while True:
             for run in todo(read_rows(path, columns), [*recipes], models, rates, seeds):
                 if len(running) < jobs and run not in tried:
@@ -172,7 +177,12 @@ def work(
                     say(f"FAILED {failures[-1]}")
                     continue
                 row = row_of(run, recipes[run.task], future.result())
-                append_rows(path, columns, [row])
+                try:
+                    append_rows(path, columns, [row])
+                except OSError as error:
+                    failures.append(f"{run}: {error}; its row was {','.join(row.get(name, '') for name in columns)}")
+                    say(f"FAILED {failures[-1]}")
+                    continue
                 say(f"{run}: {row['outcome']}, " + ", ".join(f"{n} {row[n]}" for n in SCORES[:6] if n in row))
 
 
@@ -189,8 +199,6 @@ def _one_thread() -> None:
 
 def report(rows: list[Row]) -> str:
     """Return a table for each task: accuracy of all answers and of far ones, of longer sequences, and by distance."""
-    if not rows:
-        return "no rows yet"
     reaches = {name: ablation_reach(name) for name, kind in MODELS.items() if kind.ablation_of}
     parts = [
         f"{measured_on(rows)}. Shares of right answers, mean ± standard error over the seeds; "
@@ -288,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=RECIPES, metavar="TASK", help=", ".join(RECIPES))
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help="; ".join(MODELS))
     parser.add_argument("--rates", nargs="+", type=positive, help=f"searched, the likeliest first ({_words(RATES)})")
-    parser.add_argument("--seeds", nargs="+", type=int, help=f"the first one searches ({_words(SEEDS)})")
+    parser.add_argument("--seeds", nargs="+", type=seed_number, help=f"the first one searches ({_words(SEEDS)})")
     parser.add_argument("--jobs", type=positive_int, default=os.cpu_count(), help="parallel runs (one per core)")
     quick = f"if not given: the tasks {', '.join(QUICK_TASKS)}, one seed and rate, at most {QUICK_STEPS} steps"
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -359,7 +367,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         _one_thread()
         print(plan(*settings, arguments.jobs))
         raise SystemExit(0)
-    failures = work(arguments.out, *settings, arguments.jobs)
+    try:
+        failures = work(arguments.out, *settings, arguments.jobs)
+    except ValueError as error:
+        raise SystemExit(f"--out: {error}") from error
     if failures:
         raise SystemExit("\n".join(f"FAILED {failure}" for failure in failures))
     return read_rows(arguments.out, (*COLUMNS, *SCORES))

@@ -45,7 +45,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-from filelock import FileLock, Timeout
 
 from benchmarks.comparison import (
     CURVE_COLUMNS,
@@ -53,7 +52,16 @@ from benchmarks.comparison import (
     report,
 )
 from benchmarks.experiment import Experiment, Run, plan, read_experiment
-from benchmarks.record import markdown_table, read_csv, say, stamp
+from benchmarks.record import (
+    OutputError,
+    markdown_table,
+    only_process,
+    positive_int,
+    print_report,
+    say,
+    seed_number,
+    stamp,
+)
 from benchmarks.train_one import MODEL, RESULT, RUN
 from benchmarks.without_training import BASELINES
 from hf_hybrid.training.run_folder.files import replacing
@@ -311,8 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("experiments", type=Path, nargs="*", help="JSON files with flags and models, in order")
     parser.add_argument("--data", type=Path, nargs="+", default=(), metavar="FOLDER", help="folders of the datasets")
-    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches (0 1 2)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs (one per core)")
+    parser.add_argument("--seeds", nargs="+", type=seed_number, default=(0, 1, 2), help="the first searches (0 1 2)")
+    parser.add_argument("--jobs", type=positive_int, default=os.cpu_count(), help="parallel runs (one per core)")
     parser.add_argument(
         "--output_dir", type=Path, default=Path("runs/comparisons"), help="folder of unfinished runs: %(default)s"
     )
@@ -326,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="try all models for a few steps, and print what all costs")
     arguments = parser.parse_args(argv)
     if arguments.report is not None:
-        print(report(read_csv(arguments.report)))
+        print_report(parser, arguments.report, report)
         return 0
     if not arguments.experiments:
         parser.error("give experiments, or --report")
@@ -337,13 +345,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.plan:
         return _print_plan(experiments, arguments.seeds, arguments.output_dir / "plan")
     queue = Queue(experiments, arguments.seeds, arguments.output_dir, arguments.save_every)
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with FileLock(arguments.output_dir / "lock", timeout=0):
+        with only_process(arguments.output_dir / "lock", f"--output_dir {arguments.output_dir}"):
             queue.work(arguments.jobs)
-    except Timeout:
-        parser.error(f"another queue works in {arguments.output_dir}")
+    except OutputError as error:
+        parser.error(str(error))
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
         return 130

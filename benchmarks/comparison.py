@@ -9,13 +9,14 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scipy.stats import ttest_ind
 
-from benchmarks.record import Row, markdown_table, measured_on
+from benchmarks.record import OutputError, Row, markdown_table, measured_on, only_process
 from hf_hybrid.version import __version__
 
 # fmt: off
@@ -71,6 +72,23 @@ def append_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, Any
             writer.writeheader()
         writer.writerows(rows)
         file.write(lines.getvalue().encode())
+
+
+@contextmanager
+def adding_rows(path: Path, columns: Sequence[str]) -> Iterator[None]:
+    """Hold a file's lock, since two processes would add the same rows, and write its columns before the work begins.
+
+    Raises:
+        ValueError: The file has other columns.
+        OutputError: It cannot be written, or another process holds its lock.
+    """
+    with only_process(path.with_name(path.name + ".lock"), str(path)):
+        try:
+            read_rows(path, columns)
+            append_rows(path, columns, [])
+        except OSError as error:
+            raise OutputError(f"{path} must be a file that can be written ({error.strerror})") from error
+        yield
 
 
 def check_recipe(path: Path, rows: Sequence[Row], model: str, recipe: str, *, where: str) -> None:

@@ -146,7 +146,10 @@ class Experiment:
         return self._own(model).get("initial", {})
 
     def recipe(self, model: str, parent: Run | None) -> str:
-        """A hash of everything that determines a model, also of what it begins with; not of seed and learning rate."""
+        """A hash of what determines a model, also of what it begins with.
+
+        Not of seed and learning rate, and not of what names stand for: the files of the data, the code of the models.
+        """
         flags = {name: value for name, value in self.flags(model).items() if name not in _WITHOUT_EFFECT}
         made_by = [self.spec["script"], self.spec["data"], flags, self.initial(model)]
         made_by += [self.spec.get("evaluations", {}), parent and [parent.recipe, parent.rate]]

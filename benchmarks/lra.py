@@ -43,7 +43,16 @@ import torch
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
 from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
-from benchmarks.record import markdown_table, positive, positive_int, short_hash, slug
+from benchmarks.record import (
+    OutputError,
+    markdown_table,
+    only_process,
+    positive,
+    positive_int,
+    seed_number,
+    short_hash,
+    slug,
+)
 from hf_hybrid.data.drawing import split_generator
 from hf_hybrid.data.lra import LRA, DrawingStopped, find_lra, load_lra_once
 from hf_hybrid.training.collating import LongRangeRows, long_range_collator
@@ -319,6 +328,8 @@ class LongRangeRun:
             kept = torch.load(path, map_location=self.device, weights_only=True)
         except Exception as error:  # torch raises many kinds for a broken file
             raise ValueError(f"{path} must be a checkpoint; it cannot be read ({error}). Delete it") from error
+        if missing := sorted({*_RESUMED, *_COUNTED, "hash"} - set(kept)):
+            raise ValueError(f"{path} must be a checkpoint of this command; it lacks {', '.join(missing)}. Delete it")
         if kept["hash"] != self.hash:
             raise ValueError(
                 f"{path} must have the present recipe and rows (hash {self.hash}; got {kept['hash']}): files or "
@@ -390,7 +401,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--device {arguments.device} cannot be used: {one_line(error)}")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(parser, arguments)
+        folder = run_folder(arguments)
+        with only_process(folder / "lock", f"--output_dir {folder}"):
+            return _run(parser, arguments, folder)
+    except OutputError as error:
+        parser.error(str(error))
     except Diverged as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -414,7 +429,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tested", choices=("test", "validation"), default="test", help="split of the last score (%(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_number, default=0)
     parser.add_argument("--learning_rate", type=positive, help="peak, for that of the recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lra"), help="(%(default)s)")
@@ -435,14 +450,14 @@ def run_folder(arguments: argparse.Namespace) -> Path:
     return Path(arguments.output_dir, arguments.task, name)
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Do a slice of the run that a command line names.
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, folder: Path) -> int:
+    """Do a slice of the run of a folder.
 
     Raises:
         Diverged: The loss or the weights are not finite.
     """
     try:
-        run = LongRangeRun(arguments, run_folder(arguments))
+        run = LongRangeRun(arguments, folder)
         run.resume()
     except ValueError as error:
         parser.error(str(error))

@@ -164,9 +164,10 @@ def drawn_hash(task: str, sizes: tuple[tuple[str, Any], ...]) -> str:
 
 
 def recipe_hash(task: str, model: str, recipe: Recipe) -> str:
-    """Return a hash of everything that determines a task's runs of a model, except seed and learning rate.
+    """Return a hash of a task's runs of a model: data, configuration, settings, and the code that trains and tests.
 
-    The code that trains and tests is part of it.
+    Seed and learning rate are not part of it, and neither is the code of the models: rows of another version of this
+    package are refused for that, and whoever changes a model within a version has to measure again.
     """
     config = fitted(model, shape_of(task, recipe)).to_dict()
     config.pop("transformers_version", None)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 Row = dict[str, str]
 
@@ -102,9 +103,20 @@ def _cpu() -> str:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Read a record."""
+    """Read a record.
+
+    Raises:
+        ValueError: It has no columns, or a line has more or fewer values than there are columns.
+    """
     with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        reader = csv.reader(file)
+        if not (columns := next(reader, [])):
+            raise ValueError(f"{path} must begin with a line of columns; it is empty")
+        rows = [values for values in reader if values]
+    for number, values in enumerate(rows, start=1):
+        if len(values) != len(columns):
+            raise ValueError(f"{path} must have {len(columns)} values in row {number}; it has {len(values)}")
+    return [dict(zip(columns, values, strict=True)) for values in rows]
 
 
 class GrowingRecord:
@@ -166,6 +178,32 @@ def whole_file(path: Path) -> Iterator[Path]:
     beside = path.with_name(path.name + ".new")
     yield beside
     beside.replace(path)
+
+
+class OutputError(ValueError):
+    """What a command writes is written by another process, or cannot be written."""
+
+
+@contextmanager
+def only_process(lock: Path, where: str) -> Iterator[None]:
+    """Hold a lock, so that no other process does the same work.
+
+    Args:
+        lock: Its file, which may stay.
+        where: What the work writes, for messages.
+
+    Raises:
+        OutputError: Another process holds it, or the file cannot be written.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(lock, timeout=0).acquire()
+    except Timeout as error:
+        raise OutputError(f"another process writes {where}") from error
+    except OSError as error:
+        raise OutputError(f"{where} must be where files can be written; {lock} cannot ({error.strerror})") from error
+    with held:
+        yield
 
 
 def growing_columns(keys: Iterable[str], measures: Iterable[str]) -> tuple[str, ...]:
@@ -326,6 +364,14 @@ def positive_int(text: str) -> int:
     return value
 
 
+def seed_number(text: str) -> int:
+    """Read a seed of a command line."""
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2 ** 32 - 1; got {text}")
+    return value
+
+
 def command_line(
     description: str | None,
     default_out: Path,
@@ -354,15 +400,30 @@ def command_line(
     parser.add_argument("--out", type=Path, default=default_out, metavar="CSV")
     parser.add_argument("--report", type=Path, metavar="CSV", help="only print the tables of this file")
     arguments = parser.parse_args(argv)
-    if arguments.report and not arguments.report.is_file():
-        parser.error(f"--report must be a file; there is no {arguments.report}")
-    rows = read_csv(arguments.report) if arguments.report else run(arguments)
-    print(report(rows))
+    if arguments.report:
+        rows = print_report(parser, arguments.report, report)
+    else:
+        rows = run(arguments)
+        print(report(rows))
     failed = [row for row in rows if row.get("outcome", "").startswith("failed")]
     lines = [*(" ".join(row.values()) for row in failed), *wrong(rows)]
     for line in lines:
         print(line, file=sys.stderr)
     return 1 if lines else 0
+
+
+def print_report(parser: argparse.ArgumentParser, path: Path, report: Callable[[list[Row]], str]) -> list[Row]:
+    """Print the tables of a file, and return its rows; what is no record of the benchmark is an error of the flag."""
+    if not path.is_file():
+        parser.error(f"--report must be a file; there is no {path}")
+    try:
+        rows = read_csv(path)
+        print(report(rows) if rows else "no rows yet")
+    except ValueError as error:
+        parser.error(f"--report must be a record of this benchmark: {error}")
+    except KeyError as error:
+        parser.error(f"--report must be a record of this benchmark; {path} does not have {error}")
+    return rows
 
 
 def source_and_folder(description: str | None, argv: Sequence[str] | None) -> tuple[Path, Path]:

@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks import lra
 from benchmarks.lra import main
 from benchmarks.lra_recipes import MODELS, PAPERS, classifier_of, recipe_of
+from benchmarks.record import only_process
 from hf_hybrid.data.lra import LRA, LraRows
 from hf_hybrid.training.collating import LongRangeRows
 
@@ -147,6 +148,7 @@ def test_a_run_in_bfloat16_says_so(small, tmp_path, capsys):
         (["--small", "--rows", "9"], "--rows is not for --small; got 9"),
         (["--minutes", "0"], "--minutes: must be positive and finite; got 0"),
         (["--learning_rate", "inf"], "--learning_rate: must be positive and finite; got inf"),
+        (["--seed", "-1"], "--seed: must be from 0 to 2 ** 32 - 1; got -1"),
         (["--fraction", "0"], "--fraction: must be positive and finite; got 0"),
     ],
 )
@@ -176,10 +178,25 @@ def test_checkpoints_of_other_recipes_and_broken_ones_are_refused(small, tmp_pat
     with pytest.raises(SystemExit):
         small("one")
     assert "checkpoint.pt must have the present recipe and rows (hash " in capsys.readouterr().err
+    torch.save({"model": {}, "hash": "0"}, path)
+    with pytest.raises(SystemExit):
+        small("one")
+    assert "checkpoint.pt must be a checkpoint of this command; it lacks best, history" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(SystemExit):
         small("one")
     assert "checkpoint.pt must be a checkpoint; it cannot be read" in capsys.readouterr().err
+
+
+def test_one_process_trains_in_a_folder_that_can_be_written(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lra, "load_lra_once", None)
+    with only_process(folder_of(tmp_path, "one") / "lock", ""), pytest.raises(SystemExit):
+        small("one")
+    assert "another process writes --output_dir " in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        small("file")
+    assert "must be where files can be written" in capsys.readouterr().err
 
 
 def write_reviews(folder, **words):

@@ -1,5 +1,6 @@
 """The benchmark of recall: how it goes on, what it refuses, its tables, figures and plan."""
 
+import re
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
@@ -8,7 +9,7 @@ from functools import wraps
 import pytest
 from torch import nn
 
-from benchmarks import bench_recall, figures, recall_figure, recall_run, results_page
+from benchmarks import bench_recall, compare_on_data, figures, recall_figure, recall_run, results_page
 from benchmarks.bench_recall import check_rows, main, report
 from benchmarks.comparison import COLUMNS, append_rows, read_rows
 from benchmarks.recall_models import (
@@ -28,6 +29,7 @@ from benchmarks.recall_run import (
     shape_of,
     texts,
 )
+from benchmarks.record import only_process
 from hf_hybrid.data.recall import RECALL
 from hf_hybrid.version import __version__
 from tests.recall_rows import row
@@ -348,6 +350,7 @@ def test_the_quick_form_leaves_what_is_named(capsys, monkeypatch):
         (["--rates", "foo"], "argument --rates: invalid positive value: 'foo'"),
         (["--steps", "0"], "argument --steps: must be positive; got 0"),
         (["--jobs", "0"], "argument --jobs: must be positive; got 0"),
+        (["--seeds", "-1"], "argument --seeds: must be from 0 to 2 ** 32 - 1; got -1"),
         (["--report", "missing.csv"], "--report must be a file; there is no missing.csv"),
         (["--tasks", "facts", "--models", "BST"], "--models must name a model that does facts; got BST"),
     ],
@@ -357,6 +360,61 @@ def test_flags_are_checked_before_work(tmp_path, capsys, flags, message):
         main(["--out", str(tmp_path / "recall.csv"), *flags])
     assert message in f"{left.value} {capsys.readouterr().err}"
     assert not (tmp_path / "recall.csv").exists()
+
+
+def test_what_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_recall, "worker_pool", None)
+    command = ["--tasks", "latch", "--models", "BST", "--jobs", "1", "--out"]
+    with only_process(tmp_path / "recall.csv.lock", ""), pytest.raises(SystemExit, match="another process writes "):
+        main([*command, str(tmp_path / "recall.csv")])
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.csv").mkdir()
+    for out in ("file/recall.csv", "folder.csv"):
+        with pytest.raises(SystemExit, match=r"--out: .* must be .* be written"):
+            main([*command, str(tmp_path / out)])
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match=r"--out: .*other\.csv must have the columns date, .*; it has a, b"):
+        main([*command, str(tmp_path / "other.csv")])
+
+
+def test_a_row_that_cannot_be_written_is_told_and_the_work_goes_on(tmp_path, monkeypatch):
+    values = {"parameters": 99, "steps": 7, "cpu_minutes": 0.5, "chance": 0.1, "validation": 0.5}
+    values |= {"validation_loss": 0.5, "accuracy": 0.75, "far": 0.75}
+    written = []
+
+    def full_once(path, columns, rows):
+        written.append(rows)
+        if len(written) == 1:
+            raise OSError("no space left")
+        append_rows(path, columns, rows)
+
+    monkeypatch.setattr(bench_recall, "worker_pool", Immediate)
+    monkeypatch.setattr(bench_recall, "train", lambda run, recipe: values)
+    monkeypatch.setattr(bench_recall, "append_rows", full_once)
+    out = tmp_path / "recall.csv"
+    command = ["--tasks", "latch", "--models", "BST", "--seeds", "0", "--jobs", "1", "--out", str(out)]
+    with pytest.raises(SystemExit, match=r"rate 0\.003: no space left; its row was .*,latch,BST,0,0\.003,.*,0\.75,"):
+        main(command)
+    assert [found["learning_rate"] for found in read_rows(out, (*COLUMNS, *bench_recall.SCORES))] == ["0.01", "0.001"]
+    assert main(command) == 0
+    assert len(read_rows(out, (*COLUMNS, *bench_recall.SCORES))) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "--report must be a record of this benchmark: .* must begin with a line of columns; it is empty"),
+        ("a,b\n1,2\n", "--report must be a record of this benchmark; .* does not have '"),
+        ("a,b\n1,2\n1\n", "--report must be a record of this benchmark: .* must have 2 values in row 2; it has 1"),
+    ],
+)
+@pytest.mark.parametrize("command", [main, compare_on_data.main])
+def test_a_report_of_what_is_no_record_says_so(tmp_path, capsys, command, text, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        command(["--report", str(path)])
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_plan_counts_what_is_done(tmp_path, monkeypatch):

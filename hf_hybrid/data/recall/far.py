@@ -57,7 +57,9 @@ def aggregate(
     every: int = 6,
     noise_vocab_size: int = 16,
 ) -> Examples:
-    """Draw a sum over the far past: a class is told again and again among noise, and asked for beyond a window.
+    """Draw a latch with repetition: a class is told again and again among noise, and asked for beyond a window.
+
+    One telling is enough to know the class; `majority` is the task that has to count.
 
     Each of the first `told` tokens names the class with a probability of `share`, and is noise otherwise. After `gap`
     tokens of noise, a question token stands at every `every`-th place. Answers are never shown.

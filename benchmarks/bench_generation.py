@@ -6,12 +6,14 @@ Run it from the repository root::
     python -m benchmarks.bench_generation --report benchmarks/results/generation_cpu.csv  # its table
 
 The models are those of `benchmarks.builders.SIZED`, each of ours beside a peer of equal width and depth; fp32, random
-weights, greedy, with an attention mask and without padding. Each row is measured in a process of its own, and the same
-command goes on where it was stopped. `benchmarks.bench_compare --tasks generate` compares two commits. The columns:
+weights, greedy, with an attention mask and without padding. Each measurement has its own process; models take turns,
+and all of them come again in each round, since speed drifts. The table has medians over the rounds, and the
+same command goes on where it was stopped. `benchmarks.bench_compare --tasks generate` compares two commits. Columns:
 
 - decoding: "eager", or "compiled" with a static cache, where the model's class says that its decoding step compiles;
 - start: milliseconds of a call for one token: the prompt's or source's forward, and what `generate` prepares;
-- token: milliseconds of each further token, from the difference to a call for `TOKENS` more, the median of `REPEATS`;
+- token: milliseconds of each further token, from the difference to a call for `TOKENS` more, the median of `REPEATS`,
+  and from the lowest to the highest;
 - operators: torch's operators that a token calls, where it is not compiled;
 - compile: seconds that the first call takes longer than a later one, where it is compiled; no other column has them.
 """
@@ -31,15 +33,27 @@ from transformers import CompileConfig
 
 from benchmarks.bench_models import in_process, limit_memory, what_went_wrong
 from benchmarks.builders import SIZED, SIZES, build_sized
-from benchmarks.record import Row, command_line, conditions, fill, markdown_table
+from benchmarks.record import (
+    ROUND,
+    Row,
+    command_line,
+    conditions,
+    fill_rounds,
+    growing_columns,
+    markdown_table,
+    medians,
+    of_rounds,
+    positive_int,
+)
 from benchmarks.workloads import generation
 
 DEFAULT_OUT = Path("runs/bench/generation_cpu.csv")
-PROMPT, TOKENS, REPEATS = 64, 64, 7
+PROMPT, TOKENS, REPEATS = 64, 64, 3
 BATCHES = (1, 32)
 EAGER, COMPILED = "eager", "compiled"
 KEYS = ("size", "model", "batch", "decoding")
-MEASURES = ("start_ms", "token_ms", "operators", "compile_s")
+MEASURES = ("start_ms", "token_ms", "min_ms", "max_ms", "operators", "compile_s")
+COLUMNS = growing_columns((*KEYS, ROUND), MEASURES)
 BACKEND = "inductor"
 
 
@@ -89,6 +103,8 @@ def measure(pipe: Connection, size: str, name: str, batch: int, decoding: str, t
             spent["token"].append((times[1] - times[0]) / TOKENS)
         for what, values in spent.items():
             pipe.send((f"{what}_ms", statistics.median(values)))
+        pipe.send(("min_ms", min(spent["token"])))
+        pipe.send(("max_ms", max(spent["token"])))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -98,37 +114,41 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure every cell that the file does not have, and return all rows."""
+    """Measure every cell in each round, as far as the file does not have it, and return all rows."""
 
-    def sent(size: str, model: str, batch: int, decoding: str) -> list[tuple[str, Any]]:
-        return in_process(measure, (size, model, batch, decoding, arguments.threads), arguments.time_limit)
+    def measured(cell: Row, number: int) -> Row:
+        asked = (cell["size"], cell["model"], int(cell["batch"]), cell["decoding"], arguments.threads)
+        return medians(in_process(measure, asked, arguments.time_limit), MEASURES)
 
     compile_too = {name for name in arguments.models if build_sized(name, "tiny")._can_compile_fullgraph}
+    values = itertools.product(arguments.sizes, arguments.batches, arguments.decoding, arguments.models)
     cells = [
-        (size, model, batch, decoding)
-        for size, model, batch in itertools.product(arguments.sizes, arguments.models, arguments.batches)
-        for decoding in arguments.decoding
+        {"size": size, "model": model, "batch": str(batch), "decoding": decoding}
+        for size, batch, decoding, model in values
         if decoding == EAGER or model in compile_too
     ]
-    return fill(arguments, KEYS, MEASURES, cells, sent)
+    return fill_rounds(arguments, COLUMNS, (*KEYS, *MEASURES, "outcome"), cells, measured)
 
 
 def report(rows: list[Row]) -> str:
     """Return the table of a CSV's rows as Markdown."""
-    header = [*KEYS, "start, ms", "token, ms", "tokens/s", "of the peer's time", "operators", "compile, s"]
+    rows = of_rounds(rows)
+    header = [*KEYS, "start, ms", "token, ms", "lowest to highest", "tokens/s", "of the peer's time", "operators"]
+    header += ["compile, s"]
     lines = []
     measured = {tuple(row[name] for name in KEYS): float(row["token_ms"]) for row in rows if row["outcome"] == "ok"}
     for row in rows:
         keys = [row[name] for name in KEYS]
         if row["outcome"] != "ok":
-            lines.append([*keys, *["-"] * 5, row["outcome"]])
+            lines.append([*keys, *["-"] * 6, row["outcome"]])
             continue
         token = float(row["token_ms"])
         peer = measured.get((row["size"], SIZED[row["model"]], row["batch"], row["decoding"]))
         rate = f"{1e3 * int(row['batch']) / token:.0f}"
         share = f"{token / peer:.2f}" if peer else "-"
         last = (row["operators"] or "-", row["compile_s"] or "-")
-        lines.append([*keys, row["start_ms"], row["token_ms"], rate, share, *last])
+        spread = f"{row['min_ms']} to {row['max_ms']}"
+        lines.append([*keys, row["start_ms"], row["token_ms"], spread, rate, share, *last])
     return f"{conditions(rows[0])}.\n\n{markdown_table(header, lines)}"
 
 
@@ -138,6 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=SIZED, default=tuple(SIZED))
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--decoding", nargs="+", choices=(EAGER, COMPILED), default=(EAGER, COMPILED))
+    parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=300.0, metavar="SECONDS", help="for one cell")
 

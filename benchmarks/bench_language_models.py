@@ -11,6 +11,8 @@ networks of such a width that all have as many parameters as Llama, within 3 %; 
 twelve layers of width 1024 (BST's preset). CHELA's kernels have 4,096 taps in 16 groups. Nothing is dropped out. The
 peers are models of transformers in torch alone: Llama with full attention (SDPA), ModernBERT's decoder with windows in
 all layers, Mamba-2, and Qwen3-Next (three layers of the gated delta rule and one of full attention, without experts).
+(flash-linear-attention has no peer to add on a CPU: its layers call Triton kernels, except Mamba and Mamba-2, whose
+torch code is that of transformers.)
 Each measurement of a cell (a model in one precision at one length) runs in its own process, and the models alternate
 at each length; `benchmarks.bench_models` describes how peak memory is measured and limited, `benchmarks.floors` what
 is counted for the floor. Each row is written when it is measured, and the same command goes on where it was stopped;

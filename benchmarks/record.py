@@ -237,18 +237,23 @@ def fill(
         row = dict(zip(keys, map(str, cell), strict=True))
         if tuple(row.values()) in record:
             continue
-        sent = measure(*cell)
-        for name in measures:
-            if values := [value for kind, value in sent if kind == name]:
-                row[name] = f"{statistics.median(values):.5g}"
-        row["outcome"] = next(value for kind, value in reversed(sent) if kind == "outcome")
+        row |= medians(measure(*cell), measures)
         record.add(row)
         print(*(row.get(name, "-") for name in (*keys, *measures, "outcome")), flush=True)
     return record.rows
 
 
+def medians(sent: Sequence[tuple[str, Any]], measures: Sequence[str]) -> Row:
+    """Turn what a cell's process sent into columns: the median of each measure, and the last "outcome"."""
+    found: dict[str, list[Any]] = {}
+    for name, value in sent:
+        found.setdefault(name, []).append(value)
+    row = {name: f"{statistics.median(found[name]):.5g}" for name in measures if name in found}
+    return row | {"outcome": found["outcome"][-1]}
+
+
 ROUND = "round"
-CELL = ("mode", "model", "width", "precision", "vocabulary", "length", "loss")
+CELL = ("mode", "model", "width", "precision", "vocabulary", "length", "loss", "size", "batch", "decoding")
 """Columns of which those that a record with rounds has name a cell."""
 
 
@@ -289,7 +294,8 @@ def fill_rounds(
 def of_rounds(rows: Sequence[Row]) -> list[Row]:
     """Return one row for each cell of a record that `fill_rounds` made; the rows of others, which have no rounds.
 
-    Numbers are medians over the rounds, but memory and ``max_s`` the largest, ``min_s`` the least and ``repeats`` all.
+    Numbers are medians over the rounds, but memory, ``max_s`` and ``max_ms`` the largest, ``min_s`` and ``min_ms`` the
+    least, and ``repeats`` all.
     """
     if not rows or ROUND not in rows[0]:
         return list(rows)
@@ -315,7 +321,7 @@ def in_fp32(path: Path) -> list[Row]:
 
 
 def _of_cell(rounds: list[Row]) -> Row:
-    whole = {"min_s": min, "max_s": max, "repeats": sum}
+    whole = {"min_s": min, "max_s": max, "min_ms": min, "max_ms": max, "repeats": sum}
     fixed = {*growing_columns(CELL, [ROUND])}
     row = {name: value for name, value in rounds[0].items() if name != ROUND}
     for name in row.keys() - fixed:

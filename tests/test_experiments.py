@@ -232,7 +232,7 @@ def test_only_experiments_that_read_files_need_a_folder_of_data(bench, tmp_path,
     assert "give experiments, or --report" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech"])
+@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech", "lra_speech_longer"])
 def test_the_rows_that_score_a_model_choose_nothing(name):
     spec = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
     assert "predict_accuracy" in spec["scores"]
@@ -775,7 +775,7 @@ def test_models_beside_each_other_are_of_one_size(name):
     assert max(counts.values()) <= 1.002 * min(counts.values()), counts
 
 
-@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech", "lra_text"])
+@pytest.mark.parametrize("name", ["lra_listops", "lra_pathfinder", "lra_speech", "lra_speech_longer", "lra_text"])
 def test_models_of_the_long_range_arena_are_as_large_as_one_whole_width_allows(name):
     spec = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
     counts = sizes(spec)

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks import bench_generation, bench_language_models, bench_loading, bench_tokens, builders, results_page
 from benchmarks.bench_tokens import accessed
-from benchmarks.record import read_csv
+from benchmarks.record import of_rounds, read_csv
 from benchmarks.workloads import decoding, generation
 from hf_hybrid import BstForCausalLM
 from tests.measuring import measure_here, shrink_models
@@ -98,15 +98,17 @@ def test_generation_is_measured_once_beside_a_peer(tmp_path, monkeypatch, capsys
     torch.compiler.reset()
     out = tmp_path / "generation.csv"
     flags = ["--sizes", "tiny", "--models", "llama", "bst", "--batches", "2", "--threads", "1", "--out", str(out)]
-    assert bench_generation.main(flags) == 0
-    llama, llama_compiled, bst, bst_compiled = read_csv(out)
+    assert bench_generation.main([*flags, "--rounds", "2"]) == 0
+    assert [row["round"] for row in read_csv(out)] == [*"1111", *"2222"]
+    llama, bst, llama_compiled, bst_compiled = of_rounds(read_csv(out))
     assert (llama["model"], bst["model"], bst["batch"], bst["outcome"]) == ("llama", "bst", "2", "ok")
     assert (llama_compiled["decoding"], bst_compiled["decoding"], bst_compiled["outcome"]) == (*["compiled"] * 2, "ok")
     assert all(float(row[name]) > 0 for row in (llama, bst) for name in ("start_ms", "token_ms", "operators"))
+    assert all(float(row["min_ms"]) <= float(row["token_ms"]) <= float(row["max_ms"]) for row in (llama, bst))
     assert all(float(row["compile_s"]) > 0 and not row["operators"] for row in (llama_compiled, bst_compiled))
     assert not bst["compile_s"]
     monkeypatch.setattr(bench_generation, "in_process", None)  # nothing is measured again
-    assert bench_generation.main(flags) == 0
+    assert bench_generation.main([*flags, "--rounds", "2"]) == 0
     share = float(bst["token_ms"]) / float(llama["token_ms"])
     assert f"| {share:.2f} | {bst['operators']} | - |" in capsys.readouterr().out
     assert results_page.tables(out) == bench_generation.report(read_csv(out))
@@ -117,9 +119,9 @@ def test_what_does_not_compile_has_no_row_of_it(tmp_path, monkeypatch):
     ended = [("start_ms", 1.0), ("token_ms", 1.0), ("outcome", "ok")]
     monkeypatch.setattr(bench_generation, "in_process", lambda *a: asked.append(a[1][1:4]) or ended)
     monkeypatch.setattr(BstForCausalLM, "_can_compile_fullgraph", False)
-    flags = ["--sizes", "tiny", "--models", "spade", "bst", "--batches", "1"]
+    flags = ["--sizes", "tiny", "--models", "spade", "bst", "--batches", "1", "--rounds", "1"]
     assert bench_generation.main([*flags, "--out", str(tmp_path / "few.csv")]) == 0
-    assert asked == [("spade", 1, "eager"), ("spade", 1, "compiled"), ("bst", 1, "eager")]
+    assert asked == [("spade", 1, "eager"), ("bst", 1, "eager"), ("spade", 1, "compiled")]
 
 
 @pytest.mark.parametrize("name", builders.SIZED)
@@ -129,15 +131,18 @@ def test_models_of_any_size_generate(name, monkeypatch):
 
 
 def test_loading_runs_everything_in_turns_and_says_what_fails_and_what_is_slow(tmp_path, monkeypatch, capsys):
+    slept = [tuple(f"time.sleep({part})" for part in (0.2, 0.4, last)) for last in (0.1, 0.3)]
     codes = {
-        ("import", "peer"): bench_loading.Subject("time.sleep(0.1)"),
-        ("import", "ours"): bench_loading.Subject("time.sleep(0.5)", "peer"),
-        ("script", "broken"): bench_loading.Subject("import no_such_module_here", "peer"),
+        ("import", "peer"): bench_loading.Subject(("time.sleep(0.1)",)),
+        ("import", "ours"): bench_loading.Subject(("time.sleep(0.5)",), "peer"),
+        ("script", "broken"): bench_loading.Subject(("import no_such_module_here",), "peer"),
+        ("first step", "peer"): bench_loading.Subject(slept[0]),
+        ("first step", "ours"): bench_loading.Subject(slept[1], "peer"),
     }
     monkeypatch.setattr(bench_loading, "subjects", lambda length: codes)
     out = tmp_path / "loading.csv"
     assert bench_loading.main(["--rounds", "2", "--out", str(out)]) == 1
-    peer, ours, broken = read_csv(out)
+    peer, ours, broken, first, second = read_csv(out)
     assert [row["repeats"] for row in (peer, ours, broken)] == ["2", "2", "0"]
     assert 0.1 <= float(peer["lowest"]) <= float(peer["seconds"]) <= float(peer["highest"])
     assert float(ours["seconds"]) >= 0.5
@@ -145,9 +150,16 @@ def test_loading_runs_everything_in_turns_and_says_what_fails_and_what_is_slow(t
     assert (peer["ratio"], broken["ratio"]) == ("", "")
     assert broken["outcome"] == "failed: ModuleNotFoundError: No module named 'no_such_module_here'"
     printed = capsys.readouterr()
-    shown = f"{ours['seconds']} | {ours['lowest']} to {ours['highest']} | {ours['ratio']} (peer) | above 1.3 |"
-    assert f"| import | ours | {shown}" in printed.out
-    assert f"import ours: {ours['ratio']} times peer, above 1.3" in printed.err
+    shown = f"{ours['seconds']} | {ours['lowest']} to {ours['highest']} |  |  |  | {ours['ratio']} (peer) |"
+    assert f"| import | ours | {shown} above 1.3 |" in printed.out
+    assert "import ours: above 1.3 times peer" in printed.err
+    assert [first[name] for name in ("imports_ratio", "work_ratio")] == ["", ""]
+    for part, least in zip(bench_loading.PARTS, (0.2, 0.4, 0.3), strict=True):
+        assert float(second[part]) >= least
+    assert float(second["work_ratio"]) == pytest.approx(float(second["work"]) / float(first["work"]), abs=0.02)
+    assert second["work_ratio"] != second["ratio"]
+    assert f"{second['work']} ({second['work_ratio']}) | {second['ratio']} (peer) | work above 1.3 |" in printed.out
+    assert "first step ours: work above 1.3 times peer" in printed.err
     assert results_page.tables(out) == bench_loading.report(read_csv(out))
     fast = [row | {"ratio": "1.29"} for row in (peer, ours)]
     assert bench_loading.too_slow(fast) == []
@@ -165,7 +177,7 @@ def test_what_is_loaded_can_be_run(monkeypatch):
         ("script", "transformers' Trainer"),
         ("import", "hf_hybrid"),
     ):
-        exec(found[key].code, {})
+        exec("\n".join(found[key].parts), {})
     for (measure, _), subject in found.items():
         assert not subject.peer or not found[measure, subject.peer].peer
 

@@ -392,7 +392,8 @@ def _in_parallel(part: str, ops: Sequence[str], deadline: float, arguments: argp
     ends = {op: start.result() for op, start in zip(ops, starts, strict=True)}
     files = sorted(folder.glob("*.csv"))
     others = [row for row in _rows_of(csv) if row["op"] not in {file.stem for file in files}]
-    write_csv(csv, COLUMNS[part], [*others, *(row for file in files for row in read_csv(file))])
+    with whole_file(csv) as beside:
+        write_csv(beside, COLUMNS[part], [*others, *(row for file in files for row in read_csv(file))])
     said = "; ".join(f"{op} {end.said}" for op, end in ends.items() if end.said != "ok") or "ok"
     return End(said, all(end.finished for end in ends.values()))
 

@@ -106,12 +106,11 @@ def read_csv(path: Path) -> list[Row]:
     """Read a record.
 
     Raises:
-        ValueError: It has no columns, or a line has more or fewer values than there are columns.
+        ValueError: A row has more or fewer values than there are columns.
     """
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.reader(file)
-        if not (columns := next(reader, [])):
-            raise ValueError(f"{path} must begin with a line of columns; it is empty")
+        columns = next(reader, [])
         rows = [values for values in reader if values]
     for number, values in enumerate(rows, start=1):
         if len(values) != len(columns):

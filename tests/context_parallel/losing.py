@@ -45,7 +45,8 @@ def _work(rank: int, case: str, folder: Path, port: int) -> None:
     faults.ROLL_CALL = 2.0
     name, how, *with_store = case.split()
     store = f"tcp://127.0.0.1:{port}" if with_store else f"file://{folder / case.replace(' ', '_')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE)
+    wait = datetime.timedelta(seconds=LONG)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=wait)
     # a process that waited for a neighbour in a ring would wait longer than the roll call takes
     limit = SHORT if how in ("hangs", "stops") else LONG
     group = dist.new_group(list(range(SIZE)), timeout=datetime.timedelta(seconds=limit))
@@ -60,6 +61,7 @@ def _work(rank: int, case: str, folder: Path, port: int) -> None:
         Watch(SHORT, tell)
     MEETINGS[name](group, rank)
     if rank == victim(case):
+        (folder / f"{case} met").touch()
         _go(how)
     threading.Thread(target=_meet_again, args=(name, group, rank, tell), daemon=True).start()
     told.wait(4 * SHORT + 4 * faults.ROLL_CALL)
@@ -90,13 +92,23 @@ def _meet_again(name: str, group: dist.ProcessGroup, rank: int, tell) -> None:
             tell(fault, False)
 
 
+def _await(file: Path) -> None:
+    for _ in range(600):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{file} was not written: the processes of this case have not met")
+
+
 def main(folder: Path) -> None:
     """Fill the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    every = [*ALONE, *WATCHED]
-    cases = [mp.start_processes(_work, (case, folder, port), SIZE, join=False, start_method="fork") for case in every]
+    every, cases = [*ALONE, *WATCHED], []
+    for case in every:
+        cases.append(mp.start_processes(_work, (case, folder, port), SIZE, join=False, start_method="fork"))
+        _await(folder / f"{case} met")  # on a busy machine those of all cases would not connect in time
     for case, context in zip(every, cases, strict=True):
         for rank, process in enumerate(context.processes):
             if rank != victim(case):

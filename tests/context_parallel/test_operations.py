@@ -79,7 +79,7 @@ def test_all_operations_behave(name, tmp_path_factory):
 
 @pytest.mark.parametrize("case", [*ALONE, *WATCHED])
 def test_all_that_are_left_name_the_lost_process_and_no_other(case, tmp_path_factory):
-    messages = filled(tmp_path_factory, "context_parallel_losing", "-c", LOSING)[case]
+    messages = filled(tmp_path_factory, "context_parallel_losing", "-c", LOSING, limit=2 * LIMIT)[case]
     if case == "barrier leaves":  # it has ended in order, so nobody misses it
         assert messages == ["nothing"] * LAST
         return

@@ -84,6 +84,9 @@ class BatchNorm(nn.BatchNorm1d):
             attention_mask: `(B, T)`, nonzero = keep; None keeps all.
             shards: The layout of a divided sequence, or None. In training each process sends 2 D + 1 numbers to each
                 other one.
+
+        Raises:
+            ValueError: In training, the mask has another shape.
         """
         wide = compute_dtype(hidden_states)
         x = hidden_states.to(wide)
@@ -98,6 +101,11 @@ class BatchNorm(nn.BatchNorm1d):
         def total(own: torch.Tensor) -> torch.Tensor:
             return own if shards is None else add_up(own, shards)
 
+        if attention_mask is not None and attention_mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"attention_mask must be of shape (batch, length), {tuple(x.shape[:2])}, for batch normalisation; "
+                f"got {tuple(attention_mask.shape)}"
+            )
         kept = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(torch.bool).to(x.dtype)
         count = total(kept.sum()).clamp_min(1)
         x = x.masked_fill(kept[..., None] == 0, 0)

@@ -21,6 +21,7 @@ from ..kernels.dispatch import exports_any, exports_to_onnx
 
 logger = logging.get_logger(__name__)
 
+NORM_TYPES = ("layer_norm", "rms_norm", "scale_norm", "batch_norm")
 RELATIVE_ATTENTION_INITS = ("normal", "recency")
 # fields that transformers sets, or used to set, when it loads or saves a config, and fields of BART's checkpoints
 TRANSFORMERS_FIELDS = """

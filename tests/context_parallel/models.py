@@ -34,6 +34,8 @@ ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
         "chunk": {"attention_type": "chunk", "ssm_freeze": "none"},
         "s5": {"ssm_type": "s5", "ssm_blocks": 2, "ssm_freeze": "none"},
         "s4d": {"ssm_type": "s4d", "combine_mode": "add"},
+        "batch norm": {"norm_type": "batch_norm", "combine_mode": "concat", "is_encoder_decoder": False},
+        "batch norm before": {"norm_type": "batch_norm", "norm_position": "pre", "is_encoder_decoder": False},
         "hyena": {"ssm_type": "hyena", "ssm_l_max": 30, "ssm_freeze": "none"},
     },
     "chela": {

@@ -68,6 +68,7 @@ VARIANTS = {
         "added": {"combine_mode": "add"},
         "stacked": {"combine_mode": "stack"},
         "concatenated": {"combine_mode": "concat"},
+        "scale_norm": {"norm_type": "scale_norm"},
         "one bias table per decoder layer": {"decoder_share_relative_bias": False},
         "frozen state space": {"ssm_freeze": "all", "ssm_postact": "gelu_glu"},
         "no skip connection": {"ssm_use_D": False},

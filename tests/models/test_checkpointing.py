@@ -28,6 +28,11 @@ VARIANTS = {
     "LSTM": (*LANGUAGE_MODEL, {"ssm_type": "lstm"}),
     "states of filters": ("bst", LANGUAGE_MODEL[1], {"context_type": "multi_filter", "num_context_states": 6}),
     "batch norm": (*ENCODER, {"norm_type": "batch_norm"}),
+    "batch norm of branches": (
+        "spade",
+        "AutoModelForTextEncoding",
+        {"norm_type": "batch_norm", "combine_mode": "concat", "is_encoder_decoder": False},
+    ),
     "moving average": (*ENCODER, {"mixer": "ema", "attention_fn": "laplace", "chunk_size": 5}),
     "recurrent": ("srformer_t5", "AutoModelForSeq2SeqLM", {"cross_attention_mode": "recurrent"}),
 }

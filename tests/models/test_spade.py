@@ -339,6 +339,7 @@ OPTIONS = [
     {"combine_mode": "stack", "decoder_global_layers": "all"},
     {"combine_mode": "residual", "decoder_global_layers": "all"},
     {"decoder_share_relative_bias": False},
+    {"norm_type": "scale_norm"},
 ]
 
 
@@ -605,6 +606,37 @@ def test_a_short_document_beside_a_very_long_one_is_read_as_if_alone():
 def test_bad_config_values_are_named(field, value, rule):
     with pytest.raises(Exception, match=rule):
         tiny_config("spade", **{field: value})
+
+
+@pytest.mark.parametrize("roles", [{}, {"is_encoder_decoder": False, "is_decoder": True}])
+def test_batch_norm_is_for_encoders_alone(roles):
+    with pytest.raises(Exception, match="norm_type must not be batch_norm in a causal model or beside a decoder"):
+        tiny_config("spade", norm_type="batch_norm", **roles)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize("combine_mode", ["concat", "residual", "stack"])
+def test_padding_does_not_reach_batch_norms(combine_mode, norm_position, training):
+    fields = {"combine_mode": combine_mode, "norm_position": norm_position, "dropout": 0.0, "attention_dropout": 0.0}
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[:, 9:] = 0
+    found = []
+    for inputs, kept in ((x, None), (nn.functional.pad(x, (0, 0, 0, 4), value=5.0), mask)):
+        model = encoder(norm_type="batch_norm", is_encoder_decoder=False, **fields).double().train(training)
+        outputs = model(inputs_embeds=inputs, attention_mask=kept)[0][:, :9]
+        found.append((outputs, {name: value for name, value in model.named_buffers() if "running" in name}))
+    assert_close(found[1][0], found[0][0], "float64 gradient")
+    assert found[0][1]
+    for name, value in found[0][1].items():
+        assert_close(found[1][1][name], value, "float64")
+
+
+def test_batch_norm_refuses_a_mask_of_pairs():
+    model = encoder(norm_type="batch_norm", is_encoder_decoder=False, global_layers="none").train()
+    with pytest.raises(ValueError, match=r"attention_mask must be of shape \(batch, length\), \(1, 5\), for batch"):
+        model(inputs_embeds=torch.randn(1, 5, 32), attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.bool))
 
 
 def test_a_decoders_memory_cannot_be_cut():

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from ..checks import (
     MAX_NUMBER,
     MAX_STATE_SIZE,
+    NORM_TYPES,
     check_activation,
     check_adaptive_vocabulary,
     check_choices,
@@ -32,7 +33,6 @@ KERNEL_INITS = ("double_exp", "random")
 KERNEL_ROUNDINGS = ("odd", "down")
 MIXERS = ("short_long", "long", "s4d", "ema")
 NORM_POSITIONS = ("pre", "post")
-NORM_TYPES = ("layer_norm", "rms_norm", "scale_norm", "batch_norm")
 POOLINGS = ("mean", "first", "last")
 POSITIVE_FIELDS = (
     "vocab_size",

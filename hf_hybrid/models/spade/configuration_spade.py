@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from ..checks import (
     MAX_STATE_SIZE,
+    NORM_TYPES,
     check_activation,
     check_adaptive_vocabulary,
     check_choices,
@@ -33,7 +34,6 @@ COMBINE_MODES = ("concat", "add", "stack", "residual")
 CONCAT_ORDERS = ("local_global", "global_local")
 DECODER_POSITIONS = ("relative", "learned_absolute")
 NORM_POSITIONS = ("post", "pre")
-NORM_TYPES = ("layer_norm", "rms_norm")
 POOLINGS = ("first", "mean", "last")
 SSM_POSTACTS = (None, "gelu_glu")
 POSITIVE_FIELDS = (
@@ -166,7 +166,9 @@ class SpadeConfig(PreTrainedConfig):
         hidden_act: Activation of the feed-forward network, a name known to transformers.
         gated_feed_forward: Whether the feed-forward network is gated (T5 v1.1).
         feed_forward_bias: Whether its projections have biases.
-        norm_type: `"layer_norm"` or `"rms_norm"` (T5).
+        norm_type: `"layer_norm"`, `"rms_norm"` (T5), `"scale_norm"` or, in an encoder or classifier, `"batch_norm"`,
+            which ignores padding. Pixels and sound are hard to learn without it: it takes away what all positions
+            share, such as a background.
         norm_position: `"post"` or `"pre"` (T5); when None, `"pre"` for a language model and `"post"` otherwise, as in
             the paper.
         layer_norm_eps: Epsilon of every norm.
@@ -411,6 +413,11 @@ class SpadeConfig(PreTrainedConfig):
                 "ssm_postact": SSM_POSTACTS,
             },
         )
+        if self.norm_type == "batch_norm" and (self.is_decoder or self.is_encoder_decoder):
+            raise ValueError(
+                "norm_type must not be batch_norm in a causal model or beside a decoder, since its statistics include "
+                f"the future; got is_decoder {self.is_decoder} and is_encoder_decoder {self.is_encoder_decoder}"
+            )
         check_activation(self)
         self._check_unread()
 

@@ -3,6 +3,8 @@
 Shapes: B batch · T length of the stack's input · S source length · D width · H heads · K head width.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -15,7 +17,7 @@ from ...kernels.precision import autocast_once
 from ...layers.dropout import Dropout
 from ...layers.hyena import Hyena
 from ...layers.lstm import LSTM
-from ...layers.norms import make_norm
+from ...layers.norms import apply_norm, make_norm
 from ...layers.relative_position import RelativePositionBias
 from ...layers.s4 import S4
 from ...layers.s4d import S4D
@@ -215,10 +217,10 @@ class SpadeTokenMixer(nn.Module):
         if self.config.combine_mode == "stack":
             return self.attention(global_states, **attend)[0]
         local_states = self.attention(hidden_states, **attend)[0]
-        global_states = self.global_norm(global_states)
+        global_states = apply_norm(self.global_norm, global_states, attention_mask, shards)
         if self.config.combine_mode == "residual":
             return local_states + self.global_proj(global_states)
-        local_states = self.local_norm(local_states)
+        local_states = apply_norm(self.local_norm, local_states, attention_mask, shards)
         if self.config.combine_mode == "add":
             # not torch.lerp, which refuses the mixed dtypes of autocast
             return local_states + self.config.combine_alpha * (global_states - local_states)
@@ -305,8 +307,9 @@ class SpadeLayer(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Map `(B, T, D)` to `(B, T, D)`; `encoder_hidden_states` is `(B, S, D)`."""
+        kept = (attention_mask, shards)
         mixed = self.mixer(
-            self.mixer_norm(hidden_states) if self.pre_norm else hidden_states,
+            self._before(self.mixer_norm, hidden_states, *kept),
             attention_mask,
             decoder_cache(past_key_values),
             bias_table=bias_table,
@@ -314,10 +317,10 @@ class SpadeLayer(GradientCheckpointingLayer):
             shards=shards,
             **kwargs,
         )
-        hidden_states = self._add(hidden_states, mixed, self.mixer_norm)
+        hidden_states = self._after(self.mixer_norm, hidden_states + self.dropout(mixed), *kept)
         if self.cross_attention is not None and encoder_hidden_states is not None:
             attended, _ = self.cross_attention(
-                self.cross_attention_norm(hidden_states) if self.pre_norm else hidden_states,
+                self._before(self.cross_attention_norm, hidden_states, *kept),
                 encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 past_key_values=past_key_values,
@@ -325,10 +328,13 @@ class SpadeLayer(GradientCheckpointingLayer):
                 source_shards=source_shards,
                 **kwargs,
             )
-            hidden_states = self._add(hidden_states, attended, self.cross_attention_norm)
-        transformed = self.feed_forward(self.feed_forward_norm(hidden_states) if self.pre_norm else hidden_states)
-        return self._add(hidden_states, transformed, self.feed_forward_norm)
+            total = hidden_states + self.dropout(attended)
+            hidden_states = self._after(self.cross_attention_norm, total, *kept)
+        transformed = self.feed_forward(self._before(self.feed_forward_norm, hidden_states, *kept))
+        return self._after(self.feed_forward_norm, hidden_states + self.dropout(transformed), *kept)
 
-    def _add(self, residual: torch.Tensor, update: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        total = residual + self.dropout(update)
-        return total if self.pre_norm else norm(total)
+    def _before(self, norm: nn.Module, inputs: torch.Tensor, *kept: Any) -> torch.Tensor:
+        return apply_norm(norm, inputs, *kept) if self.pre_norm else inputs
+
+    def _after(self, norm: nn.Module, total: torch.Tensor, *kept: Any) -> torch.Tensor:
+        return total if self.pre_norm else apply_norm(norm, total, *kept)

@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ...context_parallel import Shards, own_positions
 from ...kernels.packed import longest
 from ...layers.dropout import Dropout
-from ...layers.norms import make_norm
+from ...layers.norms import apply_norm, make_norm
 from ..checkpointing import CheckpointingMixin
 from ..checks import check_fixed_length
 from ..description import ModelCardMixin
@@ -174,7 +174,7 @@ class SpadeStack(SpadePreTrainedModel):
         if self.embed_positions is not None:
             hidden_states = self._add_positions(hidden_states, past_key_values, attention_mask, cu_seqlens, shards)
         if self.embedding_norm is not None:
-            hidden_states = self.embedding_norm(hidden_states)
+            hidden_states = apply_norm(self.embedding_norm, hidden_states, attention_mask, shards)
         hidden_states = self.dropout(hidden_states)
 
         if encoder_attention_mask is not None and kwargs.get("source_shards") is None:
@@ -193,7 +193,7 @@ class SpadeStack(SpadePreTrainedModel):
                 **kwargs,
             )
         if self.final_norm is not None:
-            hidden_states = self.dropout(self.final_norm(hidden_states))
+            hidden_states = self.dropout(apply_norm(self.final_norm, hidden_states, attention_mask, shards))
         if self.output_scale != 1:
             hidden_states = hidden_states * self.output_scale
         if not self.config.is_decoder:

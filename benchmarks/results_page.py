@@ -66,7 +66,7 @@ REPORTS = {
     "over_floor": gpu_tables,
     "token_ms": gpu_tables,
 }
-PLANNED = {"lra_pathfinder.csv"} | {
+PLANNED = {
     module.DEFAULT_OUT.name
     for module in (
         bench_checkpointing,

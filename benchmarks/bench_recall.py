@@ -17,11 +17,12 @@ reads one segment of the document, and counts as far what lies in another. BST a
 other sizes, which do two tasks alone, the published one with one seed.
 
 Each model is trained at three learning rates with the first seed, and with the other seeds at the best of them: the
-lowest that solves the task (99 % of the far answers in validation are right) in at most 1.5 times the fewest steps, or
-else that with the most right answers there, or with the least loss if all only guess. Once a rate has solved it, the
-others end after 1.5 times as many steps. A run that has solved the task ends too, after a tenth of all steps in which
-the learning rate falls to zero. Then a test measures the accuracy of all answers, of far ones and by distance, and,
-where more than half of the far ones are right, on sequences 2, 4 and 16 times as long as in training.
+lowest that solves the task (99 % of the far answers in validation are right, and of those in the segment that is read)
+in at most 1.5 times the fewest steps, or else that with the most right answers there, or with the least loss if all
+only guess. Once a rate has solved it, the others end after 1.5 times as many steps. A run that has solved the task
+ends too, after a tenth of all steps in which the learning rate falls to zero. Then a test measures the accuracy of all
+answers, of far ones and by distance, and, where more than half of the far ones are right, on sequences 2, 4 and 16
+times as long as in training.
 
 Of a published task each model has the first seed. If one has more than half of the far answers right, the other seeds
 follow; the report says which tasks no run learnt.
@@ -59,6 +60,7 @@ from benchmarks.recall_order import (
     is_unlearnt,
     kept,
     mean_of,
+    rows_of,
     seeds_of,
     share,
     todo,
@@ -97,6 +99,7 @@ QUICK_TASKS = ("aggregate", "latch", "copying", "few_facts", "facts")
 QUICK_RATE, QUICK_STEPS = RATES[0], 800
 DONE = 0.95
 """Share of right answers with which a task is done."""
+AT_EDGE = "†"
 _FAR = [f"at_{least}" for least in BINS]
 _LONGER = [f"x{factor}" for factor in FACTORS]
 _COUNTS = ("solved_step", "trained_steps")
@@ -205,8 +208,9 @@ def report(rows: list[Row]) -> str:
         "*far*: beyond the reach of every ablation, which is "
         + ", ".join(f"{reach} tokens ({name})" for name, reach in reaches.items() if reach is not None)
         + ". *Seeds*: those whose loss was finite. Tests of longer sequences are of seeds that have learnt the task, "
-        "and distances are those of which all seeds have tests. *Steps to 99 %*: until so many far answers of the "
-        "validation were right, where they were. Sequences F "
+        "and distances, of documents in segments, are those of which all seeds have tests. *Steps to 99 %*: until so "
+        f"many far answers of the validation were right, and of those in the segment that is read. {AT_EDGE}: the "
+        "lowest or highest rate that was searched; another might be better. Sequences F "
         f"times as long hold {LONGER_TOKENS:,} tokens of each seed.",
         remembered(rows),
     ]
@@ -218,7 +222,7 @@ def report(rows: list[Row]) -> str:
         header = ["model", "parameters", "seeds", "learning rate", "steps to 99 %", "all", "far"]
         header += [f"{name.removeprefix('x')}× as long, far" for name in longer]
         header += [name.removeprefix("at_") + "+" for name in bins]
-        lines = [_line(model, runs, longer, bins) for model, runs in of.items() if runs]
+        lines = [_line(rows_of(rows, task, model), runs, longer, bins) for model, runs in of.items() if runs]
         chance = mean_of(found, "chance")
         title = f"**{task}**" + ("" if chance is None else f": guessing gives {chance:.3f}")
         if without_keys := mean_of(found, "without_keys"):
@@ -246,7 +250,8 @@ def remembered(rows: Sequence[Row]) -> str:
             lines.append([str(kind.ablation_of), *(", ".join(cell) for cell in cells)])
     title = (
         f"Far answers (all answers where none is far): right with the global part; without it; by guessing. *Does*: "
-        f"{DONE:.0%} or more. *Only guess*: at most {100 * AT_CHANCE:.0f} points above guessing, all seeds finite."
+        f"{DONE:.0%} or more, also of all answers. *Only guess*: at most {100 * AT_CHANCE:.0f} points above guessing, "
+        "all seeds finite."
     )
     header = ["architecture", "does, and its ablation can only guess", "does, and its ablation not only guesses"]
     header += ["does not"]
@@ -260,7 +265,8 @@ def _remembered(runs: Sequence[Row], others: Sequence[Row]) -> tuple[int, str]:
     right, without = share(runs), share(others)
     chance = mean_of([*runs, *others], "chance")
     diverged, ablations = (sum(map(has_diverged, rows)) for rows in (runs, others))
-    is_done = right is not None and right >= DONE and not diverged
+    are_right = [right, mean_of(runs, "accuracy")]
+    is_done = all(value is not None and value >= DONE for value in are_right) and not diverged
     is_guessed = without is not None and chance is not None and without <= chance + AT_CHANCE and not ablations
     notes = [
         f"{count} of {len(rows)}{whose} diverged"
@@ -272,15 +278,19 @@ def _remembered(runs: Sequence[Row], others: Sequence[Row]) -> tuple[int, str]:
     return 2 if not is_done else 0 if is_guessed else 1, "; ".join([*shown, *notes])
 
 
-def _line(model: str, runs: Sequence[Row], longer: Sequence[str], bins: Sequence[str]) -> list[str]:
-    names = ["accuracy", "far", *longer]
+def _line(searched: Sequence[Row], runs: Sequence[Row], longer: Sequence[str], bins: Sequence[str]) -> list[str]:
+    """Return the line of a model from its rows of a task, and from those at its best learning rate."""
+    model, names = runs[0]["model"], ["accuracy", "far", *longer]
     if not (finite := [row for row in runs if not has_diverged(row)]):
         return [model, *[""] * 4, *["diverged"] * (len(names) + len(bins))]
     seeds = f"{len(finite)} of {len(runs)}" if len(finite) < len(runs) else str(len(runs))
     solved = [int(row["solved_step"]) for row in runs if row["solved_step"]]
     steps = f"{statistics.fmean(solved):.0f}" if solved else ""
     steps += f" ({len(solved)} of {len(runs)})" if 0 < len(solved) < len(runs) else ""
-    cells = [model, f"{int(runs[0]['parameters']):,}", seeds, runs[0]["learning_rate"], steps]
+    rates = sorted({row["learning_rate"] for row in searched}, key=float)
+    is_at_edge = not solved and len(rates) > 1 and runs[0]["learning_rate"] in (rates[0], rates[-1])
+    rate = runs[0]["learning_rate"] + AT_EDGE * is_at_edge
+    cells = [model, f"{int(runs[0]['parameters']):,}", seeds, rate, steps]
     for name in names:
         values = [float(row[name]) for row in finite if row[name]]
         some = f" ({len(values)} of {len(finite)})" if len(values) < len(finite) else ""

@@ -9,7 +9,7 @@ from benchmarks.recall_run import LEARNT, RECIPES, STABLE, Run, is_done_by
 from benchmarks.record import Row
 
 AT_CHANCE = 0.02
-"""Share of right answers above guessing that still counts as guessed."""
+"""Share of right answers above the task's chance that still counts as guessed."""
 SLOWER = "slower"
 """Outcome of a run that ended, untested, because another rate had solved the task in far fewer steps."""
 
@@ -45,8 +45,8 @@ def _right(row: Row) -> float:
 
 
 def _guessed(row: Row) -> float:
-    """Return the share of right answers up to which a model only guesses among the values that a sequence tells."""
-    return float(row["without_keys"] or row["chance"]) + AT_CHANCE
+    """Return the share of right answers up to which a model only guesses."""
+    return float(row["chance"]) + AT_CHANCE
 
 
 def fewest_steps(rows: Sequence[Row]) -> int:

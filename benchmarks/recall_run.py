@@ -28,11 +28,12 @@ FAR = 32
 """Tokens beyond which no ablation reaches; answers that lie further back are far."""
 FACTORS = (2, 4, 16)
 """Lengths of further tests, in lengths of training."""
-BINS = tuple(2**power for power in range(12))
-"""Least distances of the bins of accuracies; each ends where the next begins."""
+BINS = (0, *(2**power for power in range(12)))
+"""Least distances of the bins of accuracies; each ends where the next begins. 0 is the segment that is read."""
 VALIDATION = 128
 ENOUGH = 0.99
-"""Share of right answers in validation, of far ones if there are any, from which a task counts as solved."""
+"""Share of right answers in validation from which a task counts as solved: of far ones if there are any, and of those
+in the segment that is read."""
 ENDING = 0.1
 """Steps that follow once a task is solved, as a share of all: the learning rate falls linearly to zero."""
 LEARNT = 0.5
@@ -205,8 +206,8 @@ def train(run: Run, recipe: Recipe) -> dict[str, float]:
 
     Returns:
         ``parameters``, ``steps`` (the updates that were done), ``cpu_minutes`` of these, ``chance``, ``without_keys``
-        if the task has it, ``validation`` (the share of right far answers, or of all if none is far) and
-        ``validation_loss``; ``solved_step`` if the task
+        if the task has it, ``validation`` (the share of right far answers, or of all if none is far; of
+        documents that of the segment that is read if it is less) and ``validation_loss``; ``solved_step`` if the task
         was solved; and what `accuracies` returns for the tests, of longer sequences as ``x2``, ... . No tests if
         another rate was faster; only ``parameters`` if the loss was not finite.
     """
@@ -256,7 +257,8 @@ def _update(model: nn.Module, batch: Examples, optimizer: torch.optim.Optimizer)
 
 def _validated(model: nn.Module, validation: Examples, step: int, minutes: float) -> dict[str, float]:
     found = accuracies(model, validation)
-    scores = {"validation": found.get("far", found["accuracy"]), "validation_loss": found["loss"]}
+    right = min(found.get("far", found["accuracy"]), found.get("at_0", 1.0))
+    scores = {"validation": right, "validation_loss": found["loss"]}
     return {**scores, "steps": step, "cpu_minutes": minutes}
 
 
@@ -317,7 +319,7 @@ def accuracies(model: nn.Module, tested: Examples) -> dict[str, float]:
     asked, far = tested.labels != IGNORED_LABEL, FAR if tested.document_ids is None else 0
     shares = {"accuracy": asked, "far": asked & (tested.distances > far)}
     for least in BINS:
-        shares[f"at_{least}"] = asked & (tested.distances >= least) & (tested.distances < 2 * least)
+        shares[f"at_{least}"] = asked & (tested.distances >= least) & (tested.distances < max(1, 2 * least))
     found_shares = {name: float(is_right[where].mean()) for name, where in shares.items() if where.any()}
     return {"loss": loss / int(asked.sum()), **found_shares}
 

@@ -167,6 +167,8 @@ def test_what_each_architecture_remembers_and_what_not():
         ("mqar", "BST, windows alone"): ("0.5", "0.09"),
         ("key_value", "BST"): ("0.9", "0.94"),
         ("key_value", "BST, windows alone"): ("0.06", ""),
+        ("facts", "BST"): ("0.94", "0.99"),  # not its near answers
+        ("facts", "BST, windows alone"): ("0.4", "0.06"),
         ("aggregate", "SPADE"): ("1", ""),  # whose ablation is not measured yet
     }
     rows = [
@@ -175,8 +177,8 @@ def test_what_each_architecture_remembers_and_what_not():
         for seed in "01"
     ]
     lines = bench_recall.remembered(rows).splitlines()
-    wanted = "| BST | latch (0.960; 0.080; 0.062) | mqar (0.950; 0.090; 0.062) | key_value (0.940; 0.060; 0.062) |"
-    assert lines[-1] == wanted
+    wanted = "| BST | latch (0.960; 0.080; 0.062) | mqar (0.950; 0.090; 0.062) | "
+    assert lines[-1] == wanted + "key_value (0.940; 0.060; 0.062), facts (0.990; 0.060; 0.062) |"
     assert len(lines) == 5
 
 
@@ -205,6 +207,14 @@ def test_report_of_models_that_diverged_and_of_tasks_that_none_learnt():
     assert unlearnt not in learnt
 
 
+def test_a_best_rate_at_the_edge_of_those_searched_is_marked():
+    rows = [row(rate=rate, validation_accuracy=right) for rate, right in (("0.001", "0.4"), ("0.003", "0.6"))]
+    assert "| BST | 9 | 1 | 0.003† |" in report(rows)
+    assert "| BST | 9 | 1 | 0.003 |" in report([*rows, row(rate="0.01", validation_accuracy="0.5")])
+    assert "| BST | 9 | 1 | 0.003 |" in report([rows[0], {**rows[1], "solved_step": "7"}])
+    assert "| BST | 9 | 1 | 0.003 |" in report(rows[1:])  # none was searched
+
+
 def test_longer_tests_of_some_seeds_are_not_the_mean_of_all():
     """Only seeds that have learnt the task are tested on longer sequences; alone they would hide the others."""
     learnt = row(seed="0", far="1.0", at_32="1.0", x16="0.98", at_512="0.98")
@@ -216,7 +226,7 @@ def test_longer_tests_of_some_seeds_are_not_the_mean_of_all():
 
 
 def test_an_ablation_that_diverged_has_not_guessed():
-    rows = [row("latch", seed=seed, far="1.0", chance="0.0625") for seed in "012"]
+    rows = [row("latch", seed=seed, accuracy="1.0", far="1.0", chance="0.0625") for seed in "012"]
     gone = {"outcome": "diverged", "validation_loss": "", "accuracy": "", "far": "", "chance": ""}
     without = [row("latch", "BST, windows alone", seed=seed, far="0.06", chance="0.0625") for seed in "012"]
     assert bench_recall.remembered([*rows, *without]).endswith("\n| BST | latch (1.000; 0.060; 0.062) |  |")

@@ -35,8 +35,8 @@ def test_the_best_rate_solves_the_task_about_first_or_comes_nearest():
     assert best_row([near, {**near, "validation_loss": "0.05"}])["validation_loss"] == "0.05"
     lucky, taught = row(validation_accuracy="0.115"), row(validation_accuracy="0.1", validation_loss="0.4")
     assert best_row([lucky, taught]) == taught  # both guess, at 0.1
-    told = {**lucky, "without_keys": "0.09"}  # 0.115 is more than that of the likeliest value told
-    assert best_row([told, {**taught, "without_keys": "0.09"}]) == told
+    told = {**lucky, "without_keys": "0.3", "validation_accuracy": "0.125"}  # one of the values told is no guess
+    assert best_row([told, {**taught, "without_keys": "0.3"}]) == told
     gone = row(outcome="diverged", validation_loss="", validation_accuracy="")
     overtaken = row(outcome=SLOWER, validation_accuracy="0.98", accuracy="")
     assert best_row([gone, overtaken, far]) == far
@@ -116,11 +116,10 @@ def test_another_size_of_the_state_is_a_model_of_its_own():
 def test_on_a_published_task_it_waits_until_its_model_does_more_than_guess():
     ask = partial(missing, tasks=["mqar"], models=["BST, N 8"])
     assert ask([row("mqar", "SPADE", far="0.9")]) == [("BST", 4, "0.003"), ("BST", 4, "0.001")]
-    values = {"accuracy": "0.3", "without_keys": "0.25"}
-    guessed = [row("mqar", seed="4", rate=rate, far="0.26", **values) for rate in RATES]
+    guessed = [row("mqar", seed="4", rate=rate, far="0.12", without_keys="0.05") for rate in RATES]
     learnt = row("mqar", "SPADE", far="0.9")  # opens the task
     assert ask([*guessed, learnt]) == []
-    assert ask([{**guessed[0], "far": "0.28"}, guessed[1], learnt]) == [("BST, N 8", 4, rate) for rate in RATES]
+    assert ask([{**guessed[0], "far": "0.13"}, guessed[1], learnt]) == [("BST, N 8", 4, rate) for rate in RATES]
 
 
 def test_what_says_nothing_about_range_has_one_seed():

@@ -133,9 +133,9 @@ def test_accuracies_by_distance():
     labels = np.full((1, 8), IGNORED_LABEL)
     distances = np.full((1, 8), -1)
     labels[0, 2:7] = 1
-    distances[0, 2:7] = [1, 2, 40, 3, 40]
+    distances[0, 2:7] = [1, 2, 40, 3, 0]
     tested = Examples(np.zeros((1, 8), dtype=np.int64), labels, distances, vocab_size=3, chance=0.5)
-    wanted = {"accuracy": 3 / 5, "far": 1.0, "at_1": 1.0, "at_2": 0.0, "at_32": 1.0}
+    wanted = {"accuracy": 3 / 5, "far": 1.0, "at_0": 1.0, "at_1": 1.0, "at_2": 0.0, "at_32": 1.0}
     found = accuracies(Even(), tested)
     # three right answers with a logit of 1 beside two of 0, two wrong ones with equal logits
     assert found.pop("loss") == pytest.approx((3 * math.log(1 + 2 / math.e) + 2 * math.log(3)) / 5)
@@ -230,6 +230,15 @@ def test_far_answers_decide_whether_a_task_is_solved(monkeypatch):
     monkeypatch.setattr(recall_run, "accuracies", lambda *_: {"accuracy": 0.9, "far": 0.995, "loss": 0.5})
     values = train(Run("latch", "Llama", 0, "0.004"), Recipe(steps=160, batch=2, width=32))
     assert (values["solved_step"], values["validation"]) == (10, 0.995)
+
+
+@pytest.mark.parametrize(("here", "is_solved"), [(0.98, False), (0.99, True)])
+def test_documents_are_solved_with_the_segment_that_is_read(here, is_solved, monkeypatch):
+    faked_training(monkeypatch, [])
+    found = {"accuracy": 0.99, "far": 0.995, "at_0": here, "loss": 0.5}
+    monkeypatch.setattr(recall_run, "accuracies", lambda *_: found)
+    values = train(Run("facts", "T5", 0, "0.004"), Recipe(steps=160, batch=2, width=32, is_encoder_decoder=True))
+    assert (values["validation"], "solved_step" in values) == (here, is_solved)
 
 
 def test_a_run_that_solves_nothing_takes_all_steps(monkeypatch):

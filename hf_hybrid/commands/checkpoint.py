@@ -42,6 +42,7 @@ _KINDS = {  # what the name of a checkpoint's class ends in -> what it is, and t
     "CAUSAL_LM": ("a language model", "generate"),
     "SEQ_CLS": ("a classifier", "classify"),
 }
+_PAIRS = "ForSequencePairClassification"
 _COMMANDS = {"summarize": ("summarize",), "generate": ("generate", "summarize"), "classify": ("classify",)}
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _FILES = re.compile(  # of weights, configurations and tokenizers, as transformers names them
@@ -94,6 +95,11 @@ def check_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Pre
         _, config = read_config(model_args)
         is_adapter = adapter_base(model_args) is not None
         for architecture in [_adapter_task(model_args)] if is_adapter else config.architectures or ():
+            if architecture.endswith(_PAIRS):
+                raise ValueError(
+                    f"{name} is a classifier of pairs, and hf-hybrid reads single texts: use "
+                    f"{architecture}.from_pretrained"
+                )
             for end, (kind, fitting) in _KINDS.items():
                 if architecture.endswith(end) and fitting not in _COMMANDS.get(command, (fitting,)):
                     of = f"an adapter of {kind}" if is_adapter else kind

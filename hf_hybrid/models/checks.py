@@ -210,6 +210,16 @@ def check_activation(config: PreTrainedConfig, field: str = "hidden_act"):
         )
 
 
+def check_batch_norm(config: PreTrainedConfig, field: str = "norm_type"):
+    """Refuse batch normalisation, by a field that names it or is True, where its statistics include the future."""
+    if (value := getattr(config, field)) in ("batch_norm", True) and (config.is_decoder or config.is_encoder_decoder):
+        raise ValueError(
+            f"{field} must not use batch normalisation in a causal model or beside a decoder, since its statistics "
+            f"include the future; got {value!r}, is_decoder {config.is_decoder} and is_encoder_decoder "
+            f"{config.is_encoder_decoder}"
+        )
+
+
 def check_relative_attention(config: PreTrainedConfig):
     """Raise ValueError unless T5's relative position biases can have these sizes and this initialization."""
     check_choices(config, {"relative_attention_init": RELATIVE_ATTENTION_INITS})

@@ -6,6 +6,7 @@ pairs of documents, from scratch or from a checkpoint. ``--recipe`` takes a pape
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +40,6 @@ from hf_hybrid.training.trainer.script_trainer import ScriptTrainer
 logger = logging.getLogger(__name__)
 
 _BEST = {
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
     "save_total_limit": 2,
     "load_best_model_at_end": True,
     "metric_for_best_model": "accuracy",
@@ -118,19 +117,32 @@ class _Work:
 
     do_train: bool = False
     do_eval: bool = False
+    eval_steps: float | None = None
+    save_steps: float | None = None
+    context_parallel_size: int = 1
 
 
 def complete_flags(argv: Sequence[str]) -> list[str]:
-    """Put a recipe's flags, and those that keep the best checkpoint, before the given ones, which count more."""
+    """Put a recipe's flags, and those that keep the best checkpoint, before the given ones, which count more.
+
+    Checkpoints are of epochs, or come after ``--save_steps`` or ``--eval_steps`` updates.
+    """
     flags: Any = (LongRangeArguments, _Work)
     known, _ = FlagParser(flags, allow_abbrev=False, add_help=False).parse_known_args(list(argv))
     given = given_flags(argv)
     before: dict[str, Any] = {}
     if known.do_train and known.do_eval and not given & {"eval_strategy", "save_strategy", "load_best_model_at_end"}:
-        before |= _BEST
+        steps = {
+            "eval_steps": known.eval_steps or known.save_steps,
+            "save_steps": known.save_steps or known.eval_steps,
+        }
+        strategy = "epoch" if steps["save_steps"] is None else "steps"
+        before |= {"eval_strategy": strategy, "save_strategy": strategy} | _BEST
+        before |= steps if strategy == "steps" else {}
     if known.recipe is not None and known.task_name is not None:
         recipe = find_recipe(known.recipe, known.task_name)
-        before |= recipe.flags
+        replicas = int(os.environ.get("WORLD_SIZE", "1")) // max(1, known.context_parallel_size)
+        before |= recipe.flags(1 if "per_device_train_batch_size" in given else max(1, replicas))
         if not given & {"model_type", "model_name_or_path", "config_name"}:
             before["model_type"] = recipe.model_type
     return [word for name, value in before.items() for word in (f"--{name}", str(value))] + list(argv)

@@ -25,7 +25,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from hf_hybrid import peft_config
+from hf_hybrid import SpadeConfig, peft_config
 from hf_hybrid.commands import answer
 from hf_hybrid.commands.answers import Embed, Generate, batches
 from hf_hybrid.commands.program import main
@@ -717,6 +717,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
 # ---- what cannot be used ----
 
 
+PAIRS = "SpadeForSequencePairClassification"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -726,6 +729,10 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
         (["generate", "{classifier}", "text"], r"is a classifier \(.*\): use hf-hybrid classify"),
         (["classify", "{seq2seq}", "text"], r"is an encoder-decoder \(.*\): use hf-hybrid summarize"),
         (["summarize", "{encoder}", "text"], r"is an encoder \(SpadeEncoderModel\): use hf-hybrid embed"),
+        (
+            ["classify", "{pairs}", "text"],
+            rf"is a classifier of pairs, .*: use {PAIRS}\.from_pretrained$",
+        ),
         (["summarize", "none", "text"], r"^there is no folder none here, and none can be had from the Hub\. "),
         (["summarize", "{tmp}", "text"], r"is not a checkpoint: config\.json"),
         (["generate", "{causal}", "text", "--num_beam", "3"], "unknown flag --num_beam. Did you mean 'num_beams'"),
@@ -764,6 +771,8 @@ def test_bad_arguments_are_one_line(arguments, message, folders, tmp_path):
         "bart": folders("srformer_bart", "AutoModelForSeq2SeqLM"),
         "tmp": tmp_path,
     }
+    places["pairs"] = shutil.copytree(places["encoder"], tmp_path / "pairs")
+    SpadeConfig.from_pretrained(places["pairs"], architectures=[PAIRS]).save_pretrained(places["pairs"])
     with pytest.raises(ValueError, match=message) as raised:
         main([argument.format(**places) for argument in arguments])
     assert "\n" not in str(raised.value)

@@ -332,7 +332,7 @@ def test_official_reviews(tmp_path):
         folder.mkdir(parents=True)
         (folder / "0_1.txt").write_text(text)
     rows = load_lra("lra_text", "train", data_dir=tmp_path)
-    assert [row.tolist() for row in rows.inputs] == [byte_ids("bad"), byte_ids("good")]
+    assert [row.tolist() for row in rows.inputs] == [byte_ids("bad").tolist(), byte_ids("good").tolist()]
     assert rows.labels.tolist() == [0, 1]
     home = r"The official files are from https://ai.stanford.edu/~amaas/data/sentiment/$"
     with pytest.raises(ValueError, match=rf"folders neg and pos of aclImdb; .*pos is missing\. {home}"):
@@ -367,9 +367,9 @@ def test_pairs_of_documents(tmp_path):
     folder = tmp_path / "lra_release" / "lra_release" / "tsv_data"
     folder.mkdir(parents=True)
     (folder / "new_aan_pairs.train.tsv").write_text('1.0\tA1\tB2\tone "text\tother\n0.0\tA1\tB3\t\tthird\n')
-    rows = load_lra("lra_retrieval", "train", data_dir=tmp_path)
-    assert rows.inputs[0].tolist() == byte_ids('one "text')
-    assert [row.tolist() for row in rows.pairs] == [byte_ids("other"), byte_ids("third")]
+    rows = load_lra("lra_retrieval", "train", data_dir=str(tmp_path))  # as a text, too
+    assert rows.inputs[0].tolist() == byte_ids('one "text').tolist()
+    assert [row.tolist() for row in rows.pairs] == [byte_ids("other").tolist(), byte_ids("third").tolist()]
     assert rows.labels.tolist() == [1, 0]
     stand_in = tmp_path / "any.jsonl"
     stand_in.write_text('{"label": 2, "text1": "a", "text2": "b"}\n')
@@ -655,7 +655,7 @@ def test_tokenizers_give_the_ids_of_the_rows():
         tokenizer("[MAX 2 eleven ]")
     text = "".join(map(chr, range(0, 700, 3))) + " \n\t€漢🙂"
     by_bytes = lra_tokenizer("lra_text")
-    assert by_bytes(text)["input_ids"] == byte_ids(text)
+    assert by_bytes(text)["input_ids"] == byte_ids(text).tolist()
     assert by_bytes.decode(byte_ids(text)) == text
     assert (len(by_bytes), len(tokenizer)) == (LRA["lra_text"].vocab_size, LRA["lra_listops"].vocab_size)
 

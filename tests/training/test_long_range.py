@@ -183,6 +183,37 @@ def test_a_recipe_sets_what_is_not_given(command, tmp_path):
         assert long_range.complete_flags(own) == own
 
 
+@pytest.mark.parametrize(("given", "steps"), [("--save_steps 2", "2 2"), ("--eval_steps 3 --save_steps 6", "3 6")])
+def test_steps_between_checkpoints_replace_the_epochs(given, steps):
+    found = long_range.complete_flags(["--do_train", "--do_eval", *given.split()])
+    assert found[:4] == ["--eval_strategy", "steps", "--save_strategy", "steps"]
+    places = [found.index(flag) + 1 for flag in ("--eval_steps", "--save_steps")]
+    assert " ".join(found[place].removesuffix(".0") for place in places) == steps
+
+
+@pytest.mark.parametrize(
+    ("processes", "more", "batch"),
+    [
+        ("2", [], "25"),
+        ("2", ["--context_parallel_size", "2"], "50"),  # which reads the same rows in both
+        ("3", ["--per_device_train_batch_size", "16"], "16"),
+    ],
+)
+def test_the_batches_of_a_recipe_are_of_all_processes(processes, more, batch, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    flags = long_range.complete_flags(["--task_name", "lra_text", "--recipe", "chela", *more])
+    places = [place for place, flag in enumerate(flags) if flag == "--per_device_train_batch_size"]
+    assert flags[places[-1] + 1] == batch
+
+
+def test_a_batch_that_cannot_be_divided_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match=r"batches of 50 cannot be divided among 3 processes.*give --per_device_train_b"
+    ):
+        long_range.complete_flags(["--task_name", "lra_text", "--recipe", "chela"])
+
+
 def test_help_shows_all_flags(capsys):
     with pytest.raises(SystemExit) as left:
         long_range.main(["--help"])

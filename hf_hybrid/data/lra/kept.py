@@ -44,7 +44,7 @@ def load_lra_once(
     name: str,
     split: str,
     *,
-    data_dir: Path | None = None,
+    data_dir: str | Path | None = None,
     count: int | None = None,
     seed: int = 0,
     cache_dir: str | None = None,

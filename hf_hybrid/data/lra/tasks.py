@@ -94,13 +94,9 @@ class LraTask:
 _Rows = Iterator[tuple[Array, Array | None, int]]
 
 
-def _ids(values: list[int]) -> Array:
-    return np.array(values, dtype=np.int16)  # the pairs of documents are many
-
-
 def _listops(path: Path) -> _Rows:
     for tokens, value in read_listops(path):
-        yield _ids(listops_ids(tokens)), None, value
+        yield np.array(listops_ids(tokens), np.int16), None, value
 
 
 def _drawn_listops(shortest: int, longest: int, max_depth: int = 10) -> Callable[[np.random.Generator], _Rows]:
@@ -133,12 +129,12 @@ def _drawn_pathfinder(settings: Pathfinder, at_once: int = 1) -> Callable[[np.ra
 
 def _reviews(path: Path, share: tuple[float, float] = _WHOLE) -> _Rows:
     for text, label in read_reviews(path, share):
-        yield _ids(byte_ids(text, 4096)), None, label
+        yield byte_ids(text, 4096), None, label
 
 
 def _pairs(path: Path) -> _Rows:
     for first, second, label in read_pairs(path):
-        yield _ids(byte_ids(first, 4000)), _ids(byte_ids(second, 4000)), label
+        yield byte_ids(first, 4000), byte_ids(second, 4000), label
 
 
 def _arrays(path: Path) -> _Rows:
@@ -271,7 +267,7 @@ LRA: dict[str, LraTask] = {
 
 
 def load_lra(
-    name: str, split: str, *, data_dir: Path | None = None, count: int | None = None, seed: int = 0
+    name: str, split: str, *, data_dir: str | Path | None = None, count: int | None = None, seed: int = 0
 ) -> LraRows:
     """Load a split of a task from a user's files, or draw it if there are none and the task has a generator.
 
@@ -350,7 +346,7 @@ def rows_of_shards(shards: Iterable[tuple[Array, Array, Array]]) -> LraRows:
     return LraRows(rows, np.concatenate(labels))
 
 
-def find_lra(name: str, split: str, data_dir: Path | None) -> tuple[Path, tuple[float, float]] | None:
+def find_lra(name: str, split: str, data_dir: str | Path | None) -> tuple[Path, tuple[float, float]] | None:
     """Return a split's file and its share of it, the official one or a user's own; None if its rows are drawn.
 
     Args:
@@ -369,6 +365,7 @@ def find_lra(name: str, split: str, data_dir: Path | None) -> tuple[Path, tuple[
         if task.draw is None:
             raise ValueError(f"{name} must have data_dir, the folder of {_wanted(task, place)}; got none")
         return None
+    data_dir = Path(data_dir)
     if task.files and (data_dir / task.files[place]).exists():
         return data_dir / task.files[place], task.shares[place]
     for ending in task.endings:

@@ -54,7 +54,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", name: str, source: str
         ValueError: It does.
     """
     text = _SAMPLES.get(name, _TEXT)
-    wanted = listops_ids(text.split()) if name in _SAMPLES else byte_ids(text)
+    wanted = listops_ids(text.split()) if name in _SAMPLES else byte_ids(text).tolist()
     try:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
     except Exception:  # tokenizers raises no other kind for a word that a vocabulary lacks

@@ -11,6 +11,7 @@ from ..checks import (
     NORM_TYPES,
     check_activation,
     check_adaptive_vocabulary,
+    check_batch_norm,
     check_choices,
     check_not_absurd,
     check_number_of_layers,
@@ -344,12 +345,8 @@ class ChelaConfig(PreTrainedConfig):
             check_adaptive_vocabulary(self)
         if self.chunk_size is not None and self.attention_fn != "laplace":
             raise ValueError(f"chunk_size must be None unless attention_fn is laplace; got {self.chunk_size}")
-        if self.is_decoder and (self.norm_type == "batch_norm" or self.short_branch_norm):
-            field = "norm_type" if self.norm_type == "batch_norm" else "short_branch_norm"
-            raise ValueError(
-                f"{field} must not use batch normalisation in a causal model: its statistics include the future; "
-                f"got {getattr(self, field)!r} and is_decoder True"
-            )
+        check_batch_norm(self)
+        check_batch_norm(self, "short_branch_norm")
 
     def _validate_convolutions(self):
         sizes = self.short_kernel_sizes

@@ -12,6 +12,7 @@ from ..checks import (
     NORM_TYPES,
     check_activation,
     check_adaptive_vocabulary,
+    check_batch_norm,
     check_choices,
     check_not_absurd,
     check_number_of_layers,
@@ -413,11 +414,7 @@ class SpadeConfig(PreTrainedConfig):
                 "ssm_postact": SSM_POSTACTS,
             },
         )
-        if self.norm_type == "batch_norm" and (self.is_decoder or self.is_encoder_decoder):
-            raise ValueError(
-                "norm_type must not be batch_norm in a causal model or beside a decoder, since its statistics include "
-                f"the future; got is_decoder {self.is_decoder} and is_encoder_decoder {self.is_encoder_decoder}"
-            )
+        check_batch_norm(self)
         check_activation(self)
         self._check_unread()
 

@@ -4,13 +4,13 @@ A recipe is a size of an architecture of ours and the flags of its training. Wha
 architectures lack, stands in `LongRangeRecipe.source`.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_hybrid.data.lra import LRA
 from hf_hybrid.models.chela.configuration_chela import PRESETS as CHELA_PRESETS
+from hf_hybrid.models.chela.configuration_chela import ChelaConfig
 from hf_hybrid.suggestions import did_you_mean
 
 
@@ -46,17 +46,22 @@ class LongRangeRecipe:
     beta2: float = 0.98
     ssm_learning_rate: float | None = None
 
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The flags of its training; each of several processes takes its part of a batch."""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.batch_size % processes:
+    def flags(self, replicas: int = 1) -> dict[str, Any]:
+        """Return the flags of its training.
+
+        Args:
+            replicas: Processes, or groups of them that read the same rows, of which each takes its part of a batch.
+
+        Raises:
+            ValueError: A batch cannot be divided among them.
+        """
+        if self.batch_size % replicas:
             raise ValueError(
-                f"the recipe's batches of {self.batch_size} cannot be divided among {processes} processes: give "
-                "--per_device_train_batch_size"
+                f"the recipe's batches of {self.batch_size} cannot be divided among {replicas} processes, or groups "
+                "of --context_parallel_size: give --per_device_train_batch_size"
             )
         flags = {
-            "per_device_train_batch_size": self.batch_size // processes,
+            "per_device_train_batch_size": self.batch_size // replicas,
             "learning_rate": self.learning_rate,
             "ssm_learning_rate": self.ssm_learning_rate,
             "weight_decay": self.weight_decay,
@@ -143,7 +148,8 @@ _MEGAS = {
     for task, recipe in _CHELA.items()
 }
 
-# ---- SPADE, table 10: batch size, learning rate, weight decay, dropout, chunk; depth and width are Mega's (C.2)
+# ---- SPADE, table 10: batch size, learning rate, weight decay, dropout, chunk; depth, width and norms are Mega's
+# (C.2), and so is that attention has no dropout; branches are joined by concatenation (section 3.2)
 
 _TABLE_10 = {
     "lra_listops": (64, 0.0015, 0.0, 0.2, 128),
@@ -161,11 +167,18 @@ def _local(attention_type: str, chunk: int) -> dict[str, Any]:
     return {"attention_type": attention_type, **reach}
 
 
+def _norm(mega: LongRangeRecipe) -> dict[str, str]:
+    """Return the fields of Mega's norm."""
+    return {name: mega.fields.get(name, getattr(ChelaConfig, name)) for name in ("norm_type", "norm_position")}
+
+
 def _spade_fields(task: str, attention: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    sizes = {name: _SIZES[task][name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size")}
-    heads = max(1, sizes["hidden_size"] // 32)
-    rates = {"dropout": dropout, "attention_dropout": dropout}
-    return {**sizes, "num_attention_heads": heads, "is_encoder_decoder": False, **rates, **attention}
+    layers = {name: _SIZES[task][name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size")}
+    layers |= _norm(_MEGAS[task])
+    heads = max(1, layers["hidden_size"] // 32)
+    rates = {"dropout": dropout, "attention_dropout": 0.0}
+    model = {"num_attention_heads": heads, "is_encoder_decoder": False, "combine_mode": "concat"}
+    return {**layers, **model, **rates, **attention}
 
 
 def _spade(attention_type: str) -> dict[str, LongRangeRecipe]:
@@ -178,7 +191,7 @@ def _spade(attention_type: str) -> dict[str, LongRangeRecipe]:
             weight_decay,
             epochs=_TABLE_7[task][3],
             warmup=_WARMUPS[task],
-            source=f"SPADE, table 10; depth, width, epochs, warm-up and betas: {_MEGA}",
+            source=f"SPADE, table 10; depth, width, norms, epochs, warm-up and betas: {_MEGA}",
         )
         for task, (batch_size, learning_rate, weight_decay, dropout, chunk) in _TABLE_10.items()
     }
@@ -194,7 +207,7 @@ def _spade(attention_type: str) -> dict[str, LongRangeRecipe]:
 # ---- S4: width, norm position, state size, copies of (A, B), least Δ, dropout, batch size, learning rate, epochs
 
 _S4 = "state-spaces/s4, configs/experiment/lra/s4-{}.yaml at 62a14bb"
-_S4_DEVIATIONS = "; ours has layer norm, where S4 has batch norm, and a feed-forward network in each layer"
+_S4_DEVIATIONS = "; ours has a feed-forward network in each layer"
 _S4_CONFIGS: dict[str, tuple[str, int, str, int, int, float, float, int, float, int]] = {
     "lra_listops": ("listops", 256, "post", 4, 1, 0.001, 0.0, 32, 0.01, 40),
     "lra_text": ("imdb", 256, "pre", 4, 1, 0.001, 0.0, 16, 0.01, 32),
@@ -220,7 +233,8 @@ def _s4(
     sizes = {"hidden_size": width, "num_hidden_layers": 6, "intermediate_size": width, "num_attention_heads": 1}
     space = {"ssm_type": "s4", "ssm_state_size": state_size, "ssm_num_copies": copies, "ssm_postact": "gelu_glu"}
     space |= {"ssm_dt_min": least_dt}
-    layers = {"attention_type": "none", "global_layers": "all", "ssm_freeze": "none", "norm_position": norm_position}
+    layers = {"attention_type": "none", "global_layers": "all", "ssm_freeze": "none"}
+    layers |= {"norm_type": "batch_norm", "norm_position": norm_position}
     return LongRangeRecipe(
         "spade",
         {**sizes, **space, **layers, "is_encoder_decoder": False, "dropout": dropout, "attention_dropout": 0.0},

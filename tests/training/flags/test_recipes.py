@@ -64,8 +64,10 @@ def test_spades_are_those_of_its_table_10(name):
     ]  # fmt: skip
     for task in ALL:
         assert sizes(name, task)[:3] == sizes("chela", task)[:3]
+    norms = [(config.norm_type, config.norm_position) for config in (config_of(name, task) for task in ALL)]
+    assert norms == [("layer_norm", "post"), *[("scale_norm", "post")] * 2, *[("batch_norm", "pre")] * 4]
     config = config_of(name, "lra_text")
-    assert config.global_layers == [0]
+    assert (config.global_layers, config.combine_mode) == ([0], "concat")
     assert config.chunk_size == 128 if name == "spade_chunk" else config.local_radius == 64
     config = config_of(name, "lra_pathx")
     assert config.chunk_size == 1024 if name == "spade_chunk" else config.local_radius == 512
@@ -76,6 +78,7 @@ def test_s4s_are_those_of_its_files():
     for task in TASKS:
         config = config_of("s4", task)
         assert (config.attention_type, config.global_layers, config.ssm_freeze) == ("none", [*range(6)], "none")
+        assert config.norm_type == "batch_norm"
         found.append((config.ssm_state_size, config.ssm_num_copies, config.norm_position, *sizes("s4", task)[3:]))
         assert config.ssm_dt_min == (0.0001 if task == "lra_pathx" else 0.001)
     assert [sizes("s4", task)[:2] for task in TASKS] == [(6, 256), (6, 256), (6, 256), (6, 512), (6, 256), (6, 256)]
@@ -90,18 +93,16 @@ def test_s4s_are_those_of_its_files():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_makes_flags_and_names_its_source(name, monkeypatch):
+def test_every_recipe_makes_flags_and_names_its_source(name):
     for task in RECIPES[name]:
         recipe = find_recipe(name, task)
         assert recipe.source
-        assert recipe.flags["per_device_train_batch_size"] == recipe.batch_size
+        assert recipe.flags()["per_device_train_batch_size"] == recipe.batch_size
         assert (config_of(name, task).input_size is None) == (LRA[task].vocab_size is not None)
     assert find_recipe(name, "lra_listops_200") is find_recipe(name, "lra_listops")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert find_recipe("chela", "lra_text").flags["per_device_train_batch_size"] == 25
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert find_recipe("chela", "lra_text").flags(2)["per_device_train_batch_size"] == 25
     with pytest.raises(ValueError, match="the recipe's batches of 50 cannot be divided among 3 processes"):
-        _ = find_recipe("chela", "lra_text").flags
+        find_recipe("chela", "lra_text").flags(3)
 
 
 def test_lengths_are_cut_with_the_sequences():

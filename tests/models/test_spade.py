@@ -610,7 +610,9 @@ def test_bad_config_values_are_named(field, value, rule):
 
 @pytest.mark.parametrize("roles", [{}, {"is_encoder_decoder": False, "is_decoder": True}])
 def test_batch_norm_is_for_encoders_alone(roles):
-    with pytest.raises(Exception, match="norm_type must not use batch normalisation in a causal model or beside a decoder"):
+    with pytest.raises(
+        Exception, match="norm_type must not use batch normalisation in a causal model or beside a decoder"
+    ):
         tiny_config("spade", norm_type="batch_norm", **roles)
 
 

@@ -31,18 +31,19 @@ from hf_hybrid.training.model.config import hub_arguments, load_config, position
 from hf_hybrid.training.model.tokenizer import load_tokenizer
 from hf_hybrid.training.model.weights import load_model
 
-_KINDS = {  # what the name of a checkpoint's class ends in -> what it is, and the command for it
+_KINDS: dict[str, tuple[str, str | None]] = {
+    # what the name of a checkpoint's class ends in -> what it is, and the command for it
     "ForConditionalGeneration": ("an encoder-decoder", "summarize"),
     "ForCausalLM": ("a language model", "generate"),
     "LMHeadModel": ("a language model", "generate"),
     "ForSequenceClassification": ("a classifier", "classify"),
+    "ForSequencePairClassification": ("a classifier of pairs, whose two texts no command reads", None),
     "EncoderModel": ("an encoder", "embed"),
     # what PEFT calls the task of an adapter
     "SEQ_2_SEQ_LM": ("an encoder-decoder", "summarize"),
     "CAUSAL_LM": ("a language model", "generate"),
     "SEQ_CLS": ("a classifier", "classify"),
 }
-_PAIRS = "ForSequencePairClassification"
 _COMMANDS = {"summarize": ("summarize",), "generate": ("generate", "summarize"), "classify": ("classify",)}
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _FILES = re.compile(  # of weights, configurations and tokenizers, as transformers names them
@@ -95,15 +96,11 @@ def check_checkpoint(name: str, command: str, flags: CheckpointArguments) -> Pre
         _, config = read_config(model_args)
         is_adapter = adapter_base(model_args) is not None
         for architecture in [_adapter_task(model_args)] if is_adapter else config.architectures or ():
-            if architecture.endswith(_PAIRS):
-                raise ValueError(
-                    f"{name} is a classifier of pairs, and hf-hybrid reads single texts: use "
-                    f"{architecture}.from_pretrained"
-                )
             for end, (kind, fitting) in _KINDS.items():
                 if architecture.endswith(end) and fitting not in _COMMANDS.get(command, (fitting,)):
                     of = f"an adapter of {kind}" if is_adapter else kind
-                    raise ValueError(f"{name} is {of} ({architecture}): use hf-hybrid {fitting}")
+                    use = f"{architecture}.from_pretrained" if fitting is None else f"hf-hybrid {fitting}"
+                    raise ValueError(f"{name} is {of} ({architecture}): use {use}")
         if is_adapter and command == "embed":
             raise ValueError(f"{name} is an adapter: merge it into its model (--merge_adapter) to embed with it")
         load_config(model_args, _auto_class(command, config))

@@ -720,6 +720,20 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folders, tmp_path, capsys, mo
 PAIRS = "SpadeForSequencePairClassification"
 
 
+@pytest.fixture(scope="module")
+def pairs(folders, tmp_path_factory):
+    """A folder of an encoder that says it is a classifier of pairs."""
+    encoder = folders("spade", "AutoModelForTextEncoding")
+    folder = shutil.copytree(encoder, tmp_path_factory.mktemp("pairs") / "pairs")
+    SpadeConfig.from_pretrained(encoder, architectures=[PAIRS]).save_pretrained(folder)
+    return folder
+
+
+def test_a_classifier_of_pairs_embeds_single_texts(pairs, capsys):
+    call("embed", pairs, "a text")
+    assert json.loads(capsys.readouterr().out)["embedding"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -762,17 +776,16 @@ PAIRS = "SpadeForSequencePairClassification"
         (["summarize", "{bart}", "text", "--max_new_tokens", "5000"], "must be less than the model's 1024 positions"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments, message, folders, tmp_path):
+def test_bad_arguments_are_one_line(arguments, message, folders, pairs, tmp_path):
     places = {
         "causal": folders("chela", "AutoModelForCausalLM"),
         "classifier": folders("bst", "AutoModelForSequenceClassification"),
         "seq2seq": folders("spade", "AutoModelForSeq2SeqLM"),
         "encoder": folders("spade", "AutoModelForTextEncoding"),
         "bart": folders("srformer_bart", "AutoModelForSeq2SeqLM"),
+        "pairs": pairs,
         "tmp": tmp_path,
     }
-    places["pairs"] = shutil.copytree(places["encoder"], tmp_path / "pairs")
-    SpadeConfig.from_pretrained(places["pairs"], architectures=[PAIRS]).save_pretrained(places["pairs"])
     with pytest.raises(ValueError, match=message) as raised:
         main([argument.format(**places) for argument in arguments])
     assert "\n" not in str(raised.value)

@@ -100,6 +100,7 @@ QUICK_RATE, QUICK_STEPS = RATES[0], 800
 DONE = 0.95
 """Share of right answers with which a task is done."""
 AT_EDGE = "†"
+"""Marks a best learning rate that solved nothing and is the lowest or highest that was searched."""
 _FAR = [f"at_{least}" for least in BINS]
 _LONGER = [f"x{factor}" for factor in FACTORS]
 _COUNTS = ("solved_step", "trained_steps")

@@ -5,12 +5,11 @@
 columns ``document`` and ``summary``.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 
 from benchmarks.experiment import data_file
-from benchmarks.record import source_and_folder
+from benchmarks.record import source_and_folder, write_split
 from hf_hybrid.data.files import iterate_rows
 
 
@@ -18,10 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the dataset."""
     source, folder = source_and_folder(__doc__, argv)
     for split in ("train", "validation"):
-        rows = list(iterate_rows("source", str(data_file(source, split))))
-        lines = [json.dumps({"document": row["document"], "summary": row["summaries"][0]}) + "\n" for row in rows]
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-        print(f"{split}: {len(lines):,} rows")
+        rows = iterate_rows("source", str(data_file(source, split)))
+        write_split(folder, split, [{"document": row["document"], "summary": row["summaries"][0]} for row in rows])
     return 0
 
 

@@ -22,7 +22,6 @@ RESULTS = Path("benchmarks/results")
 UNLEARNT = "not learnt"
 _LINE = 60
 _GREY = "#8c959f"
-_NUMBERS = StrMethodFormatter("{x:,g}")
 # a task's colour, of Okabe and Ito's colours for the colour-blind, and three of Tol's
 TASKS = {
     "aggregate": "#0072b2",
@@ -147,16 +146,17 @@ def draw_recall(axes: Axes, panel: Recall) -> None:
         axes.axvline(panel.reach, color=_GREY, linewidth=0.8, label="how far it reaches without the global part")
     for line in panel.notes:
         axes.plot([], [], " ", label=line)
-    _scale(axes, f"distance of the answer, {panel.unit}", "share of right answers")
-    if panel.unit == "segments":
-        axes.set_xscale("symlog", base=2, linthresh=1)  # 0 is the segment that is read
-        axes.xaxis.set_major_formatter(_NUMBERS)
+    has_zero = panel.unit == "segments"  # the one that is read
+    _scale(axes, f"distance of the answer, {panel.unit}", "share of right answers", has_zero)
 
 
-def _scale(axes: Axes, distance: str, share: str) -> None:
-    """Scale and name the axes of shares over something that grows in powers of two."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(_NUMBERS)
+def _scale(axes: Axes, distance: str, share: str, has_zero: bool = False) -> None:
+    """Scale and name the axes of shares over something that grows in powers of two, if it has a zero from one on."""
+    if has_zero:
+        axes.set_xscale("symlog", base=2, linthresh=1)
+    else:
+        axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel(distance)
     axes.set_ylabel(share)

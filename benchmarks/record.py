@@ -11,7 +11,7 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -443,3 +443,9 @@ def source_and_folder(description: str | None, argv: Sequence[str] | None) -> tu
         parser.error(f"folder must not be the source, whose files it would replace; got {arguments.folder}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     return arguments.source, arguments.folder
+
+
+def write_split(folder: Path, split: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a split of a folder of data as lines of JSON, and print how many rows it has."""
+    (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{split}: {len(rows):,} rows")

@@ -5,12 +5,11 @@
 file, and ``test.jsonl`` with the others.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 
 from benchmarks.experiment import data_file
-from benchmarks.record import source_and_folder
+from benchmarks.record import source_and_folder, write_split
 from hf_hybrid.data.files import iterate_rows
 
 
@@ -19,8 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, folder = source_and_folder(__doc__, argv)
     train, kept = (list(iterate_rows("source", str(data_file(source, split)))) for split in ("train", "validation"))
     for split, rows in (("train", train), ("validation", kept[::2]), ("test", kept[1::2])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{split}: {len(rows):,} rows")
+        write_split(folder, split, rows)
     return 0
 
 

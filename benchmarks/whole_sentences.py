@@ -7,13 +7,12 @@ part of one of these is in neither file. So there are five times as many sentenc
 validation split that GLUE has, and no model has seen a part of one.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.experiment import data_file
-from benchmarks.record import source_and_folder
+from benchmarks.record import source_and_folder, write_split
 from hf_hybrid.data.files import iterate_rows
 
 _ONE_OF = 3
@@ -45,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, folder = source_and_folder(__doc__, argv)
     rows = iterate_rows("source", str(data_file(source, "train")))
     for split, part in zip(("train", "validation"), divided(rows), strict=True):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-        print(f"{split}: {len(part):,} rows")
+        write_split(folder, split, part)
     return 0
 
 

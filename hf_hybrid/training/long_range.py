@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerBase
@@ -197,11 +196,10 @@ def _tokenizer(
 
 
 def _load(data_args: LongRangeArguments, cache_dir: str | None, split: str, reads: str) -> LongRangeRows:
-    folder = None if data_args.data_dir is None else Path(data_args.data_dir)
     rows = load_lra_once(
         str(data_args.task_name),
         split,
-        data_dir=folder,
+        data_dir=data_args.data_dir,
         count=data_args.limits[split],
         seed=data_args.drawing_seed,
         cache_dir=cache_dir,

@@ -33,7 +33,7 @@ _BYTES = 3
 
 def byte_ids(text: str, length: int | None = None) -> Array:
     """Return a text as ids of its UTF-8 bytes, cut to a length; the ids are ByT5's (byte + 3), and 0 pads."""
-    return np.frombuffer(text.encode()[:length], np.uint8).astype(np.int16) + np.int16(_BYTES)
+    return np.frombuffer(text.encode()[:length], np.uint8).astype(np.int16) + _BYTES
 
 
 def read_listops(path: Path) -> Iterator[tuple[list[str], int]]:

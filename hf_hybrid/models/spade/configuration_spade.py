@@ -168,8 +168,7 @@ class SpadeConfig(PreTrainedConfig):
         gated_feed_forward: Whether the feed-forward network is gated (T5 v1.1).
         feed_forward_bias: Whether its projections have biases.
         norm_type: `"layer_norm"`, `"rms_norm"` (T5), `"scale_norm"` or, in an encoder or classifier, `"batch_norm"`,
-            which ignores padding. Pixels and sound are hard to learn without it: it takes away what all positions
-            share, such as a background.
+            which ignores padding. Pixels and sound are hard to learn without it.
         norm_position: `"post"` or `"pre"` (T5); when None, `"pre"` for a language model and `"post"` otherwise, as in
             the paper.
         layer_norm_eps: Epsilon of every norm.

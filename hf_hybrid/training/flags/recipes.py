@@ -167,14 +167,10 @@ def _local(attention_type: str, chunk: int) -> dict[str, Any]:
     return {"attention_type": attention_type, **reach}
 
 
-def _norm(mega: LongRangeRecipe) -> dict[str, str]:
-    """Return the fields of Mega's norm."""
-    return {name: mega.fields.get(name, getattr(ChelaConfig, name)) for name in ("norm_type", "norm_position")}
-
-
 def _spade_fields(task: str, attention: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     layers = {name: _SIZES[task][name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size")}
-    layers |= _norm(_MEGAS[task])
+    mega = _MEGAS[task].fields
+    layers |= {name: mega.get(name, getattr(ChelaConfig, name)) for name in ("norm_type", "norm_position")}
     heads = max(1, layers["hidden_size"] // 32)
     rates = {"dropout": dropout, "attention_dropout": 0.0}
     model = {"num_attention_heads": heads, "is_encoder_decoder": False, "combine_mode": "concat"}

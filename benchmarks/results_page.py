@@ -72,7 +72,6 @@ PLANNED = {
         bench_checkpointing,
         bench_growth,
         bench_profile,
-        bench_recall,
     )
 }
 """Files that the pages have a place for before they are measured."""

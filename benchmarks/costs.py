@@ -44,8 +44,6 @@ def costs(results: Path = RESULTS) -> list[Costs]:
     """Return time and memory of training and decoding, from the measurements on a CPU in `results`."""
     pairs = _rows(results / "models_cpu.csv")
     language = _rows(results / "language_models_cpu.csv")
-    known = {row["model"] for row in language}
-    language += [row for row in _rows(results / "bst_cpu.csv") if row["model"] not in known]  # a run of its own
 
     def number(column: str, factor: float = 1.0) -> Callable[[Row], float]:
         return lambda row: factor * float(row[column])

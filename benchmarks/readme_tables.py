@@ -99,7 +99,7 @@ def architectures() -> str:
 def jobs() -> str:
     """Return which architecture suits which job: class, size, cost beside a peer, and learning rate of a new model."""
     pairs = {row["model"]: row for row in _rows("models_cpu.csv")}
-    language = {row["model"]: row for row in (*_rows("bst_cpu.csv"), *_rows("language_models_cpu.csv"))}
+    language = {row["model"]: row for row in _rows("language_models_cpu.csv")}
     cross = {row["mode"]: row for row in _rows("cross_attention_cpu.csv")}
     llama, peer = language["llama-sdpa"], _fastest_peer(list(pairs.values()))
 
@@ -224,9 +224,7 @@ def gpu() -> str:
 def measured() -> str:
     """Return the measurements at 16,384 tokens, with their peers."""
     pairs = _rows("models_cpu.csv")
-    language, bst, cross = (
-        _rows(name) for name in ("language_models_cpu.csv", "bst_cpu.csv", "cross_attention_cpu.csv")
-    )
+    language, cross = _rows("language_models_cpu.csv"), _rows("cross_attention_cpu.csv")
     seconds, peak, token, cache = "step_s", "peak_mib", "token_s", "cache_mib"
 
     def speed(row: Row) -> str:
@@ -235,8 +233,10 @@ def measured() -> str:
     def number(column: str, form: str, factor: float = 1) -> Callable[[Row], str]:
         return lambda row: format(float(row[column]) * factor, form)
 
-    ours = {"SPADE": ("spade", language), "CHELA": ("chela", language), "BST": ("bst-sh-s4", bst)}
-    peers = {"Llama": ("llama-sdpa", language), "Mamba-2": ("mamba2", language)}
+    ours = {"SPADE": "spade", "CHELA": "chela", "BST": "bst-sh-s4"}
+    peers = {
+        "Llama": "llama-sdpa", "ModernBERT": "modernbert-local", "Mamba-2": "mamba2", "Qwen3-Next": "qwen3-next",
+    }  # fmt: skip
     best = _fastest_peer(pairs)
     (spade,) = (row for row in pairs if row["model"] == "spade")
     (segmented,), (full,) = ([row for row in cross if row["mode"] == mode] for mode in ("sr", "full"))
@@ -252,16 +252,16 @@ def measured() -> str:
         ("decoding after that prompt, milliseconds per token", number(token, ".1f", 1e3)),
         ("its cache, MiB", number(cache, ".1f")),
     ):
-        rows.append([label, *(_cells(group, cell) for group in (ours, peers))])
+        rows.append([label, *(_cells(group, language, cell) for group in (ours, peers))])
     cell = number("token_s", ".2f", 1e3)
     label = "cross-attention of a decoded token, 8 documents, milliseconds"
     rows.append([label, f"SRformer {cell(segmented)}", f"full {cell(full)}"])
-    first = language[0]
-    machine = f"{first['cpu']}, {first['threads']} threads, fp32, {first['date']}; BST in a run of its own"
-    versions = f"torch {first['torch']}, transformers {first['transformers']}, hf_hybrid {first['hf_hybrid']}"
-    if first["hf_hybrid"] == "0.1.0":
-        versions += ", whose SPADE concatenated its branches and froze its state space model"
-    return f"{_table(rows)}\n\n{machine}; {versions}."
+    captions = [
+        f"{name}: {row['cpu']}, {row['threads']} threads, fp32, {row['date']}; torch {row['torch']}, transformers "
+        f"{row['transformers']}, hf_hybrid {row['hf_hybrid']}."
+        for name, (row, *_) in (("Encoder-decoders", pairs), ("Language models", language), ("Cross-attention", cross))
+    ]
+    return "\n\n".join([_table(rows), *captions])
 
 
 def _fastest_peer(pairs: Sequence[Row]) -> Row:
@@ -269,10 +269,8 @@ def _fastest_peer(pairs: Sequence[Row]) -> Row:
     return max(peers, key=lambda row: float(row["tokens_per_s"]))
 
 
-def _cells(models: dict[str, tuple[str, list[Row]]], cell: Callable[[Row], str]) -> str:
-    return ", ".join(
-        f"{name} {cell(row)}" for name, (model, rows) in models.items() for row in rows if row["model"] == model
-    )
+def _cells(models: dict[str, str], rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    return ", ".join(f"{name} {cell(row)}" for name, model in models.items() for row in rows if row["model"] == model)
 
 
 def _rows(name: str) -> list[Row]:

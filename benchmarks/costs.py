@@ -45,11 +45,11 @@ def costs(results: Path = RESULTS) -> list[Costs]:
     pairs = _rows(results / "models_cpu.csv")
     language = _rows(results / "language_models_cpu.csv")
 
-    def number(column: str, factor: float = 1.0) -> Callable[[Row], float]:
-        return lambda row: factor * float(row[column])
+    def number(column: str, factor: float = 1.0) -> Callable[[Row], float | None]:
+        return lambda row: factor * float(row[column]) if row[column] else None
 
-    def per_token(column: str) -> Callable[[Row], float]:
-        return lambda row: 1e6 * float(row[column]) / int(row["length"])
+    def per_token(column: str) -> Callable[[Row], float | None]:
+        return lambda row: 1e6 * float(row[column]) / int(row["length"]) if row[column] else None
 
     panels = (
         ("Training an encoder-decoder", "time per token, µs", pairs, per_token("median_s")),
@@ -72,12 +72,15 @@ def _rows(path: Path) -> list[Row]:
     return [row for row in rows if row["model"] in NAMES and row["outcome"] in ("ok", OUT_OF_MEMORY)]
 
 
-def _panel(title: str, rows: Sequence[Row], value: Callable[[Row], float]) -> Costs:
+def _panel(title: str, rows: Sequence[Row], value: Callable[[Row], float | None]) -> Costs:
     models: dict[str, list[tuple[int, float]]] = {}
+    ended: dict[str, None] = {}
     for row in rows:
-        if row["outcome"] == "ok":
-            models.setdefault(NAMES[row["model"]], []).append((int(row["length"]), value(row)))
-    ended = dict.fromkeys(NAMES[row["model"]] for row in rows if row["outcome"] == OUT_OF_MEMORY)
+        name, found = NAMES[row["model"]], value(row)
+        if found is not None:  # a model whose training ends at a length may still decode there
+            models.setdefault(name, []).append((int(row["length"]), found))
+        else:
+            ended[name] = None
     return Costs(title, {name: sorted(points) for name, points in models.items()}, [*ended])
 
 

@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +19,9 @@ import transformers
 
 from benchmarks.bench_recall import remembered
 from benchmarks.comparison import mean_and_error, runs_at_best_rate
+from benchmarks.costs import NAMES, OURS, PEERS
 from benchmarks.gpu_tables import line_of
-from benchmarks.record import Row, in_fp32, read_csv
+from benchmarks.record import Row, conditions, in_fp32, read_csv
 from hf_hybrid.models.auto import ARCHITECTURES
 from hf_hybrid.models.bst.configuration_bst import PRESETS as BST
 from hf_hybrid.models.chela.configuration_chela import PRESETS as CHELA
@@ -228,15 +229,11 @@ def measured() -> str:
     seconds, peak, token, cache = "step_s", "peak_mib", "token_s", "cache_mib"
 
     def speed(row: Row) -> str:
-        return f"{int(LENGTH) / float(row[seconds]) / 1000:.2f}"
+        return f"{int(LENGTH) / float(row[seconds]) / 1000:.2f}" if row[seconds] else row["outcome"]
 
     def number(column: str, form: str, factor: float = 1) -> Callable[[Row], str]:
-        return lambda row: format(float(row[column]) * factor, form)
+        return lambda row: format(float(row[column]) * factor, form) if row[column] else row["outcome"]
 
-    ours = {"SPADE": "spade", "CHELA": "chela", "BST": "bst-sh-s4"}
-    peers = {
-        "Llama": "llama-sdpa", "ModernBERT": "modernbert-local", "Mamba-2": "mamba2", "Qwen3-Next": "qwen3-next",
-    }  # fmt: skip
     best = _fastest_peer(pairs)
     (spade,) = (row for row in pairs if row["model"] == "spade")
     (segmented,), (full,) = ([row for row in cross if row["mode"] == mode] for mode in ("sr", "full"))
@@ -252,29 +249,28 @@ def measured() -> str:
         ("decoding after that prompt, milliseconds per token", number(token, ".1f", 1e3)),
         ("its cache, MiB", number(cache, ".1f")),
     ):
-        rows.append([label, *(_cells(group, language, cell) for group in (ours, peers))])
+        rows.append([label, *(_cells(group, language, cell) for group in (OURS, PEERS))])
     cell = number("token_s", ".2f", 1e3)
     label = "cross-attention of a decoded token, 8 documents, milliseconds"
     rows.append([label, f"SRformer {cell(segmented)}", f"full {cell(full)}"])
     captions = [
-        f"{name}: {row['cpu']}, {row['threads']} threads, fp32, {row['date']}; torch {row['torch']}, transformers "
-        f"{row['transformers']}, hf_hybrid {row['hf_hybrid']}."
+        f"{name}, fp32: {conditions(row)}."
         for name, (row, *_) in (("Encoder-decoders", pairs), ("Language models", language), ("Cross-attention", cross))
     ]
     return "\n\n".join([_table(rows), *captions])
 
 
 def _fastest_peer(pairs: Sequence[Row]) -> Row:
-    peers = (row for row in pairs if not row["model"].startswith("spade"))
+    peers = (row for row in pairs if row["tokens_per_s"] and not row["model"].startswith("spade"))
     return max(peers, key=lambda row: float(row["tokens_per_s"]))
 
 
-def _cells(models: dict[str, str], rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    return ", ".join(f"{name} {cell(row)}" for name, model in models.items() for row in rows if row["model"] == model)
+def _cells(models: Iterable[str], rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    return ", ".join(f"{NAMES[model]} {cell(row)}" for model in models for row in rows if row["model"] == model)
 
 
 def _rows(name: str) -> list[Row]:
-    return [row for row in in_fp32(RESULTS / name) if row["length"] == LENGTH and row["outcome"] == "ok"]
+    return [row for row in in_fp32(RESULTS / name) if row["length"] == LENGTH]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

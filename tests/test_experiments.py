@@ -755,6 +755,16 @@ def test_costs_are_those_of_the_models_that_have_a_name(tmp_path):
     assert "out of memory" not in figures.draw([other])
 
 
+def test_a_model_whose_training_runs_out_of_memory_still_decodes(tmp_path):
+    columns = "model,length,step_s,peak_mib,token_s,cache_mib,outcome"
+    rows = ["mamba2,8192,8.192,5,0.004,7,ok", "mamba2,16384,,,0.005,7,out of memory"]
+    (tmp_path / "language_models_cpu.csv").write_text("\n".join([columns, *rows]), "utf-8")
+    step, peak, token, cache = costs.costs(tmp_path)
+    assert [panel.out_of_memory for panel in (step, peak, token, cache)] == [["Mamba-2"], ["Mamba-2"], [], []]
+    assert [len(panel.models["Mamba-2"]) for panel in (step, peak, token, cache)] == [1, 1, 2, 2]
+    assert token.models["Mamba-2"][-1] == (16384, 5.0)
+
+
 def test_names_of_lines_stand_apart():
     wanted = {"a": 0.5, "b": 0.52, "c": 0.1, "d": 0.99, "e": 0.48}
     heights = costs.spread(wanted, 0.1)

@@ -74,7 +74,7 @@ lint: $(INSTALLED) ## Check formatting, style, types and the structure of the mo
 docs: $(INSTALLED) ## Build the documentation as web pages in build/docs; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 
-bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in about an hour on two cores
+bench: $(INSTALLED) ## Measure the models against named peers on the CPU, in about forty minutes on two cores
 	$(PY) -m benchmarks.bench_models $(BENCH_ARGS)
 
 bench-compare: $(INSTALLED) ## Compare speed and memory of the working tree with those of the commit BASE, in one run

@@ -313,7 +313,7 @@ def describe(found: Sequence[tuple[str, Any]], length: int, flops: float | None,
 
 def _labelled(row: Row) -> Row:
     """Tell a model of ours that holds the logits from the same one that computes the loss alone."""
-    ours_with = row["model"] not in PEERS and row.get("loss") == LOGITS
+    ours_with = row["model"] not in PEERS and row["loss"] == LOGITS
     return row | ({"model": f"{row['model']}, {LOGITS}"} if ours_with else {})
 
 
@@ -328,28 +328,17 @@ def report(rows: list[Row]) -> str:
     rows = of_rounds(rows)
     counts = {row["model"]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
     rows = [_labelled(row) for row in rows]
-    first = rows[0]
     caption = (
-        f"{conditions(first)}. {LAYERS} layers, width {WIDTH}, "
-        f'{HEADS} heads, feed-forward {INNER} ("base": 12, 1024, 8, 4096), windows of {WINDOW}, '
-        f"vocabulary {VOCABULARY}, batch 1, random weights."
+        f'{conditions(rows[0])}. Width {WIDTH}, {LAYERS} layers (Mamba-2 {LAYERS + 3}; "base": 1024, 12), '
+        f"{HEADS} heads, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, random weights, no dropout; peers "
+        f"with the logits of all tokens, ours with the loss alone but for rows {LOGITS!r}."
     )
-    if "loss" in first:
-        caption = (
-            f'{conditions(first)}. Width {WIDTH}, {LAYERS} layers (Mamba-2 {LAYERS + 3}; "base": 1024, 12), '
-            f"{HEADS} heads, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, random weights, no dropout; peers "
-            f"with the logits of all tokens, ours with the loss alone but for rows {LOGITS!r}."
-        )
     parts = [caption]
     models = list(dict.fromkeys(row["model"] for row in rows))
     parts.append(f"Parameters: {', '.join(f'{model} {counts[model]:,}' for model in models if model in counts)}.")
-    for precision in dict.fromkeys(_precision(row) for row in rows):
-        parts += _tables_of_precision(precision, [row for row in rows if _precision(row) == precision])
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
     return "\n\n".join(parts)
-
-
-def _precision(row: Row) -> str:
-    return row.get("precision", "fp32")  # of records that have no such column
 
 
 def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Run it from the repository root::
 
-    python -m benchmarks.bench_models                                  # everything, about an hour on two cores
+    python -m benchmarks.bench_models                                  # everything, about forty minutes on two cores
     python -m benchmarks.bench_models --models spade led --lengths 1024 --rounds 1
     python -m benchmarks.bench_models --out benchmarks/results/models_cpu.csv      # the kept record
     python -m benchmarks.bench_models --report benchmarks/results/models_cpu.csv   # its tables, as Markdown

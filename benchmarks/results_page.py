@@ -66,14 +66,7 @@ REPORTS = {
     "over_floor": gpu_tables,
     "token_ms": gpu_tables,
 }
-PLANNED = {
-    module.DEFAULT_OUT.name
-    for module in (
-        bench_checkpointing,
-        bench_growth,
-        bench_profile,
-    )
-}
+PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth,)}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

@@ -1,15 +1,18 @@
 """The table of growth: cells are measured once, and exponents above the linear ones are explained."""
 
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import bench_growth, bench_models, results_page
-from benchmarks.bench_growth import KEYS, LENGTHS, LIMIT, MEASURES, REASONS, report
+from benchmarks.bench_growth import KEPT, KEYS, LENGTHS, LIMIT, MEASURES, REASONS, report
 from benchmarks.builders import build
 from benchmarks.record import GrowingRecord, growing_columns, read_csv, stamp
 from tests.matrix import some
 from tests.measuring import measure_here, shrink_models
 
-COLUMNS = growing_columns(KEYS, (*MEASURES, LIMIT))
+COLUMNS = growing_columns(KEYS, (*MEASURES, KEPT, LIMIT))
 
 
 @pytest.fixture
@@ -18,6 +21,7 @@ def quick(monkeypatch):
     measure_here(monkeypatch, bench_growth)
     shrink_models(monkeypatch)
     monkeypatch.setattr(bench_growth, "CALLS", dict.fromkeys(bench_growth.CALLS, 1))
+    monkeypatch.setattr(bench_growth, "keep_freed_memory", lambda: True)  # not in the tests' own process
 
 
 @pytest.mark.usefixtures("quick")
@@ -47,7 +51,8 @@ def test_a_second_call_measures_only_what_is_missing(tmp_path, monkeypatch, caps
     limit = bench_models.most_memory() / 2**20
     assert all(float(row[LIMIT]) == pytest.approx(limit, rel=1e-4) for row in rows)
     shown = capsys.readouterr().out
-    assert "| srformer | decode | bf16 | 32 | - | - |  |" in shown
+    assert "| srformer | decode | bf16 | 32 | - | - | - | not measured beyond 16384 |" in shown
+    assert all((row["task"] == "decode") == (not row[KEPT]) for row in rows)
     assert f"A process may hold {limit / 1024:.1f} GiB." in shown
 
 
@@ -123,12 +128,12 @@ def test_the_table_has_a_reason_for_what_is_more_than_linear(tmp_path, capsys):
     lines = report(rows).splitlines()[-3:]
     reasons = [REASONS["srformer", "step", name] for name in ("time", "memory")]
     assert lines[0] == (
-        "| srformer | step | fp32 | 1024 to 65536 | 1.90, 1.90 | 1.20, 1.20 "
-        f"| time: {reasons[0]}; memory: {reasons[1]} |"
+        "| srformer | step | fp32 | 1024 to 65536 | 1.90, 1.90 | - | 1.20, 1.20 "
+        f"| time: {reasons[0]}; memory: {reasons[1]}; not measured beyond 16384 |"
     )
-    assert lines[1] == "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | 1.00, 1.00 |  |"
+    assert lines[1] == "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | - | 1.00, 1.00 |  |"
     assert lines[2] == (
-        "| chela | step | fp32 | 1024 to 16384 | 1.30, 1.30 | 0.00, 0.00 "
+        "| chela | step | fp32 | 1024 to 16384 | 1.30, 1.30 | - | 0.00, 0.00 "
         "| time: not explained yet; 65536: out of memory |"
     )
     record = GrowingRecord(tmp_path / "growth.csv", COLUMNS, KEYS, {})
@@ -144,7 +149,36 @@ def test_growth_at_the_end_needs_a_reason_too():
     rows = grown("spade", "step", 1.0, 1.0)
     rows[-1] |= {"seconds": f"{float(rows[-1]['seconds']) * 1.2:.6g}"}  # of four times the length
     assert bench_growth.unexplained(rows) == ["spade step fp32: time: not explained yet"]
-    assert "| 1.04, 1.13 | 1.00, 1.00 |" in report(rows)
+    assert "| 1.04, 1.13 | - | 1.00, 1.00 |" in report(rows)
+
+
+@pytest.mark.parametrize(("kept", "explained"), [(1.0, True), (1.2, False)])
+def test_freed_memory_is_a_reason_where_keeping_it_makes_time_linear(kept, explained):
+    rows = grown("spade", "step", 1.3, 1.0)
+    for row in rows:
+        row[KEPT] = f"{1e-9 * int(row['length']) ** kept:.6g}"
+    assert (bench_growth.unexplained(rows) == []) == explained
+    assert (f"time: {bench_growth.FREED}" in report(rows)) == explained
+    assert f"| 1.30, 1.30 | {kept:.2f}, {kept:.2f} | 1.00, 1.00 |" in report(rows)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_kept_memory_costs_no_page_faults_again():
+    code = """
+import resource, torch
+from benchmarks.bench_growth import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.zeros(2**24).add_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+freed = faults()
+assert keep_freed_memory()
+faults()
+assert faults() * 10 < freed, freed
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_reasons_are_those_of_cells():
@@ -175,6 +209,6 @@ def test_the_page_shows_the_table_once_it_is_measured(tmp_path, monkeypatch):
     record = GrowingRecord(tmp_path / "growth_cpu.csv", COLUMNS, bench_growth.KEYS, {})
     for row in grown("spade", "step", 1.0, 1.0):
         record.add(row)
-    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | 1.00, 1.00 |  |" in results_page.renewed(page)
+    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | - | 1.00, 1.00 |  |" in results_page.renewed(page)
     with pytest.raises(FileNotFoundError):
         results_page.renewed("<!-- table: grown_cpu.csv -->\n\n<!-- end -->")

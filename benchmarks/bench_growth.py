@@ -2,7 +2,7 @@
 
 Run it from the repository root::
 
-    python -m benchmarks.bench_growth --out benchmarks/results/growth_cpu.csv     # the kept record; two hours
+    python -m benchmarks.bench_growth --out benchmarks/results/growth_cpu.csv     # the kept record; about two hours
     python -m benchmarks.bench_growth --report benchmarks/results/growth_cpu.csv  # its table
     python -m benchmarks.bench_growth --models chela --tasks decode --lengths 1024 2048 --out runs/bench/few.csv
 
@@ -20,8 +20,7 @@ width 256, batch 1, random weights, with the dropout of the defaults. The tasks,
 A cell has its own process and is the median of its calls after one that warms up. The process may hold two thirds of
 the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the same
 process, after glibc's allocator has been told to keep what is freed (`kept_seconds`): by default large blocks go back
-to the system, and the next ones cost page faults. If only the time by default grows faster than `LINEAR`, that is
-why.
+to the system, and the next ones cost page faults. If only the time by default grows faster than `LINEAR`, that is why.
 
 An exponent is the least-squares slope of the logarithm over that of the length, over all lengths that were measured,
 and between the last two: 1 is linear growth, 0 none. The exit status is 1, once everything is written, if one is above
@@ -29,12 +28,10 @@ and between the last two: 1 is linear growth, 0 none. The exit status is 1, once
 """
 
 import argparse
-import ctypes
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +41,7 @@ from benchmarks.bench_models import (
     PRECISIONS,
     forget_peak,
     in_process,
+    keep_freed_memory,
     limit_memory,
     memory,
     most_memory,
@@ -109,28 +107,23 @@ def measure(
             call, idle = make(built, length), forget_peak()
         call()
         pipe.send(("held_mib", held_mib(cache) if task == "decode" else memory("VmHWM") - idle))
-        _time(pipe, "seconds", call, CALLS[task], started + deadline_s)
-        if task != "decode" and keep_freed_memory():
+        deadline = started + deadline_s
+        took = _time(pipe, "seconds", call, CALLS[task], deadline)
+        # one more call warms up
+        if task != "decode" and time.perf_counter() + 2 * took <= deadline and keep_freed_memory():
             call()
-            _time(pipe, KEPT, call, CALLS[task], started + deadline_s)
+            _time(pipe, KEPT, call, CALLS[task], deadline)
 
 
-def _time(pipe: Connection, name: str, call: Callable[[], object], calls: int, deadline: float) -> None:
+def _time(pipe: Connection, name: str, call: Callable[[], object], calls: int, deadline: float) -> float:
+    """Send the seconds of calls, at least of one, until there is no time for another; return those of the last one."""
     for _ in range(calls):
         start = time.perf_counter()
         call()
         pipe.send((name, (took := time.perf_counter() - start)))
         if time.perf_counter() + took > deadline:
             break
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc not to give freed memory back to the system, and return whether it can do so."""
-    largest = 2**31 - 1  # bytes, an int
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        return all(libc.mallopt(option, largest) for option in (-1, -3))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    return False
+    return took
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
@@ -158,7 +151,7 @@ def _growth(rows: Sequence[Row]) -> Iterator[tuple[list[str], list[str]]]:
         groups.setdefault((row["model"], row["task"], row["precision"]), []).append(row)
     for key in dict.fromkeys((row["model"], row["task"], row["precision"]) for row in rows):
         measured = [row for row in groups[key] if row["outcome"] == "ok"]
-        kept = _exponents(measured, KEPT)
+        kept = _exponents(measured, KEPT) if all(row.get(KEPT) for row in measured) else []
         notes, exponents = [], []
         for column, name in MEASURES.items():
             found = _exponents(measured, column)
@@ -191,8 +184,8 @@ def report(rows: list[Row]) -> str:
         f"{conditions(rows[0])}. Exponents over the lengths that were measured, and between the last two; a note "
         f"where one is above {LINEAR}, and where the lengths end early.{limit}"
     )
-    header = ["model", "task", "precision", "lengths", "exponent of time", "if freed memory is kept"]
-    header += ["exponent of memory", "note"]
+    exponents = ["exponent of time", "if freed memory is kept", "exponent of memory"]
+    header = ["model", "task", "precision", "lengths", *exponents, "note"]
     lines = [[*cells, "; ".join(notes)] for cells, notes in _growth(rows)]
     return f"{caption}\n\n{markdown_table(header, lines)}"
 

@@ -188,6 +188,15 @@ def forget_peak() -> float:
     return memory("VmRSS")
 
 
+def keep_freed_memory() -> bool:
+    """Tell glibc not to give freed memory back to the system, and return whether it can do so."""
+    largest = 2**31 - 1  # bytes, an int
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        return all(libc.mallopt(option, largest) for option in (-1, -3))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    return False
+
+
 def measure_cell(pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float) -> None:
     """Take training steps of one cell and send ("step", seconds), ("peak", MiB) or ("outcome", text) as they come."""
     started = time.perf_counter()

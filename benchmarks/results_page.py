@@ -66,7 +66,7 @@ REPORTS = {
     "over_floor": gpu_tables,
     "token_ms": gpu_tables,
 }
-PLANNED = {module.DEFAULT_OUT.name for module in (bench_growth,)}
+PLANNED = {bench_growth.DEFAULT_OUT.name}
 """Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(

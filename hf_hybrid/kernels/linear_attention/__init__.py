@@ -38,6 +38,10 @@ def linear_attention(
 
     A key of zeros hides a token, such as padding.
 
+    bfloat16 may be multiplied as such, on GPUs and on CPUs with instructions for it: weights inside a block and S are
+    then rounded to bfloat16 as factors, and summed in float32. float16, and single tokens, are computed in float32 or
+    tf32.
+
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.
         key: `(B, T, H, K)` in query's dtype.

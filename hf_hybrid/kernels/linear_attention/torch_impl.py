@@ -5,7 +5,9 @@ the values, the queries times S, and the update of S. The backward goes through 
 and then in reverse, passing on the gradient of S. A product is that of a group of blocks, whose matrices S are sums
 of their updates. Nothing of size T C or T K V / C is stored.
 
-Inputs of 16 bits are computed in float32, since sums are as long as the sequence.
+Products of bfloat16 have such operands where that is fast, as on a GPU: scores and S are rounded before they are
+multiplied. S itself, whose sums are as long as the sequence, and outputs are added up in float32. float16 has fewer
+exponents than S needs, and is computed in float32.
 
 Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim · `R` = B H rows · `C` block · `n` blocks.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..packed import bounds, run_each
-from ..precision import compute_dtype, full_precision
+from ..precision import compute_dtype, full_precision, operand_dtype
 
 _BLOCK = 64
 """Tokens per block. Larger blocks waste masked scores, smaller products run slower; the fastest on a CPU for heads of
@@ -39,13 +41,15 @@ def _cached(x: Tensor) -> Iterator[slice]:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yield tensors as contiguous blocks, `(n, R, C, ·)`, in the precision of the computation; zeros fill the last."""
+    """Yield tensors as contiguous blocks, `(n, R, C, ·)`, in the dtype of the products; zeros fill the last."""
+    first = tensors[0]
+    dtype = operand_dtype(first) if first.dtype == torch.bfloat16 else compute_dtype(first)
     for x in tensors:
         batch, length, heads, width = x.shape
         size = min(_BLOCK, max(1, length))
         number, ragged = -(-length // size), -length % size
         tokens = F.pad(x, (0, 0, 0, 0, 0, ragged)) if ragged else x
-        blocks = x.new_empty(number, batch, heads, size, width, dtype=compute_dtype(x))
+        blocks = x.new_empty(number, batch, heads, size, width, dtype=dtype)
         blocks.copy_(tokens.unflatten(1, (number, size)).permute(1, 0, 3, 2, 4))
         yield blocks.flatten(1, 2)
 
@@ -70,8 +74,8 @@ def _groups(q: Tensor, v: Tensor) -> list[slice]:
 def _start(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
     """Return the first S as `(R, K, V)`."""
     if state is None:
-        return q.new_zeros(q.shape[1], q.shape[3], v.shape[3])
-    return state.flatten(0, 1).to(q.dtype)
+        return q.new_zeros(q.shape[1], q.shape[3], v.shape[3], dtype=compute_dtype(q))
+    return state.flatten(0, 1).to(compute_dtype(q))
 
 
 def _passed(first: Tensor, a: Tensor, b: Tensor, *, back: bool = False) -> Tensor:
@@ -86,7 +90,11 @@ def _passed(first: Tensor, a: Tensor, b: Tensor, *, back: bool = False) -> Tenso
     states = first.new_empty(len(a) + 1, *first.shape)
     states[-1 if back else 0] = first
     added = states[:-1] if back else states[1:]
-    torch.bmm(a.flatten(0, 1).mT, b.flatten(0, 1), out=added.flatten(0, 1))
+    factors = a.flatten(0, 1).mT, b.flatten(0, 1)
+    if a.dtype == first.dtype:
+        torch.bmm(*factors, out=added.flatten(0, 1))
+    else:
+        added.flatten(0, 1).copy_(torch.bmm(*factors))
     ordered = states.unbind()[:: -1 if back else 1]
     for last, state in pairwise(ordered):
         state += last
@@ -96,13 +104,18 @@ def _passed(first: Tensor, a: Tensor, b: Tensor, *, back: bool = False) -> Tenso
 def _forward_alone(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v = _blocks(query, key, value)
     S = _start(state, q, v)
-    output = torch.empty_like(v)
+    output = torch.empty_like(v, dtype=S.dtype)
     with full_precision(q.device):
         for at in _groups(q, v):
             states = _passed(S, k[at], v[at])
-            queries, keys, values, before = (x.flatten(0, 1) for x in (q[at], k[at], v[at], states[:-1]))
+            before = states[:-1].to(q.dtype)
+            queries, keys, values, before = (x.flatten(0, 1) for x in (q[at], k[at], v[at], before))
             scores = torch.bmm(queries, keys.mT).tril_()
-            torch.baddbmm(torch.bmm(queries, before), scores, values, out=output[at].flatten(0, 1))
+            here = output[at].flatten(0, 1)
+            if here.dtype == q.dtype:
+                torch.baddbmm(torch.bmm(queries, before), scores, values, out=here)
+            else:
+                here.copy_(torch.bmm(queries, before)).add_(torch.bmm(scores, values))
             S = states[-1]
     last = S.unflatten(0, (query.shape[0], query.shape[2])).clone()
     return _unblocked(output, query, output.dtype), last
@@ -133,11 +146,13 @@ def _differentiate_alone(
     with full_precision(q.device):
         for at in groups:
             states = _passed(S, k[at], v[at])
-            torch.bmm(g[at].flatten(0, 1), states[:-1].flatten(0, 1).mT, out=d_q[at].flatten(0, 1))
+            before = states[:-1].to(q.dtype)
+            torch.bmm(g[at].flatten(0, 1), before.flatten(0, 1).mT, out=d_q[at].flatten(0, 1))
             S = states[-1]
         for at in reversed(groups):
             states = _passed(dS, q[at], g[at], back=True)
-            queries, keys, values, grads, after = (x.flatten(0, 1) for x in (q[at], k[at], v[at], g[at], states[1:]))
+            after = states[1:].to(q.dtype)
+            queries, keys, values, grads, after = (x.flatten(0, 1) for x in (q[at], k[at], v[at], g[at], after))
             D = torch.bmm(grads, values.mT).tril_()
             A = torch.bmm(queries, keys.mT).tril_()
             d_q[at].flatten(0, 1).baddbmm_(D, keys)

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_hybrid.kernels import laplace_attention, use_backend
 from hf_hybrid.kernels.laplace_attention import laplace, torch_impl
@@ -110,6 +112,25 @@ def test_no_scores_are_saved():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         laplace_attention(*leaves)
     assert all(x.numel() <= leaves[0].numel() for x in saved)
+
+
+def test_gradients_of_chunks_are_not_as_long_as_the_sequence():
+    class Written(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            self.numbers += sum(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+            return result
+
+    numbers = []
+    for length in (256, 1024):
+        leaves = [x.requires_grad_() for x in make(length)]
+        total = laplace_attention(*leaves, chunk_size=8).sum()
+        with Written() as written:
+            total.backward()
+        numbers.append(written.numbers)
+    assert numbers[1] / numbers[0] == pytest.approx(4, rel=0.1)
 
 
 def test_dispatch():

@@ -4,6 +4,8 @@ Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` 
 """
 
 import math
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,10 +56,10 @@ def forward(
         chunks = torch.div(position - first[:, None], chunk_size, rounding_mode="floor")
     reach = keys if chunk_size is None else chunk_size - 1
     rows = max(1, _SCORES // max(1, batch * heads * min(keys, 2 * reach + 1)))
-    if chunk_size is not None:
-        rows = min(rows, chunk_size)
+    rows = rows if chunk_size is None else min(rows, chunk_size)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, start: int, low: int) -> Tensor:
+    def attend(q: Tensor, ks: tuple[Tensor, ...], vs: tuple[Tensor, ...], start: int, low: int) -> Tensor:
+        k, v = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (ks, vs))
         own = position[past + start : past + start + q.shape[1]]
         others = slice(low, low + k.shape[1])
         seen = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
@@ -74,14 +76,17 @@ def forward(
             weights = F.dropout(laplace(scores / count) * seen[:, None], dropout)
             return (weights @ v.to(wide).transpose(1, 2)).transpose(1, 2).to(q.dtype)
 
-    parts = []
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
-        low = max(0, past + start - reach)
-        high = past + stop if causal else min(keys, past + stop + reach)
-        block = query[:, start:stop], key[:, low:high], value[:, low:high], start, low
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            parts.append(checkpoint(attend, *block, use_reentrant=False))
+    # the gradient of every slice of keys would be as long as all keys; parts of a split share one
+    edges = sorted({0, keys, *range(past % rows, keys, rows)})
+    parts = [x.split([b - a for a, b in pairwise(edges)], dim=1) for x in (key, value)]
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    outputs = []
+    for start, q in zip(range(0, length, rows), query.split(rows, dim=1), strict=True):
+        low, high = max(0, past + start - reach), past + start + q.shape[1] + (0 if causal else reach)
+        if differentiated:
+            at = slice(bisect_right(edges, low) - 1, bisect_left(edges, min(high, keys)))
+            k, v = (x[at] for x in parts)
+            outputs.append(checkpoint(attend, q, k, v, start, edges[at.start], use_reentrant=False))
         else:
-            parts.append(attend(*block))
-    return torch.cat(parts, dim=1)
+            outputs.append(attend(q, (key[:, low:high],), (value[:, low:high],), start, low))
+    return torch.cat(outputs, dim=1)

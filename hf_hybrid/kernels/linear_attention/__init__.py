@@ -36,11 +36,7 @@ def linear_attention(
     (CHELA, section 4.1). It takes O(T C (K + V) + T K V) multiplications per head and memory of the input's size. The
     backward pass stores the inputs and the norm's output. One token is one step of the recurrence, O(K V).
 
-    A key of zeros hides a token, such as padding.
-
-    bfloat16 may be multiplied as such, on GPUs and on CPUs with instructions for it: weights inside a block and S are
-    then rounded to bfloat16 as factors, and summed in float32. float16, and single tokens, are computed in float32 or
-    tf32.
+    A key of zeros hides a token, such as padding. Where that is fast, bfloat16 rounds S and weights, but not sums.
 
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 
 from benchmarks import floors
+from benchmarks.aims import aims
 from benchmarks.bench_models import (
     FLOOR,
     HEADS,
@@ -79,6 +80,7 @@ DECODED = 256  # tokens
 MEASURES = ("first_step_s", "step_s", "peak_mib", "kept_bytes", "token_s", "cache_mib")
 ALONE, LOGITS = "alone", "with logits"
 """The loss of a training step: computed alone, or with the logits of all tokens."""
+AIMED = ("spade", "chela", "bst-sh-s4")
 COLUMNS = growing_columns(("model", "precision", "length", "loss", ROUND), ("parameters", *MEASURES, *FLOOR))
 
 
@@ -325,7 +327,7 @@ def _first_over_later(row: Row) -> Row:
 
 def report(rows: list[Row]) -> str:
     """Return the tables of a CSV's rows as Markdown."""
-    rows = of_rounds(rows)
+    every, rows = [row for row in rows if row.get(ROUND)], of_rounds(rows)
     counts = {row["model"]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
     rows = [_labelled(row) for row in rows]
     caption = (
@@ -338,7 +340,12 @@ def report(rows: list[Row]) -> str:
     parts.append(f"Parameters: {', '.join(f'{model} {counts[model]:,}' for model in models if model in counts)}.")
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
-    return "\n\n".join(parts)
+    compared = [_with_rate(row) for row in every if row["model"] in PEERS or row["loss"] == ALONE]
+    return "\n\n".join([*parts, *aims(compared, AIMED, MODELS.keys() - PEERS.keys())])
+
+
+def _with_rate(row: Row) -> Row:
+    return row | ({"tokens_per_s": str(int(row["length"]) / float(row["step_s"]))} if row.get("step_s") else {})
 
 
 def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:

@@ -400,7 +400,7 @@ def report(rows: list[Row]) -> str:
         )
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
-    return "\n\n".join([*parts, *aims(every, OWN)])
+    return "\n\n".join([*parts, *aims(every, ("spade",), OWN)])
 
 
 def _tables_of_precision(precision: str, rows: list[Row]) -> list[str]:

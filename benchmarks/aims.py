@@ -33,7 +33,9 @@ def aims(rows: Sequence[Row], aimed: Sequence[str], own: Collection[str]) -> lis
                 is_met = median <= wanted if name.startswith("memory") else median >= wanted
                 sign = "at most" if name.startswith("memory") else "at least"
                 spread = f"{median:.3f} ({min(found):.2f} to {max(found):.2f} in {len(found)} rounds)"
-                lines.append([model, name, precision, length, f"{sign} {wanted:g}", spread, "yes" if is_met else "**no**"])
+                lines.append(
+                    [model, name, precision, length, f"{sign} {wanted:g}", spread, "yes" if is_met else "**no**"]
+                )
     header = ["model", "aim", "precision", "tokens", "wanted", "median of the ratios within a round", "met"]
     return ["**The aims**", markdown_table(header, lines)] if lines else []
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, stamp, write_csv
+from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, measured_stamp, write_csv
 from hf_hybrid.kernels import linear_attention, short_conv
 from hf_hybrid.kernels.linear_attention.torch_impl import _BLOCK
 from hf_hybrid.kernels.long_conv import online_conv, start_online_conv
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure every cell, rewriting the CSV after each, and return its rows."""
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    common = stamp() | {"threads": str(arguments.threads)}
+    common = measured_stamp(arguments.threads)
     rows: list[Row] = []
 
     def measure(cells: Iterator[tuple[Cell, Ways]]) -> None:

@@ -89,6 +89,19 @@ def test_a_token_is_measured_once(tmp_path, monkeypatch, capsys):
     assert results_page.tables(out) == bench_tokens.report(read_csv(out))
 
 
+def test_a_floor_has_the_best_rate_of_all_that_read_as_much():
+    sizes = {"weights_mib": "6", "state_mib": "2", "cache_mib": "2", "host_share": "0.5", "token_ms": "8"}
+    row = dict.fromkeys(("cpu", "threads", "python", "torch", "transformers", "hf_hybrid", "date"), "-") | sizes
+    row |= {"model": "spade", "batch": "1", "length": "9", "outcome": "ok"}
+    floors = {"slow": ("8", "2"), "fast": ("8", "1"), "faster, but of less": ("4", "0.25")}
+    rows = [
+        row | {"model": name, "weights_mib": size, "state_mib": "0", "floor_ms": ms}
+        for name, (size, ms) in floors.items()
+    ]
+    over = [line.split(" | ")[-2] for line in bench_tokens.report(rows).splitlines()[4:]]
+    assert over == ["8.0", "8.0", "32.0"]
+
+
 @pytest.mark.full
 def test_generation_is_measured_once_beside_a_peer(tmp_path, monkeypatch, capsys):
     measure_here(monkeypatch, bench_generation)

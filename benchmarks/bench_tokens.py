@@ -15,9 +15,8 @@ tokens read more than others:
 - state: MiB of the cache that they read or write in place, with what belongs to all rows of the batch;
 - token: milliseconds of a forward of one token for every row; the median of `ROUNDS` means;
 - floor: the time to read weights and state once, at the best rate at which the cell's process sums as many bytes again
-  and again, before, between and after the rounds. Small models stay in the processor's caches between tokens, and so do
-  those bytes. The table takes the best rate of all cells that read at least as much, which no process can fall short of
-  for its own reasons;
+  and again, before, between and after the rounds. Small models stay in the processor's caches between tokens, and so
+  do those bytes. The table takes the best rate of all cells that read at least as much;
 - host: the share of the token's time that is outside of torch's operators, mostly Python, in a profile of `PROFILED`
   tokens; the profiler's own work adds to it.
 """

@@ -80,7 +80,8 @@ DECODED = 256  # tokens
 MEASURES = ("first_step_s", "step_s", "peak_mib", "kept_bytes", "token_s", "cache_mib")
 ALONE, LOGITS = "alone", "with logits"
 """The loss of a training step: computed alone, or with the logits of all tokens."""
-AIMED = ("spade", "chela", "bst-sh-s4")
+MAIN = ("spade", "chela", "bst-sh-s4")
+"""One form of each architecture, which the aims are for."""
 COLUMNS = growing_columns(("model", "precision", "length", "loss", ROUND), ("parameters", *MEASURES, *FLOOR))
 
 
@@ -341,7 +342,7 @@ def report(rows: list[Row]) -> str:
     for precision in dict.fromkeys(row["precision"] for row in rows):
         parts += _tables_of_precision(precision, [row for row in rows if row["precision"] == precision])
     compared = [_with_rate(row) for row in every if row["model"] in PEERS or row["loss"] == ALONE]
-    return "\n\n".join([*parts, *aims(compared, AIMED, MODELS.keys() - PEERS.keys())])
+    return "\n\n".join([*parts, *aims(compared, MAIN, MODELS.keys() - PEERS.keys())])
 
 
 def _with_rate(row: Row) -> Row:

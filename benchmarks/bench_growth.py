@@ -17,8 +17,9 @@ width 256, batch 1, random weights, with the dropout of the defaults. The tasks,
 - forward: without gradients, with the logits of all tokens; the same peak; for "bf16" the model is cast;
 - decode: one token after a prompt, or a source, of that length; the cache; for "bf16" the model is cast.
 
-A cell has its own process and is the median of its calls after one that warms up. The process may hold two thirds of
-the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the same
+A cell has its own process and is the median of its calls that begin within ten seconds, after one that warms up. The
+lengths of a model's task follow each other, so that they are timed under the same load. The process may hold two thirds
+of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the same
 process, after glibc's allocator has been told to keep what is freed (`kept_seconds`): by default large blocks go back
 to the system, and the next ones cost page faults. If only the time by default grows faster than `LINEAR`, that is why.
 
@@ -62,6 +63,8 @@ MODELS = (*OURS, *MODES, *FURTHER)
 BIDIRECTIONAL = ("chela-bidirectional",)
 """Models that do not decode."""
 CALLS = {"step": 2, "forward": 3, "decode": 64}
+ENOUGH_S = 10.0
+"""No further call begins after so much time."""
 KEYS = ("model", "task", "precision", "length")
 MEASURES = {"seconds": "time", "held_mib": "memory"}
 KEPT = "kept_seconds"
@@ -117,11 +120,12 @@ def measure(
 
 def _time(pipe: Connection, name: str, call: Callable[[], object], calls: int, deadline: float) -> float:
     """Send the seconds of calls, at least of one, until there is no time for another; return those of the last one."""
+    enough = time.perf_counter() + ENOUGH_S
     for _ in range(calls):
         start = time.perf_counter()
         call()
         pipe.send((name, (took := time.perf_counter() - start)))
-        if time.perf_counter() + took > deadline:
+        if (now := time.perf_counter()) > enough or now + took > deadline:
             break
     return took
 
@@ -141,7 +145,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         and not (task == "decode" and model in BIDIRECTIONAL)
         and (model not in FURTHER or precision == arguments.precisions[0])
     ]
-    return fill(arguments, KEYS, [*MEASURES, KEPT, LIMIT], sorted(cells, key=lambda cell: cell[-1]), sent)
+    return fill(arguments, KEYS, [*MEASURES, KEPT, LIMIT], cells, sent)
 
 
 def _growth(rows: Sequence[Row]) -> Iterator[tuple[list[str], list[str]]]:

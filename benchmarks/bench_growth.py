@@ -18,10 +18,11 @@ width 256, batch 1, random weights, with the dropout of the defaults. The tasks,
 - decode: one token after a prompt, or a source, of that length; the cache; for "bf16" the model is cast.
 
 A cell has its own process and is the median of its calls that begin within ten seconds, after one that warms up. The
-lengths of a model's task follow each other, so that they are timed under the same load. The process may hold two thirds
-of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the same
-process, after glibc's allocator has been told to keep what is freed (`kept_seconds`): by default large blocks go back
-to the system, and the next ones cost page faults. If only the time by default grows faster than `LINEAR`, that is why.
+lengths of a model's task follow each other, so that they are timed under the same load. The process may hold two
+thirds of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the
+same process, after glibc's allocator has been told to keep what is freed (`kept_seconds`): by default large blocks go
+back to the system, and the next ones cost page faults. If only the time by default grows faster than `LINEAR`, that is
+why.
 
 An exponent is the least-squares slope of the logarithm over that of the length, over all lengths that were measured,
 and between the last two: 1 is linear growth, 0 none. The exit status is 1, once everything is written, if one is above

@@ -20,9 +20,9 @@ width 256, batch 1, random weights, with the dropout of the defaults. The tasks,
 A cell has its own process and is the median of its calls that begin within ten seconds, after one that warms up. The
 lengths of a model's task follow each other, so that they are timed under the same load. The process may hold two
 thirds of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the
-same process, after glibc's allocator has been told to keep what is freed (`kept_seconds`): by default large blocks go
-back to the system, and the next ones cost page faults. If only the time by default grows faster than `LINEAR`, that is
-why.
+same process, after glibc's allocator has been told to keep what is freed, in huge pages (`kept_seconds`): by default
+large blocks go back to the system, the next ones cost page faults, and small pages outgrow the processor's table of
+them. If only the time by default grows faster than `LINEAR`, that is why.
 
 An exponent is the least-squares slope of the logarithm over that of the length, over all lengths that were measured,
 and between the last two: 1 is linear growth, 0 none. The exit status is 1, once everything is written, if one is above
@@ -69,12 +69,12 @@ ENOUGH_S = 10.0
 KEYS = ("model", "task", "precision", "length")
 MEASURES = {"seconds": "time", "held_mib": "memory"}
 KEPT = "kept_seconds"
-"""As "seconds", with an allocator that keeps memory."""
+"""As "seconds", with an allocator that keeps memory in huge pages."""
 LIMIT = "limit_mib"
 LINEAR = 1.1
 """Exponents above it are explained."""
 UNEXPLAINED = "not explained yet"
-FREED = "page faults of freed memory, see the exponent beside it"
+FREED = "small pages, fetched anew; see the exponent beside it"
 
 # (model, task, "time" or "memory") -> why it grows faster than the length
 REASONS = {
@@ -114,7 +114,7 @@ def measure(
         deadline = started + deadline_s
         took = _time(pipe, "seconds", call, CALLS[task], deadline)
         # one more call warms up
-        if task != "decode" and time.perf_counter() + 2 * took <= deadline and keep_freed_memory():
+        if task != "decode" and time.perf_counter() + 2 * took <= deadline and keep_freed_memory(limit // 2):
             call()
             _time(pipe, KEPT, call, CALLS[task], deadline)
 
@@ -189,7 +189,7 @@ def report(rows: list[Row]) -> str:
         f"{conditions(rows[0])}. Exponents over the lengths that were measured, and between the last two; a note "
         f"where one is above {LINEAR}, and where the lengths end early.{limit}"
     )
-    exponents = ["exponent of time", "if freed memory is kept", "exponent of memory"]
+    exponents = ["exponent of time", "with kept huge pages", "exponent of memory"]
     header = ["model", "task", "precision", "lengths", *exponents, "note"]
     lines = [[*cells, "; ".join(notes)] for cells, notes in _growth(rows)]
     return f"{caption}\n\n{markdown_table(header, lines)}"

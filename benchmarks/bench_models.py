@@ -25,6 +25,7 @@ import ctypes
 import gc
 import itertools
 import math
+import mmap
 import multiprocessing
 import os
 import resource
@@ -188,12 +189,19 @@ def forget_peak() -> float:
     return memory("VmRSS")
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc not to give freed memory back to the system, and return whether it can do so."""
-    largest = 2**31 - 1  # bytes, an int
+def keep_freed_memory(heap: int) -> bool:
+    """Tell glibc to keep freed memory, the next `heap` bytes of it in huge pages, and return whether it can do so."""
+    trim_threshold, mmap_max, huge_page = -1, -4, 14  # M_TRIM_THRESHOLD, M_MMAP_MAX and MADV_HUGEPAGE in C
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        return all(libc.mallopt(option, largest) for option in (-1, -3))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        libc.malloc.restype = ctypes.c_void_p
+        if not (libc.mallopt(trim_threshold, -1) and libc.mallopt(mmap_max, 0)):
+            return False
+        if block := libc.malloc(ctypes.c_size_t(heap)):  # the heap grows, but has no pages until they are written
+            skipped = -block % mmap.PAGESIZE
+            advised = libc.madvise(ctypes.c_void_p(block + skipped), ctypes.c_size_t(heap - skipped), huge_page) == 0
+            libc.free(ctypes.c_void_p(block))
+            return advised
     return False
 
 

@@ -21,7 +21,7 @@ def quick(monkeypatch):
     measure_here(monkeypatch, bench_growth)
     shrink_models(monkeypatch)
     monkeypatch.setattr(bench_growth, "CALLS", dict.fromkeys(bench_growth.CALLS, 1))
-    monkeypatch.setattr(bench_growth, "keep_freed_memory", lambda: True)  # not in the tests' own process
+    monkeypatch.setattr(bench_growth, "keep_freed_memory", lambda heap: True)  # not in the tests' own process
 
 
 @pytest.mark.usefixtures("quick")
@@ -173,7 +173,7 @@ def test_freed_memory_is_no_reason_where_a_length_was_not_timed_with_it():
 @pytest.mark.usefixtures("quick")
 def test_calls_with_kept_memory_need_time(monkeypatch):
     """A cell whose calls by default take all of it is measured none the less."""
-    monkeypatch.setattr(bench_growth, "keep_freed_memory", lambda: pytest.fail("there was no time"))
+    monkeypatch.setattr(bench_growth, "keep_freed_memory", lambda heap: pytest.fail("there was no time"))
     sent = bench_growth.in_process(bench_growth.measure, ("chela", "forward", "fp32", 32, 1, 0.0), 60.0)
     assert [name for name, _ in sent].count("seconds") == 1
     assert sent[-1] == ("outcome", "ok")
@@ -191,7 +191,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 freed = faults()
-assert keep_freed_memory()
+assert keep_freed_memory(2**30)
 for _ in range(3):  # the heap grows to what it needs
     faults()
 assert faults() * 10 < freed, freed

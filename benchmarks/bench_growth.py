@@ -22,8 +22,8 @@ lengths of a model's task follow each other, so that they are timed under the sa
 thirds of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the
 same process, after glibc's allocator has been told to keep what is freed, in huge pages (`kept_seconds`): by default
 large blocks go back to the system, the next ones cost page faults, and small pages outgrow the processor's table of
-them. If only the time by default grows faster than `LINEAR`, that is why. What holds more than half of the limit is not
-timed again.
+them. If only the time by default grows faster than `LINEAR`, that is why. What holds more than half of the limit is
+not timed again.
 
 An exponent is the least-squares slope of the logarithm over that of the length, over all lengths that were measured,
 and between the last two: 1 is linear growth, 0 none. The exit status is 1, once everything is written, if one is above

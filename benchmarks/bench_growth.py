@@ -115,9 +115,9 @@ def measure(
         pipe.send(("held_mib", held))
         deadline = started + deadline_s
         took = _time(pipe, "seconds", call, CALLS[task], deadline)
-        heap = round(held * 2**20)  # beside what the process has already
-        enough = time.perf_counter() + 2 * took <= deadline and 2 * heap <= limit  # one more call warms up
-        if task != "decode" and enough and keep_freed_memory(heap):
+        heap = held * 2**20  # beside what the process has already; NaN where memory is not known
+        fits = time.perf_counter() + 2 * took <= deadline and 2 * heap <= limit  # one more call warms up
+        if task != "decode" and fits and keep_freed_memory(round(heap)):
             call()
             _time(pipe, KEPT, call, CALLS[task], deadline)
 

@@ -25,7 +25,6 @@ import ctypes
 import gc
 import itertools
 import math
-import mmap
 import multiprocessing
 import os
 import resource
@@ -198,7 +197,7 @@ def keep_freed_memory(heap: int) -> bool:
         if not (libc.mallopt(trim_threshold, -1) and libc.mallopt(mmap_max, 0)):
             return False
         if block := libc.malloc(ctypes.c_size_t(heap)):  # the heap grows, but has no pages until they are written
-            skipped = -block % mmap.PAGESIZE
+            skipped = -block % os.sysconf("SC_PAGE_SIZE")
             advised = libc.madvise(ctypes.c_void_p(block + skipped), ctypes.c_size_t(heap - skipped), huge_page) == 0
             libc.free(ctypes.c_void_p(block))
             return advised

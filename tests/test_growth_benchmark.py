@@ -1,5 +1,6 @@
 """The table of growth: cells are measured once, and exponents above the linear ones are explained."""
 
+import math
 import subprocess
 import sys
 
@@ -177,6 +178,25 @@ def test_calls_with_kept_memory_need_time(monkeypatch):
     sent = bench_growth.in_process(bench_growth.measure, ("chela", "forward", "fp32", 32, 1, 0.0), 60.0)
     assert [name for name, _ in sent].count("seconds") == 1
     assert sent[-1] == ("outcome", "ok")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("held", [math.nan, 2.0**30])
+def test_kept_memory_must_fit_beside_what_a_cell_held(monkeypatch, held):
+    monkeypatch.setattr(bench_growth, "memory", lambda field: held)
+    monkeypatch.setattr(bench_growth, "forget_peak", lambda: 0.0)
+    monkeypatch.setattr(bench_growth, "keep_freed_memory", lambda heap: pytest.fail("there was no room"))
+    sent = bench_growth.in_process(bench_growth.measure, ("chela", "forward", "fp32", 32, 1, 60.0), 60.0)
+    assert sent[-1] == ("outcome", "ok")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("enough", "calls"), [(0.0, 1), (60.0, 3)])
+def test_no_call_begins_once_there_were_enough(monkeypatch, enough, calls):
+    monkeypatch.setattr(bench_growth, "ENOUGH_S", enough)
+    monkeypatch.setattr(bench_growth, "CALLS", {"forward": 3})
+    sent = bench_growth.in_process(bench_growth.measure, ("chela", "forward", "fp32", 32, 1, 60.0), 60.0)
+    assert [name for name, _ in sent].count("seconds") == calls
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")

@@ -299,6 +299,28 @@ def test_losses_are_shifted_and_accumulated_whatever_the_class(
     assert logs[4]["grad_norm"] == pytest.approx(logs[1]["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("model_type", some(["gpt2", "spade", "other_lm"], "spade"))
+def test_a_first_batch_without_labels_does_not_tell_how_losses_are_averaged(command, monkeypatch, model_type):
+    found = {}
+    train = clm.train
+
+    def spy(trainer, resume_from, argv):
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+        labels = batch.pop("labels")
+        count = 3 * labels[:, 1:].ne(-100).sum()
+        trainer.compute_loss(trainer.model, {**batch, "labels": torch.full_like(labels, -100)}, False, count)
+        found["loss"] = trainer.compute_loss(trainer.model, {**batch, "labels": labels}, False, count).item()
+        with torch.no_grad():
+            logits = trainer.model(**batch).logits[:, :-1].flatten(0, 1)
+        found["expected"] = F.cross_entropy(logits, labels[:, 1:].flatten()).item() / 3
+        return train(trainer, resume_from, argv)
+
+    monkeypatch.setattr(clm, "train", spy)
+    flags = ["--do_train", "--max_steps", "1", "--save_strategy", "no", "--max_train_samples", "8"]
+    clm.main(command(model_type, ["train"], *flags, overrides=NO_DROPOUT.get(model_type, "")))
+    assert found["loss"] == pytest.approx(found["expected"], rel=1e-5)
+
+
 # ---- data ----
 
 

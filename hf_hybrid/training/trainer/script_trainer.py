@@ -225,7 +225,7 @@ class ScriptTrainer(Trainer):
         # count like Trainer: a language model does not predict the first token of a row
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
         items = labels.ne(IGNORED_LABEL).sum()
-        if self._loss_counts_items is None:
+        if self._loss_counts_items is None and items:  # a batch without a label tells nothing
             self._loss_counts_items = loss_counts_items(model, inputs, items)
             if not self._loss_counts_items and self.args.n_gpu > 1:
                 # DataParallel returns one mean per GPU: fall back to the mean over batches

@@ -4,8 +4,7 @@ Shapes: `B` batch · `T` queries · `S` keys · `H` heads · `K` key dim · `V` 
 """
 
 import math
-from bisect import bisect_left, bisect_right
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +32,13 @@ def laplace(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf((x - _MU) / (_SIGMA * math.sqrt(2))))
 
 
+def _chunks(position: Tensor, kept: Tensor | None, chunk_size: int, first: Tensor | None) -> Tensor:
+    """Return the number of the chunk of every key, `(B, S)`; chunks begin with a row's first token."""
+    if first is None:
+        first = position.new_zeros(1) if kept is None else kept.int().argmax(1)
+    return torch.div(position - first[:, None], chunk_size, rounding_mode="floor")
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -49,11 +55,7 @@ def forward(
     past = keys - length
     position = torch.arange(keys, device=query.device)
     kept = None if attention_mask is None else attention_mask.to(torch.bool)
-    chunks = None
-    if chunk_size is not None:
-        if first is None:
-            first = position.new_zeros(batch) if kept is None else kept.int().argmax(1)
-        chunks = torch.div(position - first[:, None], chunk_size, rounding_mode="floor")
+    chunks = None if chunk_size is None else _chunks(position, kept, chunk_size, first)
     reach = keys if chunk_size is None else chunk_size - 1
     rows = max(1, _SCORES // max(1, batch * heads * min(keys, 2 * reach + 1)))
     rows = rows if chunk_size is None else min(rows, chunk_size)
@@ -76,17 +78,21 @@ def forward(
             weights = F.dropout(laplace(scores / count) * seen[:, None], dropout)
             return (weights @ v.to(wide).transpose(1, 2)).transpose(1, 2).to(q.dtype)
 
-    # the gradient of every slice of keys would be as long as all keys; parts of a split share one
-    edges = sorted({0, keys, *range(past % rows, keys, rows)})
-    parts = [x.split([b - a for a, b in pairwise(edges)], dim=1) for x in (key, value)]
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    run = partial(checkpoint, attend, use_reentrant=False) if differentiated else attend
+    if split := differentiated and chunk_size is not None:
+        # the gradient of a slice is as long as all keys; parts of a split share one
+        edge = past % rows or rows  # of the first part; the others have as many keys as a block has queries
+        sizes = [min(edge, keys), *(min(rows, keys - at) for at in range(edge, keys, rows))]
+        parts = [x.split(sizes, dim=1) for x in (key, value)]
     outputs = []
     for start, q in zip(range(0, length, rows), query.split(rows, dim=1), strict=True):
         low, high = max(0, past + start - reach), past + start + q.shape[1] + (0 if causal else reach)
-        if differentiated:
-            at = slice(bisect_right(edges, low) - 1, bisect_left(edges, min(high, keys)))
-            k, v = (x[at] for x in parts)
-            outputs.append(checkpoint(attend, q, k, v, start, edges[at.start], use_reentrant=False))
+        if split:
+            first_part, last_part = ((at - edge) // rows + 1 for at in (low, min(high, keys) - 1))
+            low = max(0, edge + (first_part - 1) * rows)
+            k, v = (x[first_part : last_part + 1] for x in parts)
         else:
-            outputs.append(attend(q, (key[:, low:high],), (value[:, low:high],), start, low))
+            k, v = ((x[:, low:high],) for x in (key, value))
+        outputs.append(run(q, k, v, start, low))
     return torch.cat(outputs, dim=1)

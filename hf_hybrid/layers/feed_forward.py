@@ -46,10 +46,13 @@ class FeedForward(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map `(B, T, D)` to `(B, T, D)`."""
         wide = [proj(hidden_states) for proj in (self.gate_proj, self.up_proj) if proj is not None]
-        if self._keeps_twice() and _are_plain(self.down_proj, self.activation, self.dropout):
-            return _project(self._activate, self.down_proj, *wide)
-        if self._is_relu():
-            return self.down_proj(self.dropout.after_relu(*wide))
+        # a compiler decides for itself what its graph computes again
+        is_known = not torch.compiler.is_compiling() and type(self.dropout) is Dropout
+        if is_known and _are_plain(self.activation, self.dropout):
+            if self._is_relu():
+                return self.down_proj(self.dropout.after_relu(*wide))
+            if self._keeps_twice() and _is_linear(self.down_proj):
+                return _project(self._activate, self.down_proj, *wide)
         return self.down_proj(self.dropout(self._activate(*wide)))
 
     def _activate(self, first: Tensor, *others: Tensor) -> Tensor:
@@ -59,25 +62,28 @@ class FeedForward(nn.Module):
 
     def _is_relu(self) -> bool:
         """Whether what is kept is relu's result alone, since it tells relu's gradient."""
-        return self.gate_proj is None and isinstance(self.activation, nn.ReLU)
+        return self.gate_proj is None and type(self.activation) is nn.ReLU
 
     def _keeps_twice(self) -> bool:
         """Whether autograd would keep both what is activated and the result, and nothing hinders computing it again.
 
-        A compiler decides for itself what its graph computes again. Dropout, a trained activation (PReLU), one in
-        place and the transforms of `torch.func` are left to autograd.
+        Dropout, a trained activation (PReLU), one in place and the transforms of `torch.func` are left to autograd.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._is_relu():
+        if not torch.is_grad_enabled():
             return False
         drops = self.training and self.dropout.p > 0
         altered = getattr(self.activation, "inplace", False) or any(True for _ in self.activation.parameters())
         return not (drops or altered or torch._C._are_functorch_transforms_active())
 
 
-def _are_plain(linear: nn.Module, *others: nn.Module) -> bool:
-    """Whether to call these modules is to call their classes' forward, and the first one is an ordinary linear map."""
-    is_linear = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
-    return is_linear and not _has_any_global_hook() and not any(_is_altered(module) for module in (linear, *others))
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is an ordinary linear map."""
+    return type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and _are_plain(module)
+
+
+def _are_plain(*modules: nn.Module) -> bool:
+    """Whether to call these modules is to call their classes' forward."""
+    return not _has_any_global_hook() and not any(_is_altered(module) for module in modules)
 
 
 def _is_altered(module: nn.Module) -> bool:

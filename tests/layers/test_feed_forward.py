@@ -147,6 +147,24 @@ def alter_by_forward(module):
     return calls
 
 
+def alter_class(module):
+    calls = []
+
+    class Counted(type(module.activation)):
+        def forward(self, x):
+            calls.append(x)
+            return super().forward(x)
+
+    module.activation = Counted()
+    return calls
+
+
+def alter_dropout(module):
+    calls = []
+    module.dropout.register_forward_hook(lambda *arguments: calls.append(arguments))
+    return calls
+
+
 def alter_activation(module):
     calls = []
     module.activation.register_forward_pre_hook(lambda *arguments: calls.append(arguments))
@@ -157,6 +175,18 @@ def alter_all(module):
     calls = []
     module.handle = nn.modules.module.register_module_forward_hook(lambda *arguments: calls.append(arguments))
     return calls
+
+
+@pytest.mark.parametrize("alter", [alter_activation, alter_class, alter_dropout])
+def test_an_altered_relu_or_dropout_is_called(alter):
+    module = make("relu")
+    expected, _ = step(module, module)
+    calls = alter(module)
+    found, _ = step(module, module)
+    assert len(calls) >= 1  # and in the backward, if what is kept does not tell the gradient
+    assert_same(found, expected)
+    module.dropout = nn.Identity()
+    assert_same(step(module, module)[0], expected)
 
 
 @pytest.mark.parametrize("alter", [alter_by_hook, alter_by_forward, alter_activation, alter_all])

@@ -47,9 +47,29 @@ def test_the_two_references_agree(length):
         assert_close(one, other, "float64")
 
 
+@pytest.fixture(params=["as it is here", "bfloat16", "float32"])
+def products(request, monkeypatch):
+    """In which precision tensors of bfloat16 are multiplied, whatever the machine prefers."""
+    if request.param != "as it is here":
+        monkeypatch.setattr(torch_impl, "operand_dtype", lambda x: getattr(torch, request.param))
+    return request.param
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_products_of_bfloat16(length, products, poisoned):
+    tensors = make(length, torch.bfloat16)
+    for causal in (True, False):
+        actual = run(linear_attention, tensors[: 4 if causal else 3], causal=causal)
+        expected = run(reference.linear_attention, tensors[: 4 if causal else 3], causal=causal)
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert one.dtype == other.dtype
+            is_sum = one.dtype == torch.float32 and index < 2
+            assert_close(one, other, "float32" if is_sum and products == "float32" else "bfloat16")
+
+
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_outputs_and_gradients_match_the_reference(length, dtype, with_state, poisoned):
     name = str(dtype).removeprefix("torch.")
     row = {"float64": "float64 gradient", "float32": "float32 gradient"}.get(name, name)
@@ -57,7 +77,7 @@ def test_outputs_and_gradients_match_the_reference(length, dtype, with_state, po
     actual, expected = run(linear_attention, tensors), run(reference.linear_attention, tensors)
     assert actual[0].dtype == torch.promote_types(dtype, torch.float32)
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        # sums of float16, and products too, are in float32; of bfloat16 the products need not be
+        # sums of float16, and products too, are in float32
         assert_close(one, other, ("float32" if dtype == torch.float16 else name) if index < 2 else row)
 
 
@@ -219,6 +239,14 @@ def test_16_bits_stay_finite_over_long_sequences(dtype):
     output, state = linear_attention(query, key, value)
     assert_close(output[0, :, 0, 0], 256.0 * torch.arange(1, 16385), "float32")
     assert_close(state, torch.full_like(state, 16384 * 16.0), "float32")
+
+
+def test_the_state_of_bfloat16_is_summed_in_float32(products):
+    """A block adds 64 * 9, which has few bits; their sum does not."""
+    query, key, value = (torch.full((1, 16384, 1, 4), 3.0, dtype=torch.bfloat16) for _ in range(3))
+    output, state = linear_attention(query, key, value)
+    assert_close(output[0, :, 0, 0], 108.0 * torch.arange(1, 16385), "bfloat16")
+    assert_close(state, torch.full_like(state, 16384 * 9.0), "float32")
 
 
 def test_inputs_and_state_are_not_written_to():

@@ -36,7 +36,7 @@ def linear_attention(
     (CHELA, section 4.1). It takes O(T C (K + V) + T K V) multiplications per head and memory of the input's size. The
     backward pass stores the inputs and the norm's output. One token is one step of the recurrence, O(K V).
 
-    A key of zeros hides a token, such as padding. bfloat16 may round S and weights as factors; S is summed in float32.
+    A key of zeros hides a token, such as padding. bfloat16 may round factors and parts of sums; S is in float32.
 
     Args:
         query: `(B, T, H, K)`, float64, float32, bfloat16 or float16.

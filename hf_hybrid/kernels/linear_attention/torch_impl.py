@@ -6,8 +6,9 @@ and then in reverse, passing on the gradient of S. A product is that of a group 
 of their updates. Nothing of size T C or T K V / C is stored.
 
 Products of bfloat16 have such operands where that is fast, as on a GPU: scores and S are rounded before they are
-multiplied. S itself, whose sums are as long as the sequence, and outputs are added up in float32. float16 has fewer
-exponents than S needs, and is computed in float32.
+multiplied, and so are a block's part of S and both parts of an output before they are added. S itself, whose sums are
+as long as the sequence, and outputs are added up in float32. float16 has fewer exponents than S needs, and is computed
+in float32.
 
 Shapes: `B` batch · `T` length · `H` heads · `K` key dim · `V` value dim · `R` = B H rows · `C` block · `n` blocks.
 """
@@ -40,10 +41,14 @@ def _cached(x: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of products of such a tensor."""
+    return operand_dtype(x) if x.dtype == torch.bfloat16 else compute_dtype(x)
+
+
 def _blocks(*tensors: Tensor) -> Iterator[Tensor]:
     """Yield tensors as contiguous blocks, `(n, R, C, ·)`, in the dtype of the products; zeros fill the last."""
-    first = tensors[0]
-    dtype = operand_dtype(first) if first.dtype == torch.bfloat16 else compute_dtype(first)
+    dtype = _product_dtype(tensors[0])
     for x in tensors:
         batch, length, heads, width = x.shape
         size = min(_BLOCK, max(1, length))
@@ -252,7 +257,7 @@ def bidirectional(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor 
     if cu_seqlens is not None:
         parts = bounds(cu_seqlens, query.shape[1])
         return torch.cat([bidirectional(query[:, at], key[:, at], value[:, at], None) for at in parts], dim=1)
-    wide = compute_dtype(query)
-    q, k, v = (x.to(wide).transpose(1, 2) for x in (query, key, value))
+    dtype = _product_dtype(query)
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
     with full_precision(query.device):
-        return (q @ (k.mT @ v)).transpose(1, 2)
+        return (q @ (k.mT @ v)).transpose(1, 2).to(compute_dtype(query))

@@ -52,16 +52,17 @@ def chunked_loss(
         The sum, a scalar, and the number of labels other than -100, int64.
 
     Note:
-        Tokens without a label are dropped first, except under `torch.compile`, where no shape may depend on data. If
-        there are none, a CPU copies nothing; other devices would have to wait to know.
+        Tokens without a label are dropped first, except under `torch.compile` and on the meta device, where no shape
+        may depend on data. (An adaptive head's `function` has such shapes, and breaks the graph.)
         Under autocast each chunk casts the weights itself, so that gradients add up in float32 and not in 16 bits.
     """
     labels = labels.to(hidden_states.device)
+    hidden_states, labels = hidden_states.flatten(0, -2), labels.flatten()
     counted = labels != IGNORED
-    if torch.compiler.is_compiling() or (counted.device.type == "cpu" and bool(counted.all())):
-        hidden_states, labels = hidden_states.flatten(0, -2), labels.flatten()
-    else:
-        hidden_states, labels = hidden_states[counted], labels[counted]
+    if not (torch.compiler.is_compiling() or counted.is_meta):
+        index = counted.nonzero().squeeze(1)
+        if len(index) < len(labels):
+            hidden_states, labels = hidden_states[index], labels[index]
 
     def loss_alone(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         with _uncached(states.device.type):
@@ -76,6 +77,6 @@ def chunked_loss(
 
 def _uncached(device_type: str) -> AbstractContextManager[object]:
     """Let autocast keep no cast weights, if it is on."""
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)

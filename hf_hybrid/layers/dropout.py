@@ -30,7 +30,7 @@ def dropout(input: Tensor, p: float, training: bool) -> Tensor:
     """Set elements to zero with probability p and divide the others by 1 - p, in training.
 
     On a CPU torch draws the elements of a mask one by one, which takes longer than a norm, and keeps the mask for the
-    backward. Here torch's generator gives a seed, and whole words of random bits are drawn from it, forward and again
+    backward. Here torch's generator gives a seed, and a table of random words is drawn from it, forward and again
     backward; p is rounded to a multiple of 2**-16, and so is what the others are divided by. On other devices and in
     compiled graphs, which have fast generators, it is torch's.
 
@@ -66,7 +66,7 @@ def _dropout(x: Tensor, seed: Tensor, dropped: int) -> Tensor:
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     masks = Masks(seed, dropped, min(x.numel(), _ELEMENTS))
     for part, out in zip(x.reshape(-1).split(_ELEMENTS), result.view(-1).split(_ELEMENTS), strict=True):
-        torch.mul(out.copy_(masks.draw(len(part))).mul_(_scale(dropped)), part, out=out)
+        torch.mul(out.copy_(masks.draw(len(part))), part, out=out).mul_(_scale(dropped))
     return result
 
 

@@ -21,7 +21,7 @@ def test_as_many_elements_are_dropped_as_asked_for_and_each_by_itself(p):
     found = kept != 0
     deviation = (p * (1 - p) / count) ** 0.5
     assert abs((~found).double().mean() - p) < 5 * deviation + 2**-16
-    for lag in (1, 2, 3, 4, dropout._ELEMENTS):  # neighbours come from one word, and each part draws its own words
+    for lag in (1, 2, 3, 4, dropout._ELEMENTS):  # neighbours share a word, and parts share words
         both = (~found[lag:] & ~found[:-lag]).double().mean()
         assert abs(both - p * p) < 5 * (p * p * (1 - p * p) / count) ** 0.5 + 2**-15 * p
     assert abs(kept.double().mean() - 1) < 5 * deviation / (1 - p)

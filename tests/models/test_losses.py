@@ -14,7 +14,7 @@ from ..matrix import some
 from ..tolerances import assert_close
 from ..torchrun import in_forks
 from .losses_divided import WRAPPERS
-from .tiny import is_causal_lm, tiny_inputs, tiny_labels, tiny_model
+from .tiny import DECODERS, is_causal_lm, tiny_inputs, tiny_labels, tiny_model
 
 CAUSAL, PAIRS, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
 HEADS = [
@@ -167,9 +167,10 @@ def test_a_head_with_an_adapter(model_type, auto_class, targets):
         assert_close(actual[name], gradient, "float64 gradient")
 
 
-def test_a_compiled_step_is_one_graph():
+@pytest.mark.parametrize("form", ["short-long convolution", "laplace", "laplace in chunks"])
+def test_a_compiled_step_is_one_graph(form):
     torch.compiler.reset()
-    model = tiny_model("chela", CAUSAL, **NONE).train()
+    model = tiny_model("chela", CAUSAL, **NONE, **DECODERS["chela", CAUSAL][form]).train()
     inputs, labels = labelled(model)
     found = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -178,6 +179,14 @@ def test_a_compiled_step_is_one_graph():
     assert_close(found[1][0], found[0][0], "float32 model")
     for name, gradient in found[0][1].items():
         assert_close(found[1][1][name], gradient, "float32 gradient")
+
+
+@pytest.mark.parametrize("auto_class", [CAUSAL, MASKED])
+def test_a_step_without_memory(auto_class):
+    model = tiny_model("chela", auto_class, **NONE).to("meta").train()
+    tokens = torch.ones(2, 11, dtype=torch.int64, device="meta")
+    model(input_ids=tokens, labels=tokens, skip_logits=True).loss.backward()
+    assert model.get_output_embeddings().weight.grad.is_meta
 
 
 def test_processes_with_unequal_numbers_of_chunks(tmp_path):

@@ -29,6 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.record import Row, command_line, conditions, exponent, markdown_table, measured_stamp, write_csv
+from benchmarks.workloads import seconds
 from hf_hybrid.kernels import linear_attention, short_conv
 from hf_hybrid.kernels.linear_attention.torch_impl import _BLOCK
 from hf_hybrid.kernels.long_conv import online_conv, start_online_conv
@@ -49,13 +50,6 @@ PROMPTS = (1024, 4096, 16384)
 DECODED = 256  # tokens
 Cell = tuple[str, str, int]
 Ways = dict[str, Callable[[], float]]
-
-
-def seconds(step: Callable[[], object]) -> float:
-    """Time one call."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def attention_cells(lengths: Sequence[int]) -> Iterator[tuple[Cell, Ways]]:

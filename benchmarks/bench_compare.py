@@ -37,7 +37,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -48,7 +47,7 @@ from typing import Any, NamedTuple
 from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, limit_memory, memory, most_memory
 from benchmarks.builders import OURS, SIZED, SIZES, build, build_sized
 from benchmarks.record import Row, command_line, conditions, markdown_table, measured_stamp, say, write_csv
-from benchmarks.workloads import decoding, generation, training_step
+from benchmarks.workloads import decoding, generation, seconds, training_step
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_OUT = Path("runs/bench/compare_cpu.csv")
@@ -149,10 +148,13 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)  # torch and transformers, but not the package
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, checkout, threads))
+        self.process = context.Process(target=serve, args=(theirs, checkout, threads), daemon=True)
         self.process.start()
         theirs.close()
-        there = self.ask("where")
+        try:
+            there = self.ask("where")
+        except RuntimeError as error:
+            raise RuntimeError(f"{PACKAGE} of {checkout} cannot be imported: {error}") from None
         if there != checkout:
             raise RuntimeError(f"{PACKAGE} must come from {checkout}; got {there}")
 
@@ -201,16 +203,10 @@ def serve(pipe: Connection, checkout: Path, threads: int) -> None:
                     value = _peak_of(call)
                 else:
                     assert call is not None
-                    value = _seconds(call)
+                    value = seconds(call)
             except Exception as problem:
                 error = f"{type(problem).__name__}: {problem}".splitlines()[0]
             pipe.send((value, error))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def import_seconds(checkout: Path) -> float:
@@ -277,7 +273,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         checkouts = {"tree": ROOT, "base": unpack(arguments.base, Path(folder).resolve())}
         for number in range(arguments.rounds):
             tested = any(case.task != "import" for case in wanted)
-            workers = {side: Worker(checkouts[side], arguments.threads) for side in SIDES if tested}
+            try:
+                workers = {side: Worker(checkouts[side], arguments.threads) for side in SIDES if tested}
+            except RuntimeError as error:
+                sys.exit(f"both packages must be there to compare: {error}")
             for case in wanted:
                 if case in wrong:
                     continue

@@ -16,17 +16,20 @@ same command goes on where it was stopped. `benchmarks.bench_compare --tasks gen
   and from the lowest to the highest;
 - operators: torch's operators that a token calls, where it is not compiled;
 - compile: seconds that the first call takes longer than a later one, where it is compiled; no other column has them.
+  No code of an earlier process is there to be loaded.
 """
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
@@ -45,7 +48,7 @@ from benchmarks.record import (
     of_rounds,
     positive_int,
 )
-from benchmarks.workloads import generation
+from benchmarks.workloads import generation, seconds
 
 DEFAULT_OUT = Path("runs/bench/generation_cpu.csv")
 PROMPT, TOKENS, REPEATS = 64, 64, 3
@@ -83,14 +86,18 @@ def compiling() -> dict[str, Any]:
 
 def measure(pipe: Connection, size: str, name: str, batch: int, decoding: str, threads: int) -> None:
     """Send the columns of one cell."""
-    with what_went_wrong(pipe):
+    with (
+        what_went_wrong(pipe),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as compiled,
+        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=compiled),
+    ):
         limit_memory(threads)
         model = build_sized(name, size)
         settings = compiling() if decoding == COMPILED else {}
         short, long = (generation(model, PROMPT, tokens, batch, **settings) for tokens in (1, 1 + TOKENS))
-        first = _seconds(long)  # allocates, and compiles; a second call may compile for lengths that vary
+        first = seconds(long)  # allocates, and compiles; a second call may compile for lengths that vary
         if decoding == COMPILED:
-            again, later = _seconds(long), _seconds(long)
+            again, later = seconds(long), seconds(long)
             pipe.send(("compile_s", max(0.0, first + again - 2 * later)))
         else:
             few = generation(model, PROMPT, 5, batch)
@@ -98,19 +105,13 @@ def measure(pipe: Connection, size: str, name: str, batch: int, decoding: str, t
         short()
         spent: dict[str, list[float]] = {"start": [], "token": []}
         for _ in range(REPEATS):
-            times = [1e3 * _seconds(call) for call in (short, long)]
+            times = [1e3 * seconds(call) for call in (short, long)]
             spent["start"].append(times[0])
             spent["token"].append((times[1] - times[0]) / TOKENS)
         for what, values in spent.items():
             pipe.send((f"{what}_ms", statistics.median(values)))
         pipe.send(("min_ms", min(spent["token"])))
         pipe.send(("max_ms", max(spent["token"])))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:

@@ -15,15 +15,16 @@ width 256, batch 1, random weights, with the dropout of the defaults. The tasks,
   `benchmarks.bench_models`). The loss is computed alone (`skip_logits`), as the scripts do: how the logits of all
   tokens grow is not what is asked;
 - forward: without gradients, with the logits of all tokens; the same peak; for "bf16" the model is cast;
-- decode: one token after a prompt, or a source, of that length; the cache; for "bf16" the model is cast.
+- decode: one token after a prompt, or a source, of that length; the cache; for "bf16" the model is cast. The mean of a
+  window's tokens, since some do more than others.
 
-A cell has its own process and is the median of its calls that begin within ten seconds, after one that warms up. The
-lengths of a model's task follow each other, so that they are timed under the same load. The process may hold two
-thirds of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second time in the
-same process, after glibc's allocator has been told to keep what is freed, in huge pages (`kept_seconds`): by default
-large blocks go back to the system, the next ones cost page faults, and small pages outgrow the processor's table of
-them. If only the time by default grows faster than `LINEAR`, that is why. What holds more than half of the limit is
-not timed again.
+A cell has its own process; a step or forward is the median of the calls that begin within ten seconds, after one that
+warms up. The lengths of a model's task follow each other, so that they are timed under the same load. The process may
+hold two thirds of the machine's memory, which the column `limit_mib` records. Steps and forwards are timed a second
+time in the same process, after glibc's allocator has been told to keep what is freed, in huge pages (`kept_seconds`):
+by default large blocks go back to the system, the next ones cost page faults, and small pages outgrow the processor's
+table of them. If only the time by default grows faster than `LINEAR`, that is why. What holds more than half of the
+limit is not timed again.
 
 An exponent is the least-squares slope of the logarithm over that of the length, over all lengths that were measured,
 and between the last two: 1 is linear growth, 0 none. The exit status is 1, once everything is written, if one is above
@@ -40,6 +41,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench_language_models import WINDOW
 from benchmarks.bench_models import (
     PRECISIONS,
     forget_peak,
@@ -64,7 +66,8 @@ LONGEST = dict.fromkeys(("srformer", "srformer-segmented", "srformer-recurrent")
 MODELS = (*OURS, *MODES, *FURTHER)
 BIDIRECTIONAL = ("chela-bidirectional",)
 """Models that do not decode."""
-CALLS = {"step": 2, "forward": 3, "decode": 64}
+CALLS = {"step": 2, "forward": 3}
+DECODED = WINDOW
 ENOUGH_S = 10.0
 """No further call begins after so much time."""
 KEYS = ("model", "task", "precision", "length")
@@ -111,13 +114,20 @@ def measure(
             built.zero_grad(set_to_none=True)
             call, idle = make(built, length), forget_peak()
         call()
-        held = held_mib(cache) if task == "decode" else memory("VmHWM") - idle
+        if task == "decode":
+            pipe.send(("held_mib", held_mib(cache)))
+            start = time.perf_counter()
+            for _ in range(DECODED):
+                call()
+            pipe.send(("seconds", (time.perf_counter() - start) / DECODED))
+            return
+        held = memory("VmHWM") - idle
         pipe.send(("held_mib", held))
         deadline = started + deadline_s
         took = _time(pipe, "seconds", call, CALLS[task], deadline)
         heap = held * 2**20  # beside what the process has already; NaN where memory is not known
         fits = time.perf_counter() + 2 * took <= deadline and 2 * heap <= limit  # one more call warms up
-        if task != "decode" and fits and keep_freed_memory(round(heap)):
+        if fits and keep_freed_memory(round(heap)):
             call()
             _time(pipe, KEPT, call, CALLS[task], deadline)
 

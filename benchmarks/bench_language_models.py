@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from benchmarks.bench_models import (
     INNER,
     LAYERS,
     PRECISIONS,
+    RATE,
     VOCABULARY,
     WIDTH,
     against_floor,
@@ -56,7 +57,7 @@ from benchmarks.bench_models import (
     forget_peak,
     in_process,
     limit_memory,
-    matmul_rate,
+    measure_matmul,
     memory,
     what_went_wrong,
 )
@@ -224,10 +225,14 @@ def count_flops(name: str, length: int) -> float | None:
 def measure_training(
     pipe: Connection, name: str, precision: str, length: int, loss: str, threads: int, deadline_s: float
 ) -> None:
-    """Send the seconds of the first and of later steps at a length, the peak memory in MiB, and the bytes kept."""
+    """Send the seconds of the first and of later steps at a length, the peak memory in MiB, and the bytes kept.
+
+    Beside these, the rate of matrix products before and after the steps.
+    """
     started = time.perf_counter()
     with what_went_wrong(pipe):
         limit_memory(threads)
+        pipe.send((RATE, measure_matmul(precision)))
         model = build_model(name).train()
         tokens = torch.randint(3, VOCABULARY, (1, length))
         pipe.send(("parameters", model.num_parameters()))
@@ -253,6 +258,7 @@ def measure_training(
             if time.perf_counter() - started + first > deadline_s:
                 break
             pipe.send(("step_s", step(length)))
+        pipe.send((RATE, measure_matmul(precision)))
         if time.perf_counter() - started + first > deadline_s:
             return
         with Stored(*model.parameters(), *model.buffers()) as stored:
@@ -285,23 +291,19 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         for loss in ((LOGITS,) if name in PEERS else arguments.losses)
     ]
 
-    @cache
-    def rate(precision: str, number: int) -> float:
-        return matmul_rate(precision, arguments.threads)
-
     def measure(cell: Row, number: int) -> Row:
         name, precision, length, limit = cell["model"], cell["precision"], int(cell["length"]), arguments.time_limit
-        shared, speed = (arguments.threads, limit), rate(precision, number)
+        shared = (arguments.threads, limit)
         sent = in_process(measure_training, (name, precision, length, cell["loss"], *shared), limit)
         if name in PEERS or cell["loss"] == ALONE:  # the loss makes no difference to decoding
             sent += in_process(measure_decoding, (name, precision, length, *shared), limit)
-        return describe(sent, length, count_flops(name, length), speed)
+        return describe(sent, length, count_flops(name, length))
 
     shown = ("model", "precision", "length", "loss", *MEASURES, "outcome")
     return fill_rounds(arguments, COLUMNS, shown, cells, measure)
 
 
-def describe(found: Sequence[tuple[str, Any]], length: int, flops: float | None, rate: float) -> Row:
+def describe(found: Sequence[tuple[str, Any]], length: int, flops: float | None) -> Row:
     """Turn the messages of a cell's processes into its columns: medians, and the largest peak."""
     row: Row = {}
     for name in ("parameters", *MEASURES):
@@ -309,7 +311,8 @@ def describe(found: Sequence[tuple[str, Any]], length: int, flops: float | None,
         if values:
             value = max(values) if name == "peak_mib" else statistics.median(values)
             row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib", "kept_bytes") else f"{value:.5g}"
-    row |= against_floor(flops, [float(value) for kind, value in found if kind == "step_s"], length, rate)
+    seconds, rates = ([float(value) for kind, value in found if kind == wanted] for wanted in ("step_s", RATE))
+    row |= against_floor(flops, seconds, length, rates)
     bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
     return row | {"outcome": bad[0] if bad else "ok"}
 

@@ -14,7 +14,8 @@ process of its own; `benchmarks.bench_models` describes how memory is measured a
   optimizer's states;
 - the seconds of the second step, unless `--memory-only`.
 
-The exit status is 1 if the loss in chunks takes more than 4 GiB at a vocabulary of 267,744 and 16,384 tokens.
+The exit status is 1 if the loss in chunks takes more than 4 GiB at a vocabulary of 267,744 and 16,384 tokens, or does
+not end.
 
 Each row is written when it is measured, and the same command goes on where it was stopped.
 """
@@ -151,13 +152,16 @@ def report(rows: list[Row]) -> str:
 
 
 def above_aim(rows: list[Row]) -> list[str]:
-    """Say which cells of `AIM` take more than `MOST_MIB`."""
+    """Say which cells of `AIM` take more than `MOST_MIB`, or did not end."""
     aimed = [row for row in of_rounds(rows) if all(row[name] == value for name, value in AIM.items())]
-    return [
-        f"{row['model']}, width {row['width']}, {row['precision']}: {row['peak_mib']} MiB, more than {MOST_MIB}"
-        for row in aimed
-        if row["peak_mib"] and float(row["peak_mib"]) > MOST_MIB
-    ]
+    said = []
+    for row in aimed:
+        cell = f"{row['model']}, width {row['width']}, {row['precision']}"
+        if row["outcome"] != "ok":
+            said.append(f"{cell}: {row['outcome']}")
+        elif row["peak_mib"] and float(row["peak_mib"]) > MOST_MIB:
+            said.append(f"{cell}: {row['peak_mib']} MiB, more than {MOST_MIB}")
+    return said
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

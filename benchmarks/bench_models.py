@@ -17,7 +17,8 @@ Peak memory is the process's peak resident set (VmHWM) minus the resident set af
 a few tokens: activations, gradients and temporaries, without weights and libraries.
 
 The floor is the time of the step's floating-point operations, as `benchmarks.floors` counts them, at the fastest rate
-of large matrix products in the same round and precision; the fraction of it is the median over the rounds.
+of large matrix products in the same process and precision, before and after the steps; the fraction of it is the
+median over the rounds.
 """
 
 import argparse
@@ -33,7 +34,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ DROPOUT = 0.1
 """Of every model, and of attention weights too: a T5 has one rate for both."""
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory a cell may map
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+RATE = "rate"
+"""The kind of a cell's messages that have a rate of matrix products."""
 SLOW_STEP = 5.0  # seconds; above it a process times one step instead of two
 MATMULS = ((4096, 256, 1024), (4096, 1024, 256))  # the feed-forward network's, at 4k tokens
 
@@ -153,9 +155,8 @@ def count_flops(name: str, length: int) -> float:
     return floors.of_encoder_decoder(MODELS[name](), length, TARGET).total
 
 
-def measure_matmul(precision: str, threads: int) -> float:
+def measure_matmul(precision: str) -> float:
     """Return the fastest rate, in operations per second, at which this process multiplies the `MATMULS`."""
-    torch.set_num_threads(threads)
     best = 0.0
     for m, k, n in MATMULS:
         a, b = torch.randn(m, k).to(PRECISIONS[precision]), torch.randn(k, n).to(PRECISIONS[precision])
@@ -205,10 +206,11 @@ def keep_freed_memory(heap: int) -> bool:
 
 
 def measure_cell(pipe: Connection, name: str, precision: str, length: int, threads: int, deadline_s: float) -> None:
-    """Take training steps of one cell and send ("step", seconds), ("peak", MiB) or ("outcome", text) as they come."""
+    """Take training steps of one cell, and send what `describe` reads as it comes."""
     started = time.perf_counter()
     with what_went_wrong(pipe):
         limit_memory(threads)
+        pipe.send((RATE, measure_matmul(precision)))
         model = build_model(name)
         source = torch.randint(3, VOCABULARY, (1, length))
         labels = torch.randint(3, VOCABULARY, (1, TARGET))
@@ -238,6 +240,7 @@ def measure_cell(pipe: Connection, name: str, precision: str, length: int, threa
         if not timed:
             raise TimeoutError
         pipe.send(("peak", memory("VmHWM") - idle))
+        pipe.send((RATE, measure_matmul(precision)))
 
 
 def limit_memory(threads: int, limit: int = MEMORY_LIMIT) -> None:
@@ -272,10 +275,6 @@ def what_went_wrong(pipe: Connection) -> Iterator[None]:
     pipe.send(("outcome", outcome))
 
 
-def _measure_matmul_into(pipe: Connection, precision: str, threads: int) -> None:
-    pipe.send(("rate", measure_matmul(precision, threads)))
-
-
 def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s: float) -> list[tuple[str, Any]]:
     """Run `target(pipe, *arguments)` in a fresh process with torch and transformers loaded.
 
@@ -301,22 +300,9 @@ def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s:
     if process.is_alive() and sent and sent[-1] == ("outcome", "over time"):
         process.kill()
     process.join()
-    if not any(kind in ("outcome", "rate") for kind, _ in sent):
+    if not any(kind == "outcome" for kind, _ in sent):
         sent.append(("outcome", f"failed: the process ended with {process.exitcode}"))
     return sent
-
-
-def matmul_rate(precision: str, threads: int) -> float:
-    """Return `measure_matmul` of a fresh process.
-
-    Raises:
-        RuntimeError: It could not be measured; the message says why.
-    """
-    sent = in_process(_measure_matmul_into, (precision, threads), 120.0)
-    rate: float = max((value for kind, value in sent if kind == "rate"), default=0.0)
-    if not rate:
-        raise RuntimeError(f"matrix multiplication in {precision} could not be measured: {sent[-1][1]}")
-    return rate
 
 
 # --- a run
@@ -330,15 +316,11 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         for precision, length, name in itertools.product(arguments.precisions, lengths, arguments.models)
     ]
 
-    @cache
-    def rate(precision: str, number: int) -> float:
-        return matmul_rate(precision, arguments.threads)
-
     def measure(cell: Row, number: int) -> Row:
         name, precision, length = cell["model"], cell["precision"], int(cell["length"])
-        speed, limit = rate(precision, number), arguments.time_limit
+        limit = arguments.time_limit
         sent = in_process(measure_cell, (name, precision, length, arguments.threads, limit), limit)
-        return describe(sent, length, _count_if_built(name, length), speed)
+        return describe(sent, length, _count_if_built(name, length))
 
     shown = ("model", "precision", "length", "median_s", "peak_mib", "outcome")
     return fill_rounds(arguments, COLUMNS, shown, cells, measure)
@@ -350,14 +332,13 @@ def _count_if_built(name: str, length: int) -> float | None:
     return None
 
 
-def describe(sent: Sequence[tuple[str, Any]], length: int, flops: float | None, rate: float) -> Row:
+def describe(sent: Sequence[tuple[str, Any]], length: int, flops: float | None) -> Row:
     """Turn the messages of a cell's process into its columns; missing ones stay empty.
 
     Args:
-        sent: The messages.
+        sent: The messages: ("step", seconds), ("peak", MiB), (`RATE`, operations per second) and ("outcome", text).
         length: Tokens.
         flops: Operations of a step; None where they are not counted.
-        rate: Operations per second of large matrix products in the same round.
     """
     seconds = [float(value) for kind, value in sent if kind == "step"]
     row = {"repeats": str(len(seconds)), "dropout": str(DROPOUT)}
@@ -367,19 +348,22 @@ def describe(sent: Sequence[tuple[str, Any]], length: int, flops: float | None, 
         row["tokens_per_s"] = f"{length / median:.1f}"
     if peaks := [value for kind, value in sent if kind == "peak"]:
         row["peak_mib"] = f"{max(peaks):.0f}"
-    row |= against_floor(flops, seconds, length, rate)
+    row |= against_floor(flops, seconds, length, [value for kind, value in sent if kind == RATE])
     return row | {"outcome": next(value for kind, value in reversed(sent) if kind == "outcome")}
 
 
-def against_floor(flops: float | None, seconds: Sequence[float], length: int, rate: float) -> Row:
+def against_floor(flops: float | None, seconds: Sequence[float], length: int, rates: Sequence[float]) -> Row:
     """Return the columns of `FLOOR`: what steps need, and the share of it in their median time.
 
     Args:
         flops: Operations of a step; None where they are not counted.
-        seconds: Times of the steps of one round.
+        seconds: Times of the steps of one process.
         length: Tokens.
-        rate: Operations per second of large matrix products in the same round.
+        rates: Operations per second of large matrix products in that process, of which the best counts.
     """
+    if not rates:
+        return {}
+    rate = max(rates)
     row = {"matmul_gflop_per_s": f"{rate / 1e9:.1f}"}
     if flops is not None:
         row |= {"flops": f"{flops:.4g}", "floor_tokens_per_s": f"{length * rate / flops:.0f}"}

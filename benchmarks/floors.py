@@ -147,7 +147,7 @@ def encoder_pairs(config: Any, length: int) -> int:
 
     - LongT5 transient-global: also a summary of every 16 tokens.
     - Pegasus-X: a block of 512 and 32 global tokens per token; the global tokens see everything and pass through all
-      linear maps. The last layer's blocks count like the others.
+      linear maps. The last layer counts like the others, although nothing reads its global tokens.
     - BigBird: the first and the last block see everything, each other one these two, its neighbours and three at
       random; up to 11 blocks, everything sees everything.
 

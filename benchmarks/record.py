@@ -128,7 +128,8 @@ class GrowingRecord:
         common: Columns that are the same in every row; only ``date`` may differ from those in the file.
 
     Raises:
-        ValueError: The file has other columns, or other values of `common`.
+        OutputError: The file has other columns, or other values of `common`.
+        ValueError: It is no record at all.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], keys: Sequence[str], common: Row):
@@ -136,11 +137,11 @@ class GrowingRecord:
         self.rows: list[Row] = read_csv(path) if path.exists() else []
         for row in self.rows[:1]:
             if list(row) != list(columns):
-                raise ValueError(f"{path} must have the columns {', '.join(columns)}; got {', '.join(row)}")
+                raise OutputError(f"{path} must have the columns {', '.join(columns)}; got {', '.join(row)}")
         for row in self.rows:
             for name, value in common.items():
                 if name != "date" and row[name] != value:
-                    raise ValueError(
+                    raise OutputError(
                         f"{path} must have {name} {value!r} to go on; got {row[name]!r}: name another file"
                     )
         self._known = self._keys_of_rows()
@@ -162,8 +163,9 @@ class GrowingRecord:
         self._known = self._keys_of_rows()
 
     def add(self, *rows: Row) -> None:
-        """Add rows and write the file."""
+        """Add rows and write the file; what could not be measured ("nan") stays empty."""
         for row in rows:
+            row = {name: value for name, value in row.items() if value != "nan"}
             self.rows.append(dict.fromkeys(self.columns, "") | self.common | row)
             self._known.add(tuple(self.rows[-1][name] for name in self.keys))
         with whole_file(self.path) as beside:
@@ -180,7 +182,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 class OutputError(ValueError):
-    """What a command writes is written by another process, or cannot be written."""
+    """What a command writes is written by another process, was begun under other conditions, or cannot be written."""
 
 
 @contextmanager
@@ -218,7 +220,7 @@ def fill(
     cells: Iterable[tuple[Any, ...]],
     measure: Callable[..., list[tuple[str, Any]]],
 ) -> list[Row]:
-    """Measure the cells that a growing record does not have yet.
+    """Measure the cells that a growing record does not have yet, or that failed.
 
     Args:
         arguments: The record's file as ``out``, and the ``threads`` of each measurement.
@@ -232,6 +234,7 @@ def fill(
     """
     columns = growing_columns(keys, measures)
     record = GrowingRecord(arguments.out, columns, keys, measured_stamp(arguments.threads))
+    record.forget(has_failed)
     for cell in cells:
         row = dict(zip(keys, map(str, cell), strict=True))
         if tuple(row.values()) in record:
@@ -240,6 +243,11 @@ def fill(
         record.add(row)
         print(*(row.get(name, "-") for name in (*keys, *measures, "outcome")), flush=True)
     return record.rows
+
+
+def has_failed(row: Row) -> bool:
+    """Return whether a row has a failure, and not a limit that was reached."""
+    return row.get("outcome", "").startswith("failed")
 
 
 def medians(sent: Sequence[tuple[str, Any]], measures: Sequence[str]) -> Row:
@@ -265,7 +273,7 @@ def fill_rounds(
 ) -> list[Row]:
     """Measure what a growing record does not have yet: all cells once, then all of them again, so that they alternate.
 
-    A cell that failed in a round is not measured again.
+    A cell that ended otherwise than well in a round is not measured again; one that failed in an earlier run is.
 
     Args:
         arguments: The record's file as ``out``, the number of ``rounds``, and the ``threads`` of each measurement.
@@ -280,6 +288,7 @@ def fill_rounds(
     cells, common = list(cells), measured_stamp(arguments.threads)
     keys = (*(name for name in CELL if name in columns), ROUND)
     record = GrowingRecord(arguments.out, columns, keys, common)
+    record.forget(has_failed)
     for number in range(1, arguments.rounds + 1):
         for cell in cells:
             row = cell | {ROUND: str(number)}
@@ -408,10 +417,12 @@ def command_line(
     if arguments.report:
         rows = print_report(parser, arguments.report, report)
     else:
-        rows = run(arguments)
+        try:
+            rows = run(arguments)
+        except OutputError as error:
+            parser.error(f"--out: {error}")
         print(report(rows))
-    failed = [row for row in rows if row.get("outcome", "").startswith("failed")]
-    lines = [*(" ".join(row.values()) for row in failed), *wrong(rows)]
+    lines = [*(" ".join(row.values()) for row in rows if has_failed(row)), *wrong(rows)]
     for line in lines:
         print(line, file=sys.stderr)
     return 1 if lines else 0

@@ -3,6 +3,7 @@
 A model is a causal language model or an encoder-decoder of transformers. Tokens are random.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,13 @@ from transformers import EncoderDecoderCache
 
 TARGET = 64  # tokens of an encoder-decoder's target
 _FIRST = 3  # smallest token that is not special
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def random_tokens(model: Any, batch: int, length: int) -> torch.Tensor:

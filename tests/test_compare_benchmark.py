@@ -68,6 +68,16 @@ def test_each_side_has_its_own_package(tmp_path, monkeypatch):
         Worker(base, 1)
 
 
+def test_a_base_that_cannot_be_imported_ends_the_comparison(tmp_path, monkeypatch):
+    base, tree = fake(tmp_path / "base", "raise RuntimeError('no')\n"), fake(tmp_path / "tree", "")
+    monkeypatch.setattr(bench_compare, "ROOT", tree)
+    monkeypatch.setattr(bench_compare, "unpack", lambda sha, folder: base)
+    monkeypatch.setattr(bench_compare, "commit", lambda name: "0" * 40)
+    said = r"both packages must be there to compare: hf_hybrid of .*base cannot be imported: RuntimeError: no"
+    with pytest.raises(SystemExit, match=said):
+        bench_compare.main([*FEW, "--tasks", "step", "--out", str(tmp_path / "compare.csv")])
+
+
 def test_a_dead_worker_costs_one_case(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_compare, "unpack", lambda sha, folder: bench_compare.ROOT)
     monkeypatch.setattr(bench_compare, "commit", lambda name: "0" * 40)

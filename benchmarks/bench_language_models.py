@@ -6,13 +6,13 @@ Run it from the repository root::
     python -m benchmarks.bench_language_models --out benchmarks/results/language_models_cpu.csv     # the kept record
     python -m benchmarks.bench_language_models --report benchmarks/results/language_models_cpu.csv  # its tables
 
-Models have the width 256 and four layers (Mamba-2, which has no feed-forward networks, seven), and feed-forward
+Models have the width 256 and four layers (Mamba's kind, which has no feed-forward networks, seven), and feed-forward
 networks of such a width that all have as many parameters as Llama, within 3 %; those whose name contains "base" have
 twelve layers of width 1024 (BST's preset). CHELA's kernels have 4,096 taps in 16 groups. Nothing is dropped out. The
 peers are models of transformers in torch alone: Llama with full attention (SDPA), ModernBERT's decoder with windows in
-all layers, Mamba-2, and Qwen3-Next (three layers of the gated delta rule and one of full attention, without experts).
-(flash-linear-attention has no peer to add on a CPU: its layers call Triton kernels, except Mamba and Mamba-2, whose
-torch code is that of transformers.)
+all layers, Mamba, whose code in torch goes from token to token, Mamba-2, and Qwen3-Next (three layers of the gated
+delta rule and one of full attention, without experts). (flash-linear-attention has no peer to add on a CPU: its layers
+call Triton kernels, except Mamba and Mamba-2, whose torch code is that of transformers.)
 Each measurement of a cell (a model in one precision at one length) runs in its own process, and the models alternate
 at each length; `benchmarks.bench_models` describes how peak memory is measured and limited, `benchmarks.floors` what
 is counted for the floor. Each row is written when it is measured, and the same command goes on where it was stopped;
@@ -135,6 +135,14 @@ def _modernbert(inner: int) -> Any:
     )  # fmt: skip
 
 
+def _mamba() -> Any:
+    from transformers import MambaConfig
+
+    return MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS + 3, tie_word_embeddings=True
+    )
+
+
 def _mamba2() -> Any:
     from transformers import Mamba2Config
 
@@ -159,6 +167,7 @@ def _qwen3_next(inner: int) -> Any:
 PEERS: dict[str, Callable[[], Any]] = {
     "llama-sdpa": _llama,
     "modernbert-local": partial(_modernbert, 656),
+    "mamba": _mamba,
     "mamba2": _mamba2,
     "qwen3-next": partial(_qwen3_next, 392),
 }
@@ -335,7 +344,7 @@ def report(rows: list[Row]) -> str:
     counts = {row["model"]: int(row["parameters"]) for row in reversed(rows) if row.get("parameters")}
     rows = [_labelled(row) for row in rows]
     caption = (
-        f'{conditions(rows[0])}. Width {WIDTH}, {LAYERS} layers (Mamba-2 {LAYERS + 3}; "base": 1024, 12), '
+        f'{conditions(rows[0])}. Width {WIDTH}, {LAYERS} layers (Mamba {LAYERS + 3}; "base": 1024, 12), '
         f"{HEADS} heads, windows of {WINDOW}, vocabulary {VOCABULARY}, batch 1, random weights, no dropout; peers "
         f"with the logits of all tokens, ours with the loss alone but for rows {LOGITS!r}."
     )

@@ -5,8 +5,8 @@ and k x n numbers counts 2 m k n forward and twice that backward, one product fo
 
 - Linear maps: those of all modules, each for the tokens that it reads.
 - Attention: 4 K per head and visible (query, key) pair, not those that an implementation computes and discards.
-  Linear attention, Mamba-2 and the gated delta rule count as recurrences: 4 K V per head and token (the state's update
-  and its output), the delta rule 6 K V (its correction too).
+  Linear attention, Mamba's kind and the gated delta rule count as recurrences: 4 K V per head and token (the state's
+  update and its output), the delta rule 6 K V (its correction too).
 - Convolutions: real FFTs of n points at 2.5 n log2 n, of blocks twice as long as the kernel, the products of spectra
   at 6 for each frequency, and a tap of a short convolution at 2. Kernels that are trained have transforms of their own
   in the forward and the backward. Taps that a state space model makes are products of N numbers, 2 N each.
@@ -206,6 +206,8 @@ def _mixing(config: Any, length: int) -> float:
     kind, layers = config.model_type, config.num_hidden_layers
     if kind == "chela" and config.attention_fn == "norm":
         return 4.0 * layers * length * config.hidden_size**2 / config.num_attention_heads
+    if kind == "mamba":
+        return 4.0 * layers * length * config.intermediate_size * config.state_size
     if kind == "mamba2":
         return 4.0 * layers * length * config.num_heads * config.head_dim * config.state_size
     if kind == "qwen3_next":

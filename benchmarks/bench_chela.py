@@ -153,11 +153,7 @@ def model_cells() -> Iterator[tuple[Cell, Ways]]:
         cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
 
         def decode(cache=cache, token=prompt[:, :1]) -> float:
-            def tokens() -> None:
-                for _ in range(DECODED):
-                    model(token, past_key_values=cache, use_cache=True)
-
-            return seconds(tokens) / DECODED
+            return seconds(lambda: model(token, past_key_values=cache, use_cache=True), DECODED)
 
         ways[f"after {length}"] = decode
     yield ("model, a token", f"4 layers, {config.hidden_size} channels", DECODED), ways

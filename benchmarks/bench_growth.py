@@ -54,7 +54,7 @@ from benchmarks.bench_models import (
 )
 from benchmarks.builders import FURTHER, LONGEST_BART, MODES, OURS, build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table, slope
-from benchmarks.workloads import decoding, forward, held_mib, training_step
+from benchmarks.workloads import decoding, forward, held_mib, seconds, training_step
 
 DEFAULT_OUT = Path("runs/bench/growth_cpu.csv")
 TASKS = ("step", "forward", "decode")
@@ -116,10 +116,7 @@ def measure(
         call()
         if task == "decode":
             pipe.send(("held_mib", held_mib(cache)))
-            start = time.perf_counter()
-            for _ in range(DECODED):
-                call()
-            pipe.send(("seconds", (time.perf_counter() - start) / DECODED))
+            pipe.send(("seconds", seconds(call, DECODED)))
             return
         held = memory("VmHWM") - idle
         pipe.send(("held_mib", held))
@@ -136,9 +133,7 @@ def _time(pipe: Connection, name: str, call: Callable[[], object], calls: int, d
     """Send the seconds of calls, at least of one, until there is no time for another; return those of the last one."""
     enough = time.perf_counter() + ENOUGH_S
     for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        pipe.send((name, (took := time.perf_counter() - start)))
+        pipe.send((name, (took := seconds(call))))
         if (now := time.perf_counter()) > enough or now + took > deadline:
             break
     return took

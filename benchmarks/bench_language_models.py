@@ -72,7 +72,7 @@ from benchmarks.record import (
     markdown_table,
     of_rounds,
 )
-from benchmarks.workloads import Stored, decoding, held_mib
+from benchmarks.workloads import Stored, decoding, held_mib, seconds
 
 DEFAULT_OUT = Path("runs/bench/language_models_cpu.csv")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -284,10 +284,7 @@ def measure_decoding(
         model = build_model(name).eval().to(PRECISIONS[precision])
         token, cache = decoding(model, length)
         token()  # the first one allocates
-        start = time.perf_counter()
-        for _ in range(DECODED - 1):
-            token()
-        pipe.send(("token_s", (time.perf_counter() - start) / (DECODED - 1)))
+        pipe.send(("token_s", seconds(token, DECODED - 1)))
         pipe.send(("cache_mib", held_mib(cache)))
 
 
@@ -320,8 +317,8 @@ def describe(found: Sequence[tuple[str, Any]], length: int, flops: float | None)
         if values:
             value = max(values) if name == "peak_mib" else statistics.median(values)
             row[name] = f"{value:.0f}" if name in ("parameters", "peak_mib", "kept_bytes") else f"{value:.5g}"
-    seconds, rates = ([float(value) for kind, value in found if kind == wanted] for wanted in ("step_s", RATE))
-    row |= against_floor(flops, seconds, length, rates)
+    steps, rates = ([float(value) for kind, value in found if kind == wanted] for wanted in ("step_s", RATE))
+    row |= against_floor(flops, steps, length, rates)
     bad = [str(value) for kind, value in found if kind == "outcome" and value != "ok"]
     return row | {"outcome": bad[0] if bad else "ok"}
 

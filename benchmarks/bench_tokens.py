@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.bench_models import in_process, limit_memory, what_went_wrong
 from benchmarks.builders import OURS, build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table
-from benchmarks.workloads import decoding, held_mib, tensors_of
+from benchmarks.workloads import decoding, held_mib, seconds, tensors_of
 
 DEFAULT_OUT = Path("runs/bench/tokens_cpu.csv")
 MODELS = (*OURS, "t5-sdpa", "llama-sdpa", "mamba2")
@@ -155,10 +155,7 @@ def measure(pipe: Connection, name: str, batch: int, length: int, threads: int) 
         for _ in range(ROUNDS):  # after the same prompt, so that they read what was counted
             call, _ = decoding(model, length, batch)
             call()
-            start = time.perf_counter()
-            for _ in range(TOKENS):
-                call()
-            pipe.send(("token_ms", 1e3 * (time.perf_counter() - start) / TOKENS))
+            pipe.send(("token_ms", 1e3 * seconds(call, TOKENS)))
             rates.append(reading_rate(int(read)))
         pipe.send(("floor_ms", 1e3 * read / max(rates)))
         pipe.send(("host_share", host_share(call)))

@@ -15,11 +15,12 @@ TARGET = 64  # tokens of an encoder-decoder's target
 _FIRST = 3  # smallest token that is not special
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the time of one call."""
+def seconds(call: Callable[[], object], count: int = 1) -> float:
+    """Return the time of a call, the mean of `count` of them."""
     start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
 
 
 def random_tokens(model: Any, batch: int, length: int) -> torch.Tensor:

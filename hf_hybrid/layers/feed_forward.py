@@ -47,9 +47,9 @@ class FeedForward(nn.Module):
         """Map `(B, T, D)` to `(B, T, D)`."""
         wide = [proj(hidden_states) for proj in (self.gate_proj, self.up_proj) if proj is not None]
         # a compiler decides for itself what its graph computes again
-        is_known = not torch.compiler.is_compiling() and type(self.dropout) is Dropout
-        if is_known and _are_plain(self.activation, self.dropout):
-            if self._is_relu():
+        is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if is_recorded and type(self.dropout) is Dropout and _are_plain(self.activation, self.dropout):
+            if self.gate_proj is None and type(self.activation) is nn.ReLU:  # whose result tells its gradient
                 return self.down_proj(self.dropout.after_relu(*wide))
             if self._keeps_twice() and _is_linear(self.down_proj):
                 return _project(self._activate, self.down_proj, *wide)
@@ -60,17 +60,11 @@ class FeedForward(nn.Module):
         activated: Tensor = self.activation(first)
         return activated * others[0] if others else activated
 
-    def _is_relu(self) -> bool:
-        """Whether what is kept is relu's result alone, since it tells relu's gradient."""
-        return self.gate_proj is None and type(self.activation) is nn.ReLU
-
     def _keeps_twice(self) -> bool:
         """Whether autograd would keep both what is activated and the result, and nothing hinders computing it again.
 
         Dropout, a trained activation (PReLU), one in place and the transforms of `torch.func` are left to autograd.
         """
-        if not torch.is_grad_enabled():
-            return False
         drops = self.training and self.dropout.p > 0
         altered = getattr(self.activation, "inplace", False) or any(True for _ in self.activation.parameters())
         return not (drops or altered or torch._C._are_functorch_transforms_active())

@@ -9,9 +9,9 @@ between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end 
 ``ahead`` instead of ``compare`` gives the lead of the first in numbers, and ``verdict`` says whether it is shown.
 ``<!-- hours: FILE | FILE -->`` gives the CPU hours of the training steps of all their runs, and
 ``<!-- value: FILE | NAME -->`` a number of a ``.json`` file.
-Inside a table of the page, write ``;`` for ``|``. Planned models without results, and files of `PLANNED` that are not
-there, are "not measured yet". A ``.csv`` file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a
-demo's ``demo_results.json``, or of a run's ``all_results.json``.
+Inside a table of the page, write ``;`` for ``|``. Planned models without results are "not measured yet". A ``.csv``
+file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a demo's ``demo_results.json``, or of a run's
+``all_results.json``.
 """
 
 import json
@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks import (
     bench_checkpointing,
     bench_chela,
+    bench_compare,
     bench_cross_attention,
     bench_generation,
     bench_growth,
@@ -50,6 +51,7 @@ REPORTS = {
     "trained_steps": bench_recall,
     "recipe": comparison,
     "distinct": demo_copies,
+    "base_s": bench_compare,
     "kept": bench_checkpointing,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
@@ -66,8 +68,6 @@ REPORTS = {
     "over_floor": gpu_tables,
     "token_ms": gpu_tables,
 }
-PLANNED = {bench_growth.DEFAULT_OUT.name}
-"""Files that the pages have a place for before they are measured."""
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(
     r"(?P<begin><!-- (?P<kind>compare|ahead|verdict|hours|value): (?P<asked>.*?) -->).*?(?P<end><!-- end -->)",
@@ -77,8 +77,6 @@ _STATEMENT = re.compile(
 
 def tables(path: Path) -> str:
     """Return the tables of one file of results as Markdown."""
-    if path.name in PLANNED and not path.exists():
-        return f"{NOT_YET[0].upper()}{NOT_YET[1:]}."
     if path.suffix == ".json":
         return _demo_table(json.loads(path.read_text(encoding="utf-8")))
     rows = read_csv(path)

@@ -246,6 +246,8 @@ def test_the_page_shows_the_table(tmp_path, monkeypatch):
     record = GrowingRecord(tmp_path / "growth_cpu.csv", COLUMNS, bench_growth.KEYS, {})
     for row in grown("spade", "step", 1.0, 1.0):
         record.add(row)
-    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | - | 1.00, 1.00 |  |" in results_page.renewed("<!-- table: growth_cpu.csv -->\n\n<!-- end -->")
+    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | - | 1.00, 1.00 |  |" in results_page.renewed(
+        "<!-- table: growth_cpu.csv -->\n\n<!-- end -->"
+    )
     with pytest.raises(FileNotFoundError):
         results_page.renewed("<!-- table: grown_cpu.csv -->\n\n<!-- end -->")

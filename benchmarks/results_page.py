@@ -45,7 +45,6 @@ from hf_hybrid.training.demo import scores_and_checks, training_time
 DOCS = Path("docs")
 RESULTS = Path("benchmarks/results")
 EXPERIMENTS = Path("benchmarks/experiments")
-NOT_YET = "not measured yet"
 # a column that no earlier module's files have -> the module
 REPORTS = {
     "trained_steps": bench_recall,
@@ -95,7 +94,7 @@ def statement(kind: str, asked: str) -> str:
     rows = read_csv(RESULTS / file) if (RESULTS / file).exists() else []
     unmeasured = {model for model in names[:2] if len({row["seed"] for row in rows if row["model"] == model}) < 2}
     if unmeasured and unmeasured <= _planned(file):
-        return NOT_YET
+        return "not measured yet"
     return say(rows, *names)
 
 

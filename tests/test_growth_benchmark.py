@@ -243,11 +243,10 @@ def test_a_record_of_another_machine_is_not_continued(tmp_path):
 
 def test_the_page_shows_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    page = "<!-- table: growth_cpu.csv -->\n\n<!-- end -->"
     record = GrowingRecord(tmp_path / "growth_cpu.csv", COLUMNS, bench_growth.KEYS, {})
     for row in grown("spade", "step", 1.0, 1.0):
         record.add(row)
-    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | - | 1.00, 1.00 |  |" in results_page.renewed(
-        "<!-- table: growth_cpu.csv -->\n\n<!-- end -->"
-    )
+    assert "| spade | step | fp32 | 1024 to 65536 | 1.00, 1.00 | - | 1.00, 1.00 |  |" in results_page.renewed(page)
     with pytest.raises(FileNotFoundError):
         results_page.renewed("<!-- table: grown_cpu.csv -->\n\n<!-- end -->")

@@ -9,7 +9,8 @@ Run it from the repository root::
 The base's package is unpacked beside the working tree's, and both are measured by the working tree's benchmarks. The
 cases, whose models are those of `benchmarks.builders` (four layers of width 256, batch 1, random weights):
 
-- step: forward and backward of every architecture, in fp32 and under bf16 autocast;
+- step: forward and backward of every architecture, in fp32 and under bf16 autocast, of the loss alone as in the
+  training scripts, where the checkout has that (`skip_logits`);
 - decode: one more token of every architecture after a prompt, or a source, of the shortest length;
 - generate: `GENERATED` tokens by transformers' generate after a prompt, or from a source, of `PROMPT`, where most of
   the time is Python's: every architecture in the sizes of `benchmarks.builders.SIZES`, and peers, whose ratio says how
@@ -28,6 +29,7 @@ The exit status is 1 if a case fails, or if a whole interval of time or memory l
 
 import argparse
 import importlib
+import inspect
 import itertools
 import math
 import multiprocessing
@@ -45,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, limit_memory, memory, most_memory
-from benchmarks.builders import OURS, SIZED, SIZES, build, build_sized
+from benchmarks.builders import FURTHER, MODES, OURS, SIZED, SIZES, build, build_sized
 from benchmarks.record import Row, command_line, conditions, markdown_table, measured_stamp, say, write_csv
 from benchmarks.workloads import decoding, generation, seconds, training_step
 
@@ -227,7 +229,8 @@ def prepared(case: Case) -> Callable[[], object]:
         return call
     model = build(case.model)
     if case.task == "step":
-        call = training_step(model, case.length, case.precision)
+        skip_logits = "skip_logits" in inspect.signature(model.forward).parameters
+        call = training_step(model, case.length, case.precision, skip_logits=skip_logits)
     else:
         call, _ = decoding(model, case.length)
     call()
@@ -357,7 +360,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     parser.add_argument("--base", type=commit, default="HEAD", metavar="COMMIT", help="HEAD if not given")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--models", nargs="+", choices=OURS, default=OURS, help="of steps and of decoding")
+    parser.add_argument(
+        "--models", nargs="+", choices=(*OURS, *MODES, *FURTHER), default=OURS, help="of steps and of decoding"
+    )
     parser.add_argument("--generators", nargs="+", choices=SIZED, default=tuple(SIZED), help="models that generate")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES), help="of these")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")

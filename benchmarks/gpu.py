@@ -25,12 +25,14 @@ results, ``gpu-RUN.tar.gz`` the checkpoint of a run of ``lra``. The parts, in th
   time for the bytes that must move and for the multiplications, at the ceilings measured by a copy and by large
   products;
 - ``tune``: other tiles, warps and stages of each kernel; writes ``tuned.py``, which replaces
-  ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`). Then what runs kernels is measured again, in place of the
-  rows before: these name the kernels' code and configurations by a fingerprint;
+  ``hf_hybrid/kernels/tuned.py`` (`benchmarks.gpu_tuning`). ``models`` and ``sanitizer`` read it as soon as all is
+  tuned. Rows name the kernels' code and configurations by a fingerprint: what was measured with others is measured
+  again, in place of the rows before;
 - ``models``: small ones against a CPU; then a training step, a prompt and decoding at 1k to 64k tokens, against peers
   (`benchmarks.gpu_models`); the column ``code`` says which kernels ran;
 - ``losses``: the loss of a large vocabulary with all logits, in chunks, and with Liger's kernel if it is installed;
-- ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed (`benchmarks.gpu_sanitizer`);
+- ``sanitizer``: compute-sanitizer's tools over the small cases, if it is installed; one process per op, as for
+  ``checks`` (`benchmarks.gpu_sanitizer`);
 - ``lra``: training on the Long Range Arena's ListOps, which is drawn (`benchmarks.lra`).
 """
 
@@ -78,6 +80,10 @@ from benchmarks.record import (
     write_csv,
 )
 
+IN_PARALLEL = ("checks", "sanitizer")
+"""Parts with a process for each op."""
+WITH_TUNED = ("models", "sanitizer")
+"""Parts that read the tuner's table when all is tuned; the tuner has checked and timed the kernels themselves."""
 FAILURES = ("wrong", "not the same", "raised", "refused")
 ABSENT = ("not done", "not installed")
 """How outcomes of what is missing begin; a later call looks for it again."""
@@ -198,6 +204,8 @@ def run_part(part: str, arguments: argparse.Namespace) -> int:
     """Run what is missing of one part in this process, until its time is over; return an exit status."""
     device = torch.device(arguments.device)
     path = arguments.csv or arguments.out / f"{part}.csv"
+    if arguments.tuned is not None:
+        gpu_tuning.use(arguments.tuned)
     record = _record(part, path, device)
     status, begun = 0, {_cell(part, row) for row in record.rows if row["outcome"].startswith(LATER)}
     ended, last = Ended(path.with_suffix(".begun.json")), []
@@ -291,6 +299,7 @@ def _start(part: str, ops: Sequence[str], csv: Path, deadline: float, arguments:
         until = time.time() + seconds - _SAVING
         flags = ["--device", arguments.device, "--until", f"{until:.1f}", "--csv", str(csv), "--ops", *ops]
         flags += ["--small"] if arguments.small else []
+        flags += [] if arguments.tuned is None else ["--tuned", str(arguments.tuned)]
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, *flags]
         process = subprocess.Popen(command, start_new_session=True)
         try:
@@ -339,6 +348,8 @@ def run_parts(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
             deadline = min(end, now + plan.left(part)) if in_share else end
             if LATER not in said[part] or deadline - now < least:
                 continue
+            tuned = arguments.out / "tuned.py"
+            arguments.tuned = tuned if part in WITH_TUNED and plan.end("tune") and tuned.exists() else None
             with plan.spending(part):
                 ended = _run_in_processes(part, deadline, arguments)
             said[part] = ended.said
@@ -373,10 +384,11 @@ def unpack(earlier: Path, folder: Path) -> None:
 def _run_in_processes(part: str, deadline: float, arguments: argparse.Namespace) -> End:
     known = list(dict.fromkeys(case.op for case in cases(arguments.small)))
     ops = [op for op in known if arguments.ops is None or op in arguments.ops]
-    if part == "checks":
-        return _in_parallel(part, ops, deadline, arguments)
     csv = arguments.out / f"{part}.csv"
-    ended = _start(part, ops, csv, deadline, arguments)
+    if part in IN_PARALLEL:
+        ended = _in_parallel(part, ops, deadline, arguments)
+    else:
+        ended = _start(part, ops, csv, deadline, arguments)
     rows = _rows_of(csv)
     if ended.finished and rows and all(row["outcome"].startswith(ABSENT) for row in rows):
         return End(rows[0]["outcome"], False)
@@ -467,6 +479,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print the page")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tuned", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.report is not None:

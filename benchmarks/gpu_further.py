@@ -140,15 +140,19 @@ def lra(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) ->
     """Yield a cell for each model; its row is of what is trained so far, and later calls go on with it."""
     out = (arguments.csv or arguments.out / "lra.csv").parent / "lra"
     until = min(arguments.until, time.time() + 3600.0)
-    for model in LRA_MODELS[: 1 if arguments.small else None]:
-        yield {"task": LRA_TASK, "model": model}, partial(_train, model, arguments, until, out)
+    models = LRA_MODELS[: 1 if arguments.small else None]
+    done = {row["model"] for row in rows if not row["outcome"].startswith(LATER)}
+    wanted = [model for model in models if model not in done]
+    for model in models:
+        sharing = len(wanted) - wanted.index(model) if model in wanted else 1
+        yield {"task": LRA_TASK, "model": model}, partial(_train, model, arguments, until, sharing, out)
 
 
-def _train(model: str, arguments: argparse.Namespace, until: float, out: Path) -> Iterator[Row]:
-    """Train a model in what is left of the time, less what it takes to save and to test."""
+def _train(model: str, arguments: argparse.Namespace, until: float, sharing: int, out: Path) -> Iterator[Row]:
+    """Train one of the models that share what is left of the time, less what it takes to save and to test."""
     from benchmarks.lra import RESULT, command_parser, run_folder  # with Trainer, which no other part needs
 
-    minutes = max(0.1, (until - time.time()) / 60 - (0 if arguments.small else 1))
+    minutes = max(0.1, (until - time.time()) / 60 / sharing - (0 if arguments.small else 1))
     flags = ["--task", LRA_TASK, "--model", model, "--minutes", f"{minutes:.2f}", "--device", arguments.device]
     flags += ["--finish", "--output_dir", str(out)]
     flags += ["--small"] if arguments.small else ["--fraction", LRA_FRACTION]

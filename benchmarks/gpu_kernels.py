@@ -16,6 +16,7 @@ from benchmarks.aot_launches import MODULES
 from benchmarks.gpu_cases import Case, Function, Tensors
 from benchmarks.record import Row, short_hash
 from hf_hybrid.kernels.dispatch import INTERPRETED
+from hf_hybrid.kernels.tuned import TUNED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,12 +30,13 @@ def fingerprint(op: str = "", folder: Path = KERNELS, *, tuned: bool = True) -> 
     Args:
         op: One op, whose steps share a folder with it; all if empty.
         folder: The folder of all kernels.
-        tuned: Whether the configurations that were found to be faster count.
+        tuned: Whether the configurations count that this process has from the tuner's table.
     """
-    files = [folder / "tuned.py"] if tuned else []
-    files += [folder / "triton_kernels.py"] if op else []
-    files += sorted((folder / MODULES[op].split(".")[0] if op else folder).rglob("triton_kernels.py"))
-    return short_hash([file.read_text(encoding="utf-8") for file in files])
+    own = MODULES[op].split(".")[0] if op else ""
+    files = [folder / "triton_kernels.py"] if op else []
+    files += sorted((folder / own).rglob("triton_kernels.py"))
+    found = [(key, x) for key, x in sorted(TUNED.items()) if tuned and own in ("", MODULES[key[0]].split(".")[0])]
+    return short_hash([[file.read_text(encoding="utf-8") for file in files], found])
 
 
 def place(case: Case, dtype: str) -> Row:
@@ -63,15 +65,16 @@ def own_outcome(error: Exception, device: torch.device) -> str:
     said = str(error)
     if isinstance(error, ValueError) and "cannot run on triton" in said:
         return f"{'refused: ' if kernels_are_due(device) else ''}{said.split(': ', 1)[1]}"
-    return f"raised: {_said(error)}"
+    return f"raised: {error_line(error)}"
 
 
 def peer_outcome(error: Exception) -> str:
     """Return the outcome of a peer that did not run, which is a result and no failure."""
-    return f"not installed: {error}"[:160] if isinstance(error, ImportError) else _said(error)
+    return f"not installed: {error}"[:160] if isinstance(error, ImportError) else error_line(error)
 
 
-def _said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
 
 
@@ -82,14 +85,15 @@ def _said(error: Exception) -> str:
 _EXCUSED = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
-def _inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> Tensors:
+def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> Tensors:
+    """Draw a case's inputs, in a dtype but for those that are always wide."""
     torch.manual_seed(seed)
     drawn = case.make(device)
     inputs = {name: (x if name in case.wide else x.to(dtype)).detach() for name, x in drawn.items()}
     return {name: x.requires_grad_(not case.decodes) for name, x in inputs.items()}
 
 
-def _results(function: Callable[[Tensors], Any], inputs: Tensors, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def results_of(function: Callable[[Tensors], Any], inputs: Tensors, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all outputs and the gradients of their weighted sum; draws missing weights."""
     outputs = function(inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -136,9 +140,9 @@ class Expected:
 def expect(case: Case, dtype: str, device: torch.device) -> Expected:
     """Compute a case in float64, of inputs that are rounded to the dtype."""
     weights: dict[str, Tensor] = {}
-    inputs = _inputs(case, device, DTYPES[dtype], seed=1)
+    inputs = make_inputs(case, device, DTYPES[dtype], seed=1)
     exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
-    results = _results(lambda x: case.run(x, "torch"), exact, weights)
+    results = results_of(lambda x: case.run(x, "torch"), exact, weights)
     return Expected(case, dtype, inputs, weights, results, dict.fromkeys(results, _EXCUSED[dtype]))
 
 
@@ -149,7 +153,7 @@ def compare(expected: Expected, backend: str) -> Row:
     """
     wanted, allowed = expected.results, expected.allowed
     found, again = (
-        _results(lambda x: expected.case.run(x, backend), expected.inputs, expected.weights) for _ in range(2)
+        results_of(lambda x: expected.case.run(x, backend), expected.inputs, expected.weights) for _ in range(2)
     )
     errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
     moved = [name for name in found if not torch.equal(found[name], again[name])]
@@ -179,7 +183,7 @@ def check(case: Case, dtype: str, device: torch.device, backends: tuple[str, ...
     try:
         expected = expect(case, dtype, device)
     except Exception as error:
-        yield row | {"backend": "float64", "outcome": f"raised: {_said(error)}"}
+        yield row | {"backend": "float64", "outcome": f"raised: {error_line(error)}"}
         return
     for backend in backends:
         try:
@@ -341,8 +345,8 @@ def in_graph(function: Callable[[], object], device: torch.device) -> Callable[[
 def _contenders(case: Case, device: torch.device, outcome: Row) -> dict[str, Function]:
     """Return our backends and the peers that are there, by name; the others get an outcome."""
     found: dict[str, Function] = {
-        f"{OURS}, triton": lambda x: _first(case.run(x, "triton")),
-        f"{OURS}, torch": lambda x: _first(case.run(x, "torch")),
+        f"{OURS}, triton": lambda x: first_output(case.run(x, "triton")),
+        f"{OURS}, torch": lambda x: first_output(case.run(x, "torch")),
     }
     for name, peer in case.peers.items():
         try:
@@ -364,7 +368,7 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
         A row for each contender and direction, even if it cannot run. One of ours that cannot is a failure, but for
         Triton where there is no GPU; a peer is not.
     """
-    inputs = _inputs(case, clock.device, DTYPES[dtype], seed=2)
+    inputs = make_inputs(case, clock.device, DTYPES[dtype], seed=2)
     outcome: Row = {}
     contenders = _contenders(case, clock.device, outcome)
 
@@ -408,5 +412,6 @@ def race(case: Case, dtype: str, clock: Clock, ceilings: Row, rounds: int) -> It
             }
 
 
-def _first(outputs: Any) -> Tensor:
+def first_output(outputs: Any) -> Tensor:
+    """Return the first of an op's outputs, or its only one."""
     return outputs[0] if isinstance(outputs, tuple) else outputs

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_kernels import Clock, _said, fingerprint, kernels_are_due, relative_error
+from benchmarks.gpu_kernels import Clock, error_line, fingerprint, kernels_are_due, relative_error
 from benchmarks.gpu_paths import Key, code_of, launched
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import Row
@@ -42,7 +42,8 @@ ALLOWED = 2e-5
 KEYS = ("model", "length", "loss", "fingerprint")
 # fmt: off
 COLUMNS = (
-    *KEYS, "code", "parameters", "batch", "step_ms", "tokens_s", "peak_mib", "prompt_ms", "token_ms", "outcome",
+    *KEYS, "code", "parameters", "batch", "step_ms", "tokens_s", "peak_mib", "prompt_ms", "token_ms", "decoding",
+    "outcome",
 )
 # fmt: on
 
@@ -190,7 +191,7 @@ def check_whole(name: str, device: torch.device) -> Iterator[Row]:
         with launched() as keys:
             found, same = _results(there, name)
     except Exception as error:
-        yield {"outcome": f"raised: {_said(error)}"}
+        yield {"outcome": f"raised: {error_line(error)}"}
         return
     row = {"code": _code(keys)}
     least = 1e-6 * max(x.norm().item() for x in wanted.values())  # below, as of a key's bias, all is rounding
@@ -230,29 +231,43 @@ def _results(model: Any, name: str) -> tuple[dict[str, torch.Tensor], torch.Tens
 def race(
     name: str, length: int, loss: str, clock: Clock, small: bool, rounds: int, *, decodes: bool = True
 ) -> Iterator[Row]:
-    """Time one model at one length.
+    """Time one model at one length: a training step, then decoding, whose outcome has a column of its own.
 
     Yields:
-        Its row, with its error if it fails; too little memory, or a peer that cannot run here, is no failure.
+        Its row, with its first error; too little memory, or a peer that cannot run here, is no failure.
     """
     attention: AbstractContextManager[Any] = (
         sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "llama-flash" else nullcontext()
     )
     batch = 2 if small else max(1, 16384 // length)
     row = {"batch": str(batch)}
-    try:
-        with attention:
+    ends = []
+    with attention:
+        try:
             model = build(name, small).to(clock.device)
             ids = torch.randint(3, 999, (batch, length), device=clock.device)
             _measure(model, name, ids, loss, clock, rounds, row)
-            if decodes:
-                row |= _decoding(model.eval().to(torch.bfloat16), name, ids, clock, rounds)
-        row["outcome"] = "ok"
-    except Exception as error:
-        is_result = isinstance(error, torch.OutOfMemoryError) or name in _peers(small)
-        row["outcome"] = _said(error) if is_result else f"raised: {_said(error)}"[:160]
-    yield row
+        except Exception as error:
+            ends.append(_outcome(error, name, small))
+        if decodes and "parameters" in row:  # also where a step needs too much memory
+            _free(clock)
+            try:
+                row |= _decoding(model.zero_grad() or model.eval().to(torch.bfloat16), name, ids, clock, rounds)
+                row["decoding"] = "ok"
+            except Exception as error:
+                row["decoding"] = _outcome(error, name, small)
+                ends.append(row["decoding"])
+    yield row | {"outcome": ends[0] if ends else "ok"}
     model = ids = None
+    _free(clock)
+
+
+def _outcome(error: Exception, name: str, small: bool) -> str:
+    is_result = isinstance(error, torch.OutOfMemoryError) or name in _peers(small)
+    return error_line(error) if is_result else f"raised: {error_line(error)}"[:160]
+
+
+def _free(clock: Clock) -> None:
     if clock.device.type == "cuda":
         gc.collect()  # reference cycles keep models alive
         torch.cuda.empty_cache()

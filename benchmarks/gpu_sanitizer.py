@@ -1,9 +1,9 @@
 """The part ``sanitizer`` of `benchmarks.gpu`: compute-sanitizer's tools over the small cases.
 
-Starting takes most of the time, so one process of each tool launches all kernels. Where a tool finds something, or
-does not come to an end, one process for each op says where. By itself, this module launches what the tools watch::
+Each op has processes of its own, several ops at a time, since starting takes most of the time; one tool follows the
+other, so that a stop leaves the rows of the first ones. By itself, this module launches what the tools watch::
 
-    compute-sanitizer --tool racecheck python -m benchmarks.gpu_sanitizer --ops short_conv
+    compute-sanitizer --tool racecheck python -m benchmarks.gpu_sanitizer --op short_conv
 """
 
 import argparse
@@ -16,13 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from benchmarks.gpu_cases import cases
-from benchmarks.gpu_kernels import DTYPES, _inputs, _results, dtypes_of, fingerprint, kernels_are_due
+from benchmarks.gpu_kernels import DTYPES, dtypes_of, fingerprint, kernels_are_due, make_inputs, op_of, results_of
 from benchmarks.gpu_tuning import Cell
 from benchmarks.record import Row
 
@@ -32,63 +31,43 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 """The most worthwhile first: what an interpreter cannot see, and wrong addresses above all."""
 LONGEST = 110.0
 """Seconds that a process may take: with its start, within the part's share."""
-_WRONG, _LONG = "wrong", "not finished"
 
 
 def sanitizer(device: torch.device, arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Cell]:
-    """Yield a cell of all ops for each tool, then one for each op where a tool has found something."""
-    until = arguments.until
-    known = list(dict.fromkeys(case.op for case in cases(small=True)))
-    ops = [op for op in known if arguments.ops is None or op in arguments.ops]
-    together, mark = "all" if ops == known else " ".join(ops), fingerprint()
-
-    def cell(op: str, tool: str, launched: Sequence[str]) -> Cell:
-        key = {"op": op, "tool": tool, "fingerprint": mark}
-        return key, partial(_sanitize, launched, tool, arguments.device, until)
-
-    if shutil.which(SANITIZER) is None:
-        yield {"op": together, "tool": "", "fingerprint": mark}, _missing
-        return
-    done = {(row["op"], row["tool"]) for row in rows if row["fingerprint"] == mark}
-    if kernels_are_due(device) and not done.issuperset((together, tool) for tool in TOOLS):
-        compile_first(ops, arguments.device, min(until, time.time() + LONGEST))
-    for tool in TOOLS:
-        yield cell(together, tool, ops)
-    for tool in TOOLS:
-        found = [r["outcome"] for r in rows if (r["op"], r["tool"], r["fingerprint"]) == (together, tool, mark)]
-        if len(ops) > 1 and any(outcome.startswith((_WRONG, _LONG)) for outcome in found):
-            for op in ops:
-                yield cell(op, tool, [op])
+    """Yield a cell for each op and tool."""
+    ops = {case.op: op_of(case) for case in cases(small=True)}
+    for op in ops if arguments.ops is None else arguments.ops:
+        key = {"op": op, "tool": "", "fingerprint": fingerprint(ops[op])}
+        if shutil.which(SANITIZER) is None:
+            yield key, _missing
+            continue
+        keys = [key | {"tool": tool} for tool in TOOLS]
+        if kernels_are_due(device) and any(all(key.items() - row.items() for row in rows) for key in keys):
+            compile_first(op, arguments.device, min(arguments.until, time.time() + LONGEST))
+        for key in keys:
+            yield key, partial(_sanitize, op, key["tool"], arguments.device, arguments.until)
 
 
-def compile_first(ops: Sequence[str], device: str, until: float) -> int:
-    """Launch each op without a tool, which fills Triton's cache; return how many processes ended well."""
-
-    def ends(op: str) -> bool:
-        command = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", device, "--ops", op]
-        try:
-            ran = subprocess.run(
-                command,
-                stdout=subprocess.DEVNULL,
-                timeout=None if until == math.inf else max(0.0, until - time.time()),
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return ran.returncode == 0  # what fails does so again under a tool, which says so
-
-    with ThreadPoolExecutor(len(ops)) as pool:
-        return sum(pool.map(ends, ops))
+def compile_first(op: str, device: str, until: float) -> bool:
+    """Launch an op without a tool, which fills Triton's cache; return whether that ended well."""
+    command = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", device, "--op", op]
+    left = None if until == math.inf else max(0.0, until - time.time())
+    try:
+        ran = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=left)
+    except subprocess.TimeoutExpired:
+        return False
+    return ran.returncode == 0  # what fails does so again under a tool, which says so
 
 
 def _missing() -> list[Row]:
     return [{"outcome": f"not done: {SANITIZER} is not installed"}]
 
 
-def _sanitize(ops: Sequence[str], tool: str, device: str, until: float) -> Iterator[Row]:
-    """Run one tool over ops; yields no row if the time of this call, and not the longest, ended it."""
+def _sanitize(op: str, tool: str, device: str, until: float) -> Iterator[Row]:
+    """Run one tool over an op; yields no row if the time of this call, and not the longest, ended it."""
     start = time.monotonic()
     limit = min(LONGEST, until - time.time())
-    launches = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", device, "--ops", *ops]
+    launches = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", device, "--op", op]
     # with torch's cache of memory, what lies behind a tensor is allocated too
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     process = subprocess.Popen(
@@ -101,7 +80,7 @@ def _sanitize(ops: Sequence[str], tool: str, device: str, until: float) -> Itera
         os.killpg(process.pid, signal.SIGKILL)  # with the process that it watches
         process.communicate()
         if limit == LONGEST:
-            yield {"seconds": f"{limit:.0f}", "outcome": f"{_LONG} in {limit:.0f} s"}
+            yield {"seconds": f"{limit:.0f}", "outcome": f"not finished in {limit:.0f} s"}
         return
     row = {"seconds": f"{time.monotonic() - start:.0f}"}
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", said)
@@ -109,25 +88,25 @@ def _sanitize(ops: Sequence[str], tool: str, device: str, until: float) -> Itera
         last = " ".join(said.strip().splitlines()[-1:])
         yield row | {"outcome": f"raised: no summary, exit {process.returncode}: {last}"[:160]}
     elif int(summary[1]) or process.returncode:
-        outcome = f"{_WRONG}: {summary[1]} errors, exit {process.returncode}"
+        outcome = f"wrong: {summary[1]} errors, exit {process.returncode}"
         yield row | {"errors": summary[1], "outcome": outcome}
     else:
         yield row | {"errors": "0", "outcome": "ok"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the kernels of the small cases in every dtype, with their backward; on torch where there is no GPU."""
+    """Launch an op's kernels at its small cases in every dtype, with backward; on torch where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--ops", nargs="+", metavar="OP", help="only these kernels")
+    parser.add_argument("--op", required=True, help="whose kernels")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     backend = "triton" if kernels_are_due(device) else "torch"
     for case in cases(small=True):
-        for dtype in dtypes_of(case) if arguments.ops is None or case.op in arguments.ops else ():
+        for dtype in dtypes_of(case) if case.op == arguments.op else ():
             print(case.op, case.shape, dtype, flush=True)
-            inputs = _inputs(case, device, DTYPES[dtype], seed=1)
-            _results(lambda x, case=case: case.run(x, backend), inputs, {})  # type: ignore[misc]
+            inputs = make_inputs(case, device, DTYPES[dtype], seed=1)
+            results_of(lambda x, case=case: case.run(x, backend), inputs, {})  # type: ignore[misc]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 0

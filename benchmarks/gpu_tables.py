@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
+from benchmarks import gpu_further, gpu_sanitizer, gpu_tuning
 from benchmarks.gpu_models import CHECKED, LOGITS, LONG, OURS
 from benchmarks.record import Row, markdown_table
 
 
-def report(rows: list[Row]) -> str:
-    """Return the tables of a part's rows: checks, kernels or models."""
+def report(part: str, rows: list[Row]) -> str:
+    """Return the tables of a part's rows."""
     names = {"date": "", "device": "", "torch": "torch ", "triton": "triton ", "transformers": "transformers "}
     said = [word + " and ".join(dict.fromkeys(row[name] for row in rows)) for name, word in names.items()]
-    tables = next(table for column, table in _TABLES.items() if column in rows[0])(rows)
-    return "\n\n".join([f"{', '.join(said)}.", *tables])
+    return "\n\n".join([f"{', '.join(said)}.", *_TABLES[part](rows)])
 
 
 def _checks(rows: list[Row]) -> list[str]:
@@ -31,7 +31,11 @@ def _kernels(rows: list[Row]) -> list[str]:
     ceilings = ", ".join(f"{first[f'{name}_tflops']} TFLOP/s in {name}" for name in ("bf16", "fp16", "fp32"))
     lines = [
         [row["op"], row["shape"], row["direction"], row["contender"]]
-        + ([row["ms"], row["over_floor"], row["peak_mib"]] if row["outcome"] == "ok" else [_short(row), "", ""])
+        + (
+            [row["ms"], row["over_floor"], row["peak_mib"]]
+            if row["outcome"] == "ok"
+            else [_short(row["outcome"]), "", ""]
+        )
         for row in rows
     ]
     names = ["kernel", "shape", "direction", "contender", "ms", "times the floor", "peak MiB"]
@@ -39,6 +43,36 @@ def _kernels(rows: list[Row]) -> list[str]:
         f"A copy moves {first['copy_gbs']} GB/s here, and products run at {ceilings}.",
         markdown_table(names, lines),
     ]
+
+
+def _tune(rows: list[Row]) -> list[str]:
+    entries = gpu_tuning.shipped(rows)
+    lines = []
+    for op, name, capability in dict.fromkeys(
+        (r["op"], r["configuration"], r["capability"]) for r in rows if r["shapes"]
+    ):
+        own = [row for row in rows if (row["op"], row["configuration"], row["capability"]) == (op, name, capability)]
+        tried = len({(row["tiles"], row["num_warps"], row["num_stages"]) for row in own})
+        wrong = sum(row["outcome"].startswith("wrong") for row in own)
+        key = (op, name, int(capability))
+        shipped, spread = "the default", ""
+        for candidate, ratios, _ in gpu_tuning.timed_candidates(own, key):
+            if candidate == entries.get(key):
+                tiles = "".join(f"{tile} {size}, " for tile, size in candidate.tiles.items())
+                shipped = f"{tiles}{candidate.num_warps} warps, {candidate.num_stages} stages"
+                spread = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
+        lines.append([op, name, str(tried), str(wrong), shipped, spread])
+    names = ["kernel", "configuration", "candidates", "wrong", "in the table", "its time over the default's"]
+    ragged = "; ".join(f"{row['op']} {row['outcome']}" for row in rows if row["configuration"] == gpu_tuning.RAGGED)
+    failed = "; ".join(f"{row['op']} {row['outcome']}" for row in rows if row["configuration"] == gpu_tuning.NONE)
+    parts = [f"The best ones together at ragged shapes: {ragged}."] if ragged else []
+    parts += [f"Not tuned: {failed}."] if failed else []
+    return [markdown_table(names, lines), *parts]
+
+
+def _plain(columns: Sequence[str]) -> Callable[[list[Row]], Sequence[str]]:
+    """Return a function that shows columns as they are."""
+    return lambda rows: [markdown_table(list(columns), [[row[name] for name in columns] for row in rows])]
 
 
 def _models(rows: list[Row]) -> list[str]:
@@ -75,22 +109,26 @@ def line_of(row: Row) -> str:
 def _cell(row: Row | None, column: str) -> str:
     if row is None:
         return ""
+    if not row[column] and column in ("prompt_ms", "token_ms"):
+        return _short(row.get("decoding", ""))
     if not row[column]:
-        return _short(row) if row["outcome"] != "ok" else ""
+        return _short(row["outcome"]) if row["outcome"] != "ok" else ""
     scale = {"tokens_s": 1e3, "peak_mib": 1024}.get(column, 1)
     return f"{float(row[column]) / scale:.{1 if scale == 1 or float(row[column]) >= 10 * scale else 2}f}"
 
 
-def _short(row: Row) -> str:
-    said = row["outcome"]
+def _short(said: str) -> str:
     if said.startswith(("OutOfMemoryError", "raised: OutOfMemoryError")):
         return "out of memory"
     return "not installed" if said.startswith("not installed") else said.split(":")[0]
 
 
 _TABLES: dict[str, Callable[[list[Row]], Sequence[str]]] = {
-    "allowed": _checks,
-    "over_floor": _kernels,
-    "token_ms": _models,
+    "checks": _checks,
+    "kernels": _kernels,
+    "tune": _tune,
+    "models": _models,
+    "losses": _plain(gpu_further.LOSS_COLUMNS),
+    "sanitizer": _plain([name for name in gpu_sanitizer.COLUMNS if name != "fingerprint"]),
+    "lra": _plain(gpu_further.LRA_COLUMNS),
 }
-"""A column that only one part's rows have -> its tables."""

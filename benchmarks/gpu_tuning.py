@@ -10,6 +10,7 @@ the table, they are checked together at shapes that are no multiples of a tile, 
 import json
 import math
 import os
+import runpy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,12 +26,13 @@ from benchmarks.gpu_kernels import (
     DTYPES,
     Clock,
     Expected,
-    _first,
-    _inputs,
-    _said,
     compare,
+    error_line,
     expect,
+    fingerprint,
+    first_output,
     kernels_are_due,
+    make_inputs,
     op_of,
     own_outcome,
 )
@@ -84,6 +86,14 @@ def variants(op: str, default: Configuration) -> list[Configuration]:
     return [configuration for configuration in found if configuration != default and configuration not in wrong]
 
 
+def use(path: Path) -> None:
+    """Let the kernels of this process read a table that the tuner has written, as if it were the shipped one."""
+    found = runpy.run_path(str(path))["TUNED"]
+    TUNED.clear()
+    TUNED.update(found)
+    fingerprint.cache_clear()
+
+
 @contextmanager
 def table(entries: dict[Key, Configuration]) -> Iterator[None]:
     """Let the kernels read other entries inside the ``with`` block, in all threads: autograd has its own."""
@@ -99,7 +109,7 @@ def table(entries: dict[Key, Configuration]) -> Iterator[None]:
 def asked(case: Case, dtype: str, device: torch.device) -> list[Key]:
     """Run a case, with its backward, and return the configurations that it launches."""
     with launched() as keys:
-        _call(case, _inputs(case, device, DTYPES[dtype], seed=2))()
+        _call(case, make_inputs(case, device, DTYPES[dtype], seed=2))()
     return list(keys)
 
 
@@ -107,7 +117,7 @@ def _call(case: Case, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
     """Return a function that runs the op, and its backward if it has one."""
 
     def call() -> object:
-        output = _first(case.run(inputs, "triton"))
+        output = first_output(case.run(inputs, "triton"))
         return output if case.decodes else torch.autograd.grad(output.sum(), list(inputs.values()), allow_unused=True)
 
     return call
@@ -147,7 +157,7 @@ def cannot_launch(error: Exception) -> bool:
 
 
 def _outcome(error: Exception, device: torch.device) -> str:
-    return f"cannot be launched: {_said(error)}" if cannot_launch(error) else own_outcome(error, device)
+    return f"cannot be launched: {error_line(error)}" if cannot_launch(error) else own_outcome(error, device)
 
 
 def measure(
@@ -176,7 +186,7 @@ def measure(
                 found = compare(bench.expected(case, dtype), "triton")
                 row |= {column: found[column] for column in ("error", "allowed", "outcome")}
             if row["outcome"] == "ok":
-                call = _call(case, _inputs(case, bench.clock.device, DTYPES[dtype], seed=2))
+                call = _call(case, make_inputs(case, bench.clock.device, DTYPES[dtype], seed=2))
                 turns = {
                     "ms": partial(with_table, call, candidate),
                     "default_ms": partial(with_table, call, default),
@@ -199,7 +209,7 @@ def _configuration(row: Row) -> Configuration:
     return default._replace(tiles=json.loads(row["tiles"]), **numbers)
 
 
-def _measured(rows: Iterable[Row], key: Key) -> list[tuple[Configuration, dict[tuple[str, str], float], int]]:
+def timed_candidates(rows: Iterable[Row], key: Key) -> list[tuple[Configuration, dict[tuple[str, str], float], int]]:
     """Return each right candidate for a key with its times over the default's, and of how many places it needs them.
 
     The times are by shape and dtype; the first is at the place where all candidates are timed.
@@ -215,7 +225,7 @@ def _measured(rows: Iterable[Row], key: Key) -> list[tuple[Configuration, dict[t
 
 def _at_first(rows: Iterable[Row], key: Key) -> list[tuple[float, Configuration]]:
     """Return the candidates that are better at the first shape with their times over the default's, fastest first."""
-    found = [(next(iter(ratios.values())), candidate) for candidate, ratios, _ in _measured(rows, key)]
+    found = [(next(iter(ratios.values())), candidate) for candidate, ratios, _ in timed_candidates(rows, key)]
     return sorted((pair for pair in found if pair[0] <= BETTER), key=lambda pair: pair[0])
 
 
@@ -241,7 +251,9 @@ def finalists(key: Key, rows: Iterable[Row]) -> list[Configuration]:
 
 def is_slower(key: Key, candidate: Configuration, rows: Iterable[Row]) -> bool:
     """Return whether a candidate has been slower than the default at a shape."""
-    return any(found == candidate and max(ratios.values()) > SLOWER for found, ratios, _ in _measured(rows, key))
+    return any(
+        found == candidate and max(ratios.values()) > SLOWER for found, ratios, _ in timed_candidates(rows, key)
+    )
 
 
 def best(rows: Sequence[Row]) -> dict[Key, Configuration]:
@@ -251,7 +263,7 @@ def best(rows: Sequence[Row]) -> dict[Key, Configuration]:
     for key in keys:
         means = [
             (math.prod(ratios.values()) ** (1 / len(ratios)), candidate)
-            for candidate, ratios, needed in _measured(rows, key)
+            for candidate, ratios, needed in timed_candidates(rows, key)
             if len(ratios) == needed and max(ratios.values()) <= SLOWER
         ]
         mean, candidate = min(means, key=lambda pair: pair[0], default=(math.inf, None))

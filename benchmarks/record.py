@@ -95,11 +95,17 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
 
 
 def _cpu() -> str:
+    """Return the processor's name, its family and model, which tell its generation, and the number of cores."""
+    found: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
         for line in info:
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
-    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), value.strip())
+    processor = found.get("model name") or platform.processor() or platform.machine()
+    kind = " ".join(
+        f"{name} {found[full]}" for name, full in (("family", "cpu family"), ("model", "model")) if full in found
+    )
+    return f"{processor} ({kind + ', ' if kind else ''}{os.cpu_count()} cores)"
 
 
 def read_csv(path: Path) -> list[Row]:

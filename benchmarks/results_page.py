@@ -10,8 +10,8 @@ between ``<!-- compare: FILE | MODEL | OTHER MODEL | SCORE -->`` and ``<!-- end 
 ``<!-- hours: FILE | FILE -->`` gives the CPU hours of the training steps of all their runs, and
 ``<!-- value: FILE | NAME -->`` a number of a ``.json`` file.
 Inside a table of the page, write ``;`` for ``|``. Planned models without results are "not measured yet". A ``.csv``
-file belongs to a module in `REPORTS`, a ``.json`` file is a copy of a demo's ``demo_results.json``, or of a run's
-``all_results.json``.
+file belongs to a module in `REPORTS`, or in ``gpu/`` to a part of `benchmarks.gpu`; a ``.json`` file is a copy of a
+demo's ``demo_results.json``, or of a run's ``all_results.json``.
 """
 
 import json
@@ -24,6 +24,7 @@ from benchmarks import (
     bench_checkpointing,
     bench_chela,
     bench_compare,
+    bench_compile,
     bench_cross_attention,
     bench_generation,
     bench_growth,
@@ -52,6 +53,7 @@ REPORTS = {
     "distinct": demo_copies,
     "base_s": bench_compare,
     "kept": bench_checkpointing,
+    "compiled": bench_compile,
     "held_mib": bench_growth,
     "host_share": bench_tokens,
     "operators": bench_generation,
@@ -63,10 +65,8 @@ REPORTS = {
     "vocabulary": bench_loss,
     "products_ms": bench_profile,
     "precision": bench_models,
-    "allowed": gpu_tables,
-    "over_floor": gpu_tables,
-    "token_ms": gpu_tables,
 }
+GPU = RESULTS / "gpu"
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _STATEMENT = re.compile(
     r"(?P<begin><!-- (?P<kind>compare|ahead|verdict|hours|value): (?P<asked>.*?) -->).*?(?P<end><!-- end -->)",
@@ -79,6 +79,8 @@ def tables(path: Path) -> str:
     if path.suffix == ".json":
         return _demo_table(json.loads(path.read_text(encoding="utf-8")))
     rows = read_csv(path)
+    if path.parent == GPU:
+        return gpu_tables.report(path.stem, rows)
     return next(module.report for column, module in REPORTS.items() if column in rows[0])(rows)
 
 

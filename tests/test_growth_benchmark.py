@@ -5,11 +5,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks import bench_growth, bench_models, results_page
 from benchmarks.bench_growth import KEPT, KEYS, LENGTHS, LIMIT, MEASURES, REASONS, report
 from benchmarks.builders import build
 from benchmarks.record import GrowingRecord, growing_columns, read_csv, stamp
+from hf_hybrid.models.bst.configuration_bst import CONTEXT_FILTERS, CONTEXT_SHIFTS, CONTEXT_TYPES
+from hf_hybrid.models.chela.configuration_chela import ATTENTION_FNS, MIXERS
+from hf_hybrid.models.spade.configuration_spade import ATTENTION_TYPES
+from hf_hybrid.models.spade.state_space_fields import SSM_TYPES
+from hf_hybrid.models.srformer.configuration_srformer import MODES
 from tests.matrix import some
 from tests.measuring import measure_here, shrink_models
 
@@ -86,7 +92,40 @@ def test_a_process_may_hold_what_its_container_has(tmp_path, monkeypatch):
     assert bench_models.most_memory() == 2000 < machine
 
 
-def test_every_mode_is_there_up_to_the_length_that_it_can_have(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "field", "values", "left_out"),
+    [
+        # quadratic on purpose, or a part of what is measured
+        ("spade", "attention_type", ATTENTION_TYPES, {"full", "none"}),
+        ("spade", "ssm_type", SSM_TYPES, set()),
+        # the parts of short-long convolutions; random features in the place of a norm
+        ("chela", "mixer", MIXERS, {"long"}),
+        ("chela", "attention_fn", ATTENTION_FNS, {"laplace_feature"}),
+        ("bst", "context_type", CONTEXT_TYPES, set()),
+        ("bst", "context_filter", CONTEXT_FILTERS, set()),
+        ("bst", "context_shift", CONTEXT_SHIFTS, set()),
+        # ablations, and the peers' own attention
+        (
+            "srformer_t5",
+            "cross_attention_mode",
+            MODES,
+            {"no_norm", "no_raf", "own_segment", "transformer_xl", "longt5", "full"},
+        ),
+    ],
+)
+def test_every_way_to_grow_is_measured_or_left_out(configs, kind, field, values, left_out):
+    measured = {getattr(config, field) for config in configs if config.model_type == kind}
+    assert measured | left_out == {*values}
+    assert not measured & left_out
+
+
+@pytest.fixture(scope="module")
+def configs():
+    with torch.device("meta"):
+        return [build(name).config for name in bench_growth.MODELS]
+
+
+def test_every_model_is_measured_up_to_the_length_that_it_can_have(tmp_path, monkeypatch):
     asked = []
     ended = [("seconds", 1.0), ("held_mib", 1.0), ("outcome", "ok")]
     monkeypatch.setattr(bench_growth, "in_process", lambda *a: asked.append(a[1][:4]) or ended)

@@ -54,7 +54,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_sanitizer, gpu_tuning
+from benchmarks import gpu_further, gpu_kernels, gpu_models, gpu_sanitizer, gpu_tables, gpu_tuning
 from benchmarks.gpu_cases import Case, cases, checked_cases
 from benchmarks.gpu_kernels import (
     DTYPES,
@@ -328,7 +328,7 @@ def run(arguments: argparse.Namespace) -> int:
     said = run_parts(arguments, plan)
     page = report(arguments.out, said)
     (arguments.out / "gpu.md").write_text(page, encoding="utf-8")
-    draw(arguments.out)
+    gpu_tables.draw(arguments.out)
     if arguments.packed is not None:
         pack(arguments.out, arguments.packed)
     print(page.split("\n## ", 1)[0])
@@ -436,32 +436,6 @@ def report(folder: Path, said: dict[str, str] | None = None) -> str:
             lines += ["Ceilings: " + ", ".join(f"{name} {value}" for name, value in ceilings.items()) + ".", ""]
         lines.append(markdown_table(columns, [[row[name] for name in columns] for row in found]))
     return "\n".join(lines) + "\n"
-
-
-def draw(folder: Path) -> None:
-    """Draw each model's tokens per second and peak memory over the length, if matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed: nothing is drawn")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = read_csv(folder / "models.csv") if (folder / "models.csv").exists() else []
-    for column, label in (("tokens_s", "training, tokens per second"), ("peak_mib", "training, peak memory in MiB")):
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for model, loss in dict.fromkeys((row["model"], row["loss"]) for row in rows):
-            own = [row for row in rows if (row["model"], row["loss"]) == (model, loss) and row[column]]
-            points = sorted((int(row["length"]), float(row[column])) for row in own)
-            name = model if loss == gpu_models.LOGITS else f"{model}, {loss}"
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=name)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        if axes.lines:
-            axes.legend(fontsize="small")
-        figure.savefig(folder / f"models_{column}.png", dpi=150)
-        plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

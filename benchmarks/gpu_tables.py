@@ -1,10 +1,11 @@
-"""Tables of what `benchmarks.gpu` has measured, for the pages of ``docs``."""
+"""Tables of what `benchmarks.gpu` has measured, for the pages of ``docs``, and its picture."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks import gpu_further, gpu_sanitizer, gpu_tuning
 from benchmarks.gpu_models import CHECKED, LOGITS, LONG, OURS
-from benchmarks.record import Row, markdown_table
+from benchmarks.record import Row, markdown_table, read_csv
 
 
 def report(part: str, rows: list[Row]) -> str:
@@ -132,3 +133,29 @@ _TABLES: dict[str, Callable[[list[Row]], Sequence[str]]] = {
     "sanitizer": _plain([name for name in gpu_sanitizer.COLUMNS if name != "fingerprint"]),
     "lra": _plain(gpu_further.LRA_COLUMNS),
 }
+
+
+def draw(folder: Path) -> None:
+    """Draw each model's tokens per second and peak memory over the length, if matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: nothing is drawn")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = read_csv(folder / "models.csv") if (folder / "models.csv").exists() else []
+    for column, label in (("tokens_s", "training, tokens per second"), ("peak_mib", "training, peak memory in MiB")):
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        for model, loss in dict.fromkeys((row["model"], row["loss"]) for row in rows):
+            own = [row for row in rows if (row["model"], row["loss"]) == (model, loss) and row[column]]
+            points = sorted((int(row["length"]), float(row[column])) for row in own)
+            name = model if loss == LOGITS else f"{model}, {loss}"
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        if axes.lines:
+            axes.legend(fontsize="small")
+        figure.savefig(folder / f"models_{column}.png", dpi=150)
+        plt.close(figure)

@@ -756,7 +756,7 @@ def test_pictures_tell_losses_apart(tmp_path, monkeypatch):
     write_csv(tmp_path / "models.csv", tuple(rows[0]), rows)
     drawn, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", lambda figure: drawn.append(figure) or close(figure))
-    gpu.draw(tmp_path)
+    gpu_tables.draw(tmp_path)
     speed, _ = (figure.axes[0] for figure in drawn)
     assert speed.get_ylabel() == "training, tokens per second"
     assert [line.get_label() for line in speed.lines] == ["spade, without logits", "spade"]

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.bench_models import PRECISIONS, PRELOADED, forget_peak, limit_memory, memory, most_memory
-from benchmarks.builders import FURTHER, MODES, OURS, SIZED, SIZES, build, build_sized
+from benchmarks.builders import BIDIRECTIONAL, FURTHER, MODES, OURS, SIZED, SIZES, build, build_sized
 from benchmarks.record import Row, command_line, conditions, markdown_table, measured_stamp, say, write_csv
 from benchmarks.workloads import decoding, generation, seconds, training_step
 
@@ -97,7 +97,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             for precision in arguments.precisions
         ]
     if "decode" in arguments.tasks:
-        found += [Case("decode", model, min(arguments.lengths), "fp32") for model in arguments.models]
+        decoders = [model for model in arguments.models if model not in BIDIRECTIONAL]
+        found += [Case("decode", model, min(arguments.lengths), "fp32") for model in decoders]
     if "generate" in arguments.tasks:
         found += [
             Case("generate", f"{name} {size}", PROMPT, "fp32")

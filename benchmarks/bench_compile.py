@@ -16,7 +16,7 @@ compiled:
 
 A cell has its own process without compiled code of earlier ones. Columns: `step_s`, seconds of a training step, the
 median of several; `compile_s`, by how much the first step takes longer; `peak_mib`, memory at the peak of a later
-step, over what the process held before.
+step, over what the process held before. A step computes the logits of all tokens.
 """
 
 import argparse

@@ -52,7 +52,7 @@ from benchmarks.bench_models import (
     most_memory,
     what_went_wrong,
 )
-from benchmarks.builders import FURTHER, LONGEST_BART, MODES, OURS, build
+from benchmarks.builders import BIDIRECTIONAL, FURTHER, LONGEST_BART, MODES, OURS, build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table, slope
 from benchmarks.workloads import decoding, forward, held_mib, seconds, training_step
 
@@ -64,8 +64,6 @@ LONGEST = dict.fromkeys(("srformer", "srformer-segmented", "srformer-recurrent")
 }
 """The longest inputs of models whose encoder is quadratic."""
 MODELS = (*OURS, *MODES, *FURTHER)
-BIDIRECTIONAL = ("chela-bidirectional",)
-"""Models that do not decode."""
 CALLS = {"step": 2, "forward": 3}
 DECODED = WINDOW
 ENOUGH_S = 10.0

@@ -11,6 +11,8 @@ CAUSAL = ("spade", "chela", "bst-sh-s4")
 OURS = (*ENCODER_DECODERS, *CAUSAL)
 MODES = ("spade-seq2seq-chunk", "srformer-bart", "spade-chunk", "chela-bidirectional", "bst-mh-s4", "bst-mf-s4")
 """Further forms of `OURS`."""
+BIDIRECTIONAL = ("chela-bidirectional",)
+"""Those that do not decode."""
 FURTHER = (*bench_language_models.FORMS, "srformer-segmented", "srformer-recurrent")
 """Forms whose growth is measured in one precision."""
 LONGEST_BART = 16384  # tokens; it has a position embedding for each

@@ -234,7 +234,7 @@ def race(
     """Time one model at one length: a training step, then decoding, whose outcome has a column of its own.
 
     Yields:
-        Its row, with its first error; too little memory, or a peer that cannot run here, is no failure.
+        Its row, with its first failure; too little memory, or a peer that cannot run here, is none.
     """
     attention: AbstractContextManager[Any] = (
         sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "llama-flash" else nullcontext()
@@ -249,15 +249,16 @@ def race(
             _measure(model, name, ids, loss, clock, rounds, row)
         except Exception as error:
             ends.append(_outcome(error, name, small))
-        if decodes and "parameters" in row:  # also where a step needs too much memory
-            _free(clock)
-            try:
-                row |= _decoding(model.zero_grad() or model.eval().to(torch.bfloat16), name, ids, clock, rounds)
-                row["decoding"] = "ok"
+        if decodes and "parameters" in row and not any("CUDA error" in end for end in ends):
+            try:  # also where a step needs too much memory
+                model.zero_grad(set_to_none=True)
+                _free(clock)
+                row |= _decoding(model.eval().to(torch.bfloat16), name, ids, clock, rounds) | {"decoding": "ok"}
             except Exception as error:
                 row["decoding"] = _outcome(error, name, small)
                 ends.append(row["decoding"])
-    yield row | {"outcome": ends[0] if ends else "ok"}
+    failed = [end for end in ends if end.startswith("raised")]
+    yield row | {"outcome": [*failed, *ends, "ok"][0]}
     model = ids = None
     _free(clock)
 

@@ -14,7 +14,7 @@ SECONDS = {"checks": 150, "kernels": 180, "tune": 520, "models": 400, "losses": 
 """Each part's share of the time of all calls, including its start; the most worthwhile part first."""
 
 HEADROOM = 150
-"""Seconds of thirty minutes that no part has: for the starts of calls, and for what is measured again after tuning."""
+"""Seconds of thirty minutes that no part has, for the starts of calls."""
 
 LATER = "out of time"
 """How outcomes of what a later call goes on with begin."""

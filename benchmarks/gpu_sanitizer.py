@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_cases import cases
 from benchmarks.gpu_kernels import DTYPES, dtypes_of, fingerprint, kernels_are_due, make_inputs, op_of, results_of
-from benchmarks.gpu_tuning import Cell
+from benchmarks.gpu_tuning import Cell, use
 from benchmarks.record import Row
 
 COLUMNS = ("op", "tool", "fingerprint", "errors", "seconds", "outcome")
@@ -43,14 +44,19 @@ def sanitizer(device: torch.device, arguments: argparse.Namespace, rows: list[Ro
             continue
         keys = [key | {"tool": tool} for tool in TOOLS]
         if kernels_are_due(device) and any(all(key.items() - row.items() for row in rows) for key in keys):
-            compile_first(op, arguments.device, min(arguments.until, time.time() + LONGEST))
+            compile_first(launches(op, arguments), min(arguments.until, time.time() + LONGEST))
         for key in keys:
-            yield key, partial(_sanitize, op, key["tool"], arguments.device, arguments.until)
+            yield key, partial(_sanitize, launches(op, arguments), key["tool"], arguments.until)
 
 
-def compile_first(op: str, device: str, until: float) -> bool:
+def launches(op: str, arguments: argparse.Namespace) -> list[str]:
+    """Return the command that launches an op's kernels, with the configurations that this process has."""
+    command = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", arguments.device, "--op", op]
+    return command if arguments.tuned is None else [*command, "--tuned", str(arguments.tuned)]
+
+
+def compile_first(command: Sequence[str], until: float) -> bool:
     """Launch an op without a tool, which fills Triton's cache; return whether that ended well."""
-    command = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", device, "--op", op]
     left = None if until == math.inf else max(0.0, until - time.time())
     try:
         ran = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=left)
@@ -63,15 +69,14 @@ def _missing() -> list[Row]:
     return [{"outcome": f"not done: {SANITIZER} is not installed"}]
 
 
-def _sanitize(op: str, tool: str, device: str, until: float) -> Iterator[Row]:
-    """Run one tool over an op; yields no row if the time of this call, and not the longest, ended it."""
+def _sanitize(command: Sequence[str], tool: str, until: float) -> Iterator[Row]:
+    """Run one tool over a command; yields no row if the time of this call, and not the longest, ended it."""
     start = time.monotonic()
     limit = min(LONGEST, until - time.time())
-    launches = [sys.executable, "-m", "benchmarks.gpu_sanitizer", "--device", device, "--op", op]
     # with torch's cache of memory, what lies behind a tensor is allocated too
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     process = subprocess.Popen(
-        [SANITIZER, "--tool", tool, *launches],
+        [SANITIZER, "--tool", tool, *command],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, process_group=0,
     )  # fmt: skip
     try:
@@ -99,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--op", required=True, help="whose kernels")
+    parser.add_argument("--tuned", type=Path, help="a table of the tuner")
     arguments = parser.parse_args(argv)
+    if arguments.tuned is not None:
+        use(arguments.tuned)
     device = torch.device(arguments.device)
     backend = "triton" if kernels_are_due(device) else "torch"
     for case in cases(small=True):

@@ -111,7 +111,7 @@ def _cell(row: Row | None, column: str) -> str:
     if row is None:
         return ""
     if not row[column] and column in ("prompt_ms", "token_ms"):
-        return _short(row.get("decoding", ""))
+        return _short(row["decoding"]) or "not tried"
     if not row[column]:
         return _short(row["outcome"]) if row["outcome"] != "ok" else ""
     scale = {"tokens_s": 1e3, "peak_mib": 1024}.get(column, 1)

@@ -518,8 +518,9 @@ def test_parts_run_apart_and_the_page_is_written(tmp_path, capfd, parts, ops, ro
     assert gpu.main([*again, "--minutes", "0.01"]) == len(parts.split())  # no time to begin, but nothing is lost
     assert (tmp_path / "again" / "checks.csv").read_text() == there
     capfd.readouterr()
-    assert gpu.main(["--report", str(tmp_path / "here")]) == 0
-    assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")
+    for folder in (tmp_path / "here", results_page.GPU):
+        assert gpu.main(["--report", str(folder)]) == 0
+        assert capfd.readouterr().out.startswith("# Kernels and models on a GPU")
 
 
 def raced(name, length=24, loss="logits", **given):
@@ -557,6 +558,9 @@ def test_a_model_decodes_where_its_step_needs_too_much_memory(monkeypatch):
     assert row["outcome"] == "OutOfMemoryError: CUDA out of memory"
     assert row["decoding"] == "ok"
     assert float(row["token_ms"]) > 0
+    monkeypatch.setattr(gpu_models, "_decoding", broken_peer)
+    row = raced("bst")  # which is ours: a failure
+    assert row["outcome"] == row["decoding"] == "raised: RuntimeError: this GPU is too old"
     row = raced("no such model")
     assert row == {"batch": "2", "outcome": "raised: KeyError: 'no such model'"}
 
@@ -705,7 +709,9 @@ def test_the_table_of_decoding_says_what_was_not_tried():
     ]
     training, _, _, decoding = gpu_tables.report("models", rows).split("**")[2::2]
     assert "| bst, logits |  | 1.00 |" in training
-    assert "| mamba2 |  | 3.0 |\n| t5-sdpa | 1.0 | out of memory |\n| pegasus-x | 4.0 |  |" in decoding, decoding
+    assert "| mamba2 |  | 3.0 |\n| t5-sdpa | 1.0 | out of memory |\n| pegasus-x | 4.0 | not tried |" in decoding, (
+        decoding
+    )
 
 
 def test_tables_show_what_failed():
@@ -778,6 +784,9 @@ def test_losses_agree_and_what_is_missing_is_said(monkeypatch):
     assert row["outcome"] == "inexact"
 
 
+COMMAND = gpu_sanitizer.launches("short_conv", part_arguments(None))
+
+
 def install_sanitizer(folder, monkeypatch, script):
     program = folder / gpu_sanitizer.SANITIZER
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -796,7 +805,7 @@ def install_sanitizer(folder, monkeypatch, script):
 )
 def test_the_sanitizers_summary_is_read(tmp_path, monkeypatch, script, outcome):
     install_sanitizer(tmp_path, monkeypatch, script)
-    (row,) = gpu_sanitizer._sanitize("short_conv", "memcheck", "cpu", float("inf"))
+    (row,) = gpu_sanitizer._sanitize(COMMAND, "memcheck", float("inf"))
     assert row["outcome"] == outcome
 
 
@@ -823,7 +832,7 @@ def test_each_tool_watches_each_op(tmp_path, monkeypatch):
     assert planned == [(op, tool) for op in ops for tool in gpu_sanitizer.TOOLS]
     compiled, rows = [], []
     monkeypatch.setattr(gpu_sanitizer, "kernels_are_due", lambda device: True)
-    monkeypatch.setattr(gpu_sanitizer, "compile_first", lambda op, *_: compiled.append(op))
+    monkeypatch.setattr(gpu_sanitizer, "compile_first", lambda command, *_: compiled.append(command[-1]))
     some = part_arguments(None, ops=["short_conv", "long_conv"])
     for key, measure in gpu_sanitizer.sanitizer(CPU, some, rows):
         if key["op"] == "short_conv":
@@ -841,17 +850,33 @@ def test_each_tool_watches_each_op(tmp_path, monkeypatch):
 def test_a_tool_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     """One that had its full time says so; one that this call ended goes on in the next."""
     install_sanitizer(tmp_path, monkeypatch, "sleep 60 & wait")
-    assert list(gpu_sanitizer._sanitize("short_conv", "memcheck", "cpu", 0.0)) == []
+    assert list(gpu_sanitizer._sanitize(COMMAND, "memcheck", 0.0)) == []
     monkeypatch.setattr(gpu_sanitizer, "LONGEST", 0.5)
-    (row,) = gpu_sanitizer._sanitize("short_conv", "memcheck", "cpu", float("inf"))
+    (row,) = gpu_sanitizer._sanitize(COMMAND, "memcheck", float("inf"))
     assert row["outcome"] == "not finished in 0 s"
 
 
 @pytest.mark.full
 def test_kernels_are_compiled_before_the_tools_watch():
-    assert gpu_sanitizer.compile_first("short_conv", "cpu", math.inf)
-    assert not gpu_sanitizer.compile_first("short_conv", "cpu", 0.0)
-    assert not gpu_sanitizer.compile_first("short_conv", "no such device", math.inf)
+    assert gpu_sanitizer.compile_first(COMMAND, math.inf)
+    assert not gpu_sanitizer.compile_first(COMMAND, 0.0)
+    assert not gpu_sanitizer.compile_first([*COMMAND, "--device", "no such device"], math.inf)
+
+
+def test_the_tools_watch_what_was_tuned(tmp_path, monkeypatch):
+    tuned, found = tmp_path / "tuned.py", []
+    tuned.write_text("TUNED = {('short_conv', 'forward', 90): ({'BT': 64}, 8, 3)}\n")
+    install_sanitizer(tmp_path, monkeypatch, f"echo $* > {tmp_path}/watched; echo '========= ERROR SUMMARY: 0 errors'")
+    arguments = part_arguments(tmp_path, ops=["short_conv"], tuned=tuned)
+    (_, measure), *_ = gpu_sanitizer.sanitizer(CPU, arguments, [])
+    assert [row["outcome"] for row in measure()] == ["ok"]
+    watched = (tmp_path / "watched").read_text().split()
+    assert watched[-2:] == ["--tuned", str(tuned)]
+    monkeypatch.setattr(gpu_sanitizer, "results_of", lambda *_: found.append(dict(gpu_kernels.TUNED)))
+    with gpu_tuning.table({}):  # which puts the table back
+        assert gpu_sanitizer.main(watched[watched.index("--device") :]) == 0
+    gpu_kernels.fingerprint.cache_clear()
+    assert found[0] == {("short_conv", "forward", 90): ({"BT": 64}, 8, 3)}
 
 
 def test_what_the_tools_watch_runs(capsys):

@@ -6,7 +6,7 @@ E positional features · F width of the network
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -15,14 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..context_parallel import Shards, by_channels, divide, nothing, undivide
 from ..kernels.checks import check_positive
-from ..kernels.long_conv import (
-    ConvState,
-    fft_length,
-    filter_bank_conv,
-    long_conv,
-    online_conv,
-    start_online_conv,
-)
+from ..kernels.long_conv import fft_length, filter_bank_conv, long_conv
 from ..kernels.packed import longest
 from ..kernels.precision import full_precision
 from .state_space import StateSpaceLayer, each_row, keep
@@ -162,8 +155,7 @@ class ImplicitConv(ImplicitFilter):
 
     y_c[t] = sum_{j<L} h_c[j] u[t-j] + D_c u[t],  per channel, in O(T log T).
 
-    As in `S4`, `sample`, `follow` and `read` compute only selected outputs. The states of `follow` are the last
-    inputs, which serve all filters; those of `forward` are a `ConvState` for each filter.
+    As in `S4`, `sample`, `follow` and `read` compute only selected outputs.
 
     Args:
         hidden_size: Channels H.
@@ -178,9 +170,8 @@ class ImplicitConv(ImplicitFilter):
         ValueError: An argument is invalid; the message names it, its value and the rule.
 
     Note:
-        A decoded token costs O(C log(L)^2) per channel, see `kernels.long_conv.online_conv`. In evaluation without
-        gradients, taps are cached until a tensor changes or the layer trains; call `clear_cache` after a fused
-        optimizer steps in evaluation mode.
+        A decoded token costs O(C L H). In evaluation without gradients, taps are cached until a tensor changes or the
+        layer trains; call `clear_cache` after a fused optimizer steps in evaluation mode.
     """
 
     def __init__(
@@ -207,9 +198,9 @@ class ImplicitConv(ImplicitFilter):
         self.num_filters = num_filters
         self.reset_parameters()
 
-    def _check_state(self, state: Any, batch: int) -> None:
-        if not (isinstance(state, tuple) and len(state) == self.num_filters):
-            raise ValueError(f"state must be {self.num_filters} of ConvState, as returned; got {type(state).__name__}")
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """Return `(B, L, H)`: the last inputs."""
+        return batch, self.max_length, self.hidden_size
 
     def extra_repr(self) -> str:
         """Return the arguments to show in the module's repr."""
@@ -225,24 +216,22 @@ class ImplicitConv(ImplicitFilter):
         return not self.training and not torch.is_grad_enabled()
 
     def _run(
-        self, u: torch.Tensor, state: tuple[ConvState, ...] | None, return_state: bool
-    ) -> tuple[torch.Tensor, tuple[ConvState, ...] | None]:
-        """Return outputs `(B, T, H)`, or `(C, B, T, H)` for several filters, and a state for each."""
-        if state is not None:
-            taps = self._taps(self.max_length)[0]
-            steps = [online_conv(u, h.mT, one, skip=d) for h, one, d in zip(taps, state, self.D, strict=True)]
-            outputs = [y for y, _ in steps]
-            return torch.stack(outputs) if self.num_filters > 1 else outputs[0], tuple(after for _, after in steps)
-        taps = self._taps(self.max_length if return_state else u.shape[1])[0, :, : u.shape[1]]
+        self, u: torch.Tensor, state: torch.Tensor | None, return_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return outputs `(B, T, H)`, or `(C, B, T, H)` for several filters."""
+        new_state = self.follow(u, state, [u.shape[1]])[0] if return_state or u.shape[1] == 1 else None
+        if u.shape[1] == 1:
+            assert new_state is not None
+            reverse = self._for_tokens("reverse", lambda: self._taps(self.max_length)[0].flip(1))
+            y = (new_state * reverse[:, None]).sum(2, keepdim=True) + self.D[:, None, None] * new_state[:, -1:]
+            return (y if self.num_filters > 1 else y[0]).to(u.dtype), new_state if return_state else None
+        inputs = u if state is None else torch.cat([state, u.to(state.dtype)], dim=1)
+        taps = self._taps(inputs.shape[1])[0]
         if self.num_filters > 1:
-            y = filter_bank_conv(u, taps.mT, skip=self.D)
+            y = filter_bank_conv(inputs, taps.mT, skip=self.D)[:, :, -u.shape[1] :]
         else:
-            y = long_conv(u, taps[0].mT, skip=self.D[0])
-        return y.to(u.dtype), self.state_after(u) if return_state else None
-
-    def state_after(self, u: torch.Tensor) -> tuple[ConvState, ...]:
-        """Return the state after masked inputs `(B, T, H)`, which begin a sequence."""
-        return tuple(start_online_conv(u, h.mT) for h in self._taps(self.max_length)[0])
+            y = long_conv(inputs, taps[0].mT, skip=self.D[0])[None, :, -u.shape[1] :]
+        return (y if self.num_filters > 1 else y[0]).to(u.dtype), new_state
 
     def _run_packed(self, u: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         if self.num_filters > 1:
@@ -318,6 +307,11 @@ class ImplicitConv(ImplicitFilter):
         wide = torch.promote_types(u.dtype, self.mlp_in_weight.dtype)
         if state is None:
             state = u.new_zeros(u.shape[0], self.max_length, u.shape[2], dtype=wide)
+        if len(stops) == 1:  # without a copy of what is cut off
+            count = stops[0]
+            return [
+                torch.cat([state[:, count:].to(wide), u[:, max(0, count - self.max_length) : count].to(wide)], dim=1)
+            ]
         inputs = torch.cat([state.to(wide), u.to(wide)], dim=1)
         states = [inputs[:, stop : stop + self.max_length] for stop in stops]
         return [*states[:-1], states[-1].clone()]

@@ -288,10 +288,6 @@ class S4(S4Base):
         """Return `sample` for own tokens of a divided sequence: outputs at the ends of windows that lie in them."""
         return self._system().sample(u, self.D, window, shards)
 
-    def state_after(self, u: torch.Tensor) -> torch.Tensor:
-        """Return the state `(B, H, M, 2)` after masked inputs `(B, T, H)`, which begin a sequence."""
-        return self.follow(u, None, [u.shape[1]])[0]
-
     def follow(self, u: torch.Tensor, state: torch.Tensor | None, stops: Sequence[int]) -> list[torch.Tensor]:
         """Return the states `(B, H, M, 2)` before tokens `stops` of masked inputs `(B, T, H)`; a stop may be T."""
         return self._system().follow(u, state, stops)

@@ -207,8 +207,8 @@ class StateSpaceLayer(nn.Module):
             hidden_states: `(B, T, H)`, any floating dtype.
             attention_mask: `(B, T)`, 1 = keep; other inputs count as zero. Padding is exact on the left and, unless
                 a state is taken after it, on the right.
-            state: State before the first token, as returned: a tensor of `state_shape`, or several for long
-                convolutions. None starts afresh. Causal only.
+            state: State before the first token, as returned: a tensor of `state_shape`, or several for a long
+                convolution. None starts afresh. Causal only.
             return_state: Whether to also return the state after the last token. Causal only.
             cu_seqlens: Bounds of packed sequences in the rows joined to one, see `kernels.packed`; with neither mask
                 nor state.

@@ -33,7 +33,7 @@ class ContextState(NamedTuple):
     """Cached state of attention to context states.
 
     Attributes:
-        filter: State of the filters, as their layer returns it.
+        filter: State of the filters.
         key: Keys of the last tokens' states, `(B, ≤W-1, H, K)`; with a shift, keys of the states that the next token's
             window attends to, `(B, S, H, K)`.
         value: Values, shaped like `key`.
@@ -41,7 +41,7 @@ class ContextState(NamedTuple):
         next_value: Values, shaped like `next_key`.
     """
 
-    filter: Any
+    filter: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     next_key: torch.Tensor | None = None
@@ -207,11 +207,11 @@ class TokenContext(BstContext):
     def _filtered_pair(
         self,
         u: torch.Tensor,
-        state: Any,
+        state: torch.Tensor | None,
         return_state: bool,
         cu_seqlens: torch.Tensor | None = None,
         shards: Shards | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return keys and values `(B, T, H, K)` of the filters' outputs at all tokens, and the filters' next state."""
         if return_state:
             outputs, state = self.filter(u, state=state, return_state=True)
@@ -275,10 +275,6 @@ class WindowBeforeContext(BstContext):
         """Return keys and values `(B, n, S, H, K)` of the states of complete windows, from inputs `(B, n W, D)`."""
         raise NotImplementedError
 
-    def _state_after(self, u: torch.Tensor) -> Any:
-        """Return the filters' state after inputs `(B, T, D)` that begin a sequence."""
-        return self.filter.state_after(u)
-
     def _remember(
         self, state: ContextState, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None, length: int
     ) -> ContextState:
@@ -323,7 +319,7 @@ class WindowBeforeContext(BstContext):
             return output, None
         end = length if first is None else (length - first)[:, None, None, None, None]
         read = (window_of(x, end // window) for x in (key, value))
-        state = ContextState(self._state_after(u), *read)
+        state = ContextState(self.filter.follow(u, None, [length])[0], *read)
         return output, self._remember(state, *later, first, length)
 
     def _attend_from_state(
@@ -418,10 +414,6 @@ class MultiFilterContext(WindowBeforeContext):
     def _divided_pairs(self, u: torch.Tensor, shards: Shards) -> Pair:
         sampled = self.filter.sample_divided(u, self.config.window, shards)
         return fetch_windows(shards, self.config.window, *self._pair(sampled))
-
-    def _state_after(self, u: torch.Tensor) -> torch.Tensor:
-        state: torch.Tensor = self.filter.follow(u, None, [u.shape[1]])[0]
-        return state
 
     def _read(self, u: torch.Tensor, state: ContextState, stops: list[int]) -> tuple[ContextState, PairAt]:
         states = self.filter.follow(u, state.filter, stops)

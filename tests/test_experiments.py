@@ -32,6 +32,7 @@ from benchmarks.sizes import sizes
 from benchmarks.without_training import BASELINES
 from hf_hybrid.data.lra import load_lra
 from hf_hybrid.training.flags.recipes import find_recipe
+from tests.matrix import some
 
 EXPERIMENTS = Path(__file__).parent.parent / "benchmarks" / "experiments"
 SEEDS = (0, 1, 2)
@@ -811,10 +812,11 @@ def test_the_sizes_are_those_of_what_is_trained(tmp_path):
     assert [point["step"] for point in result["curve"]] == [1]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [path.stem for path in sorted(EXPERIMENTS.glob("*.json"))],
-)
+NAMES = [path.stem for path in sorted(EXPERIMENTS.glob("*.json"))]
+
+
+# its rows take long to draw
+@pytest.mark.parametrize("name", some(NAMES, *(name for name in NAMES if name != "lra_pathfinder")))
 def test_experiments_can_be_read(tmp_path, name):
     path = EXPERIMENTS / f"{name}.json"
     data = json.loads(path.read_text(encoding="utf-8"))["data"]

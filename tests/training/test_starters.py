@@ -113,33 +113,32 @@ def test_it_restores_hidden_words():
     assert losses[~seen].mean() < 0.7 * math.log(model.config.vocab_size)
 
 
-@pytest.fixture(scope="module")
-def pages():
-    """The documentation to pre-train on, and its numbers."""
-    return documentation()
+def test_the_starter_has_read_those_pages_and_nothing_that_is_held_out(subtests):
+    """In one test, so that one process makes the pages, which takes long."""
+    pages, numbers = documentation()
+    recorded = json.loads((starter(NAME) / "sources.json").read_text(encoding="utf-8"))["documentation"]
+    with subtests.test("no document that the demo holds out is read"):
+        _nothing_held_out_is_read(pages)
+    with subtests.test("no page with what is held out is recorded"):
+        _nothing_held_out_is_recorded(pages, recorded)
+    _those_pages_and_no_others(pages, numbers, recorded, subtests)
 
 
-def test_no_document_that_the_demo_holds_out_is_read(pages):
+def _nothing_held_out_is_read(pages):
     contained = Contained(held_out())
     assert HELD_OUT == ("docstrings", "modules")
-    assert not any(contained.parts(page.split("\n\n")) for page in pages[0].values())
-    read = "\n".join(map(words_of, pages[0].values()))
+    assert not any(contained.parts(page.split("\n\n")) for page in pages.values())
+    read = "\n".join(map(words_of, pages.values()))
     for row in list(embedded_corpus("docstrings")["test"])[::5]:  # literally, and not as `Contained` looks for it
         for text in row["document"], row["summary"]:
             assert words_of(text) not in read, text
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    """What the starter has read of the documentation, as it was recorded."""
-    return json.loads((starter(NAME) / "sources.json").read_text(encoding="utf-8"))["documentation"]
-
-
-def test_it_has_read_those_pages_and_no_others(pages, recorded, subtests):
+def _those_pages_and_no_others(pages, numbers, recorded, subtests):
     """So nothing that the demo is tested on: the recorded hashes are those of the texts without it."""
     installed = corpus_report(embedded_corpus("text"))["packages"]
     read = {package: set(hashes.split()) for package, hashes in recorded["pages"].items()}
-    here = hashes_of_pages(pages[0], {**dict.fromkeys(read), **installed})
+    here = hashes_of_pages(pages, {**dict.fromkeys(read), **installed})
     assert sum(map(len, read.values())) == sum(recorded[split]["documents"] for split in ("train", "validation"))
     compared = []
     for package, version in recorded["packages"].items():
@@ -152,8 +151,8 @@ def test_it_has_read_those_pages_and_no_others(pages, recorded, subtests):
     assert _shared(read, here, compared) >= _SAME
     if installed == recorded["packages"]:
         assert here == read
-        assert pages[1].items() <= recorded.items()  # with the documents that pages repeat all the same
-        for split, texts in divided(pages[0]).items():
+        assert numbers.items() <= recorded.items()  # with the documents that pages repeat all the same
+        for split, texts in divided(pages).items():
             assert digest(texts.values()) == recorded[split]["sha256"]
 
 
@@ -174,13 +173,13 @@ def _release(package, version):
     return public.rpartition(".")[0] if package == "Python" else public
 
 
-def test_no_page_with_what_is_held_out_is_recorded(pages, recorded):
+def _nothing_held_out_is_recorded(pages, recorded):
     """Neither the pages of modules that are held out, nor a page as it is with the parts that are left out."""
     read = set(" ".join(recorded["pages"].values()).split())
     corpus = embedded_corpus("text")
     others = [text for split in ("validation", "test") for text in corpus[split]["text"]]
     whole = {row["source"]: row["text"] for row in corpus["train"]}
-    others += [page for module, page in whole.items() if page != pages[0].get(module)]
+    others += [page for module, page in whole.items() if page != pages.get(module)]
     assert len(others) > 100
     assert read.isdisjoint(map(hash_of_page, others))
 

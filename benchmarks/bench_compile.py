@@ -21,17 +21,22 @@ step, over what the process held before. A step computes the logits of all token
 
 import argparse
 import itertools
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from benchmarks.bench_models import PRECISIONS, forget_peak, in_process, limit_memory, memory, what_went_wrong
+from benchmarks.bench_models import (
+    PRECISIONS,
+    forget_peak,
+    in_process,
+    limit_memory,
+    memory,
+    what_went_wrong,
+    without_compiled_code,
+)
 from benchmarks.builders import build
 from benchmarks.record import Row, command_line, conditions, fill, markdown_table
 from benchmarks.workloads import seconds, training_step
@@ -57,11 +62,7 @@ def measure(
 ) -> None:
     """Send the measures of one cell."""
     end = time.perf_counter() + deadline_s
-    with (
-        what_went_wrong(pipe),
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
-    ):
+    with what_went_wrong(pipe), without_compiled_code():
         limit_memory(threads)
         built = build(model).train()
         if compiled == LAYERS and not compile_layers(built):

@@ -21,20 +21,17 @@ same command goes on where it was stopped. `benchmarks.bench_compare --tasks gen
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
-from benchmarks.bench_models import in_process, limit_memory, what_went_wrong
+from benchmarks.bench_models import in_process, limit_memory, what_went_wrong, without_compiled_code
 from benchmarks.builders import SIZED, SIZES, build_sized
 from benchmarks.record import (
     ROUND,
@@ -86,11 +83,7 @@ def compiling() -> dict[str, Any]:
 
 def measure(pipe: Connection, size: str, name: str, batch: int, decoding: str, threads: int) -> None:
     """Send the columns of one cell."""
-    with (
-        what_went_wrong(pipe),
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as compiled,
-        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=compiled),
-    ):
+    with what_went_wrong(pipe), without_compiled_code():
         limit_memory(threads)
         model = build_sized(name, size)
         settings = compiling() if decoding == COMPILED else {}

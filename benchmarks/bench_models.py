@@ -31,12 +31,14 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -273,6 +275,16 @@ def what_went_wrong(pipe: Connection) -> Iterator[None]:
         line = f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
         outcome = "out of memory" if is_memory else f"failed: {line}"
     pipe.send(("outcome", outcome))
+
+
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Hide the code that earlier processes have compiled, inside the ``with`` block."""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+    ):
+        yield
 
 
 def in_process(target: Callable[..., None], arguments: tuple[Any, ...], limit_s: float) -> list[tuple[str, Any]]:

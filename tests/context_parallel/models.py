@@ -182,12 +182,11 @@ def check_model(variant: Variant, batch: str, group: dist.ProcessGroup) -> str:
     # wrappers that reduce gradients wait for all of them
     missing = sorted(gradients.keys() - parts.keys())
     problem = f"no gradient of {missing}" if missing else ""
-    for name in sorted(gradients):
-        part = parts.get(name)
-        total = torch.zeros_like(gradients[name]) if part is None else part.clone()
-        dist.all_reduce(total, group=group)
+    totals = torch.cat([parts.get(name, torch.zeros_like(x)).flatten() for name, x in gradients.items()])
+    dist.all_reduce(totals, group=group)
+    for (name, x), total in zip(gradients.items(), totals.split([x.numel() for x in gradients.values()]), strict=True):
         try:
-            assert_close(total, gradients[name], "float64 gradient")
+            assert_close(total.view_as(x), x, "float64 gradient")
         except AssertionError as error:
             problem = problem or f"gradient of {name}: {error}"
     try:

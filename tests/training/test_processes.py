@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from hf_hybrid.training.errors import run_command_line
 from hf_hybrid.training.flags.command_line import parse_arguments
 
+from ..matrix import some
 from ..tolerances import assert_close
 from ..torchrun import once, printed, torchrun
 from .children import pair
@@ -95,22 +96,36 @@ def _jobs(folder, *batch, cache):
     }
 
 
+REST = ("t5", "pretrain stream", "pretrain stream, resumed")
+"""The jobs that run in the full run only."""
+
+
 @pytest.fixture(scope="module")
 def outcomes(folder, tmp_path_factory):
-    """What each process of a torchrun had of each job; the processes start together, with nothing in the cache."""
-    ran = once(tmp_path_factory, "processes/ran", lambda ran: _run_jobs(folder, ran))
-    return {rank: json.loads((ran / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)}
+    """A function: a job's name to what each process of a torchrun had of it.
+
+    The processes start together, with nothing in the cache.
+    """
+
+    def read(name):
+        rest = name in REST
+        ran = once(tmp_path_factory, f"processes/ran_{rest}", lambda ran: _run_jobs(folder, ran, rest))
+        return [json.loads((ran / f"outcomes-{rank}.json").read_text())[name] for rank in (0, 1)]
+
+    return read
 
 
-def _run_jobs(folder, ran):
+def _run_jobs(folder, ran, rest):
     batch = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--ddp_backend", "gloo")
-    jobs = _jobs(folder, *batch, cache="two")
-    jobs["used folder"] = jobs["clm"]
-    module, argv = jobs["t5"]
-    bad = ran / "bad.jsonl"
-    bad.write_text('{"document": "a", "summary": "b"}\n{"document": null, "summary": "b"}\n')
-    files = ["--train_file", str(bad), "--validation_file", str(bad), "--output_dir", str(ran / "bad")]
-    jobs["bad rows"] = (module, [*argv, *files])
+    all_jobs = _jobs(folder, *batch, cache="two")
+    jobs = {name: job for name, job in all_jobs.items() if (name in REST) == rest}
+    if not rest:
+        jobs["used folder"] = jobs["clm"]
+        module, argv = all_jobs["t5"]
+        bad = ran / "bad.jsonl"
+        bad.write_text('{"document": "a", "summary": "b"}\n{"document": null, "summary": "b"}\n')
+        files = ["--train_file", str(bad), "--validation_file", str(bad), "--output_dir", str(ran / "bad")]
+        jobs["bad rows"] = (module, [*argv, *files])
     path = ran / "jobs.json"
     path.write_text(json.dumps(list(jobs.values())))
     done = torchrun("-m", "tests.training.jobs", str(path), log_dir=ran / "log")
@@ -125,12 +140,14 @@ def _scores(metrics):
     return {name: value for name, value in metrics.items() if not TIMED.search(name) and name != "total_flos"}
 
 
-@pytest.mark.parametrize("name", ["spade", "t5", "mnli", "clm", "pretrain", "pretrain stream"])
+@pytest.mark.parametrize(
+    "name", some(["spade", "t5", "mnli", "clm", "pretrain", "pretrain stream"], "spade", "mnli", "clm", "pretrain")
+)
 def test_two_processes_give_what_one_gives(name, folder, outcomes):
     """Losses at each step, weights, scores and predictions, from the same global batch."""
     module, argv = _jobs(folder, "--per_device_train_batch_size", "8", cache="one")[name]
     expected = _scores(importlib.import_module(module).main(argv))
-    actual = [_scores(outcomes[rank][name]["metrics"]) for rank in (0, 1)]
+    actual = [_scores(outcome["metrics"]) for outcome in outcomes(name)]
     assert actual[0].keys() == expected.keys()
     for metric, value in expected.items():
         for process in actual:
@@ -155,20 +172,23 @@ def test_two_processes_give_what_one_gives(name, folder, outcomes):
         assert len(lines[0]) == 7
 
 
-@pytest.mark.parametrize("name", ["pretrain", "pretrain stream"])
+@pytest.mark.parametrize("name", some(["pretrain", "pretrain stream"], "pretrain"))
 def test_two_resumed_processes_end_with_the_same_weights(name, folder, outcomes):
     """From the middle of the first epoch into the second."""
+    assert all(outcome["metrics"] for outcome in outcomes(f"{name}, resumed"))
     weights = [load_file(folder / f"two-{run}" / "model.safetensors") for run in (name, f"{name}, resumed")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
 def test_the_first_process_alone_writes_and_speaks(folder, outcomes):
-    for name in ("spade", "t5", "mnli", "clm"):
-        assert "train_results.json" in {re.sub(r"^_|\.\d+$", "", file) for file in outcomes[0][name]["written"]}
-        assert not outcomes[1][name]["written"]
-    assert "train metrics" in printed(folder / "ran" / "log", 0)
-    assert not printed(folder / "ran" / "log", 1)
-    assert "Traceback" not in printed(folder / "ran" / "log", 1, "stderr")
+    for name in ("spade", "mnli", "clm"):
+        first, second = outcomes(name)
+        assert "train_results.json" in {re.sub(r"^_|\.\d+$", "", file) for file in first["written"]}
+        assert not second["written"]
+    log = folder / "ran_False" / "log"
+    assert "train metrics" in printed(log, 0)
+    assert not printed(log, 1)
+    assert "Traceback" not in printed(log, 1, "stderr")
     card = (folder / "two-pretrain" / "README.md").read_text()
     assert "```sh\ntorchrun --nproc_per_node 2 -m hf_hybrid.training pretrain" in card
     assert "- distributed_type: multi-CPU" in card
@@ -176,10 +196,10 @@ def test_the_first_process_alone_writes_and_speaks(folder, outcomes):
 
 def test_an_error_that_one_process_sees_ends_both(outcomes):
     """The run before it has filled the output folder, which only the first process looks into."""
-    for rank in (0, 1):
-        assert "already holds a run" in outcomes[rank]["used folder"]["error"]
-        assert re.search(r"bad\.jsonl|row|document", outcomes[rank]["bad rows"]["error"])
-    assert outcomes[0]["bad rows"]["error"] == outcomes[1]["bad rows"]["error"]
+    assert all("already holds a run" in outcome["error"] for outcome in outcomes("used folder"))
+    first, second = outcomes("bad rows")
+    assert re.search(r"bad\.jsonl|row|document", first["error"])
+    assert first["error"] == second["error"]
 
 
 @pytest.fixture

@@ -30,7 +30,11 @@ from hf_hybrid.data.docstrings import words_of
 from hf_hybrid.starters import STARTERS, folder_of_starter, name_of_starter, starter
 from hf_hybrid.training import clm, glue, long_range, summarization
 
+from ..matrix import some
+
 NAME = "spade-en-tiny"
+FEW = ("huggingface_hub", "networkx")
+"""Packages whose documentation is read in seconds."""
 TEXT = (
     "The old bridge over the river was closed for the winter, and every child in the village had to walk through the "
     "forest to school."
@@ -113,35 +117,37 @@ def test_it_restores_hidden_words():
     assert losses[~seen].mean() < 0.7 * math.log(model.config.vocab_size)
 
 
-def test_the_starter_has_read_those_pages_and_nothing_that_is_held_out(subtests):
-    """In one test, so that one process makes the pages, which takes long."""
-    pages, numbers = documentation()
+@pytest.mark.parametrize("packages", some([None, FEW], FEW), ids=["all packages", "few packages"])
+def test_the_starter_has_read_those_pages_and_nothing_that_is_held_out(packages, subtests):
+    """In one test, so that one process makes the pages, which of all packages takes long."""
+    pages, numbers = documentation(packages=packages)
     recorded = json.loads((starter(NAME) / "sources.json").read_text(encoding="utf-8"))["documentation"]
     with subtests.test("no document that the demo holds out is read"):
-        _nothing_held_out_is_read(pages)
+        _nothing_held_out_is_read(pages, packages)
     with subtests.test("no page with what is held out is recorded"):
-        _nothing_held_out_is_recorded(pages, recorded)
-    _those_pages_and_no_others(pages, numbers, recorded, subtests)
+        _nothing_held_out_is_recorded(pages, recorded, packages)
+    _those_pages_and_no_others(pages, numbers, recorded, packages, subtests)
 
 
-def _nothing_held_out_is_read(pages):
-    contained = Contained(held_out())
+def _nothing_held_out_is_read(pages, packages):
+    contained = Contained(held_out(packages=packages))
     assert HELD_OUT == ("docstrings", "modules")
     assert not any(contained.parts(page.split("\n\n")) for page in pages.values())
     read = "\n".join(map(words_of, pages.values()))
-    for row in list(embedded_corpus("docstrings")["test"])[::5]:  # literally, and not as `Contained` looks for it
+    for row in list(embedded_corpus("docstrings", packages=packages)["test"])[::5]:  # literally, and not as `Contained` looks for it
         for text in row["document"], row["summary"]:
             assert words_of(text) not in read, text
 
 
-def _those_pages_and_no_others(pages, numbers, recorded, subtests):
+def _those_pages_and_no_others(pages, numbers, recorded, packages, subtests):
     """So nothing that the demo is tested on: the recorded hashes are those of the texts without it."""
-    installed = corpus_report(embedded_corpus("text"))["packages"]
+    installed = corpus_report(embedded_corpus("text", packages=packages))["packages"]
     read = {package: set(hashes.split()) for package, hashes in recorded["pages"].items()}
     here = hashes_of_pages(pages, {**dict.fromkeys(read), **installed})
     assert sum(map(len, read.values())) == sum(recorded[split]["documents"] for split in ("train", "validation"))
     compared = []
-    for package, version in recorded["packages"].items():
+    for package in packages or recorded["packages"]:
+        version = recorded["packages"][package]
         with subtests.test(package):
             if _release(package, version) != _release(package, installed.get(package, "none")):
                 pytest.skip(f"the starter has read {package} {version}; {installed.get(package, 'none')} is installed")
@@ -173,14 +179,14 @@ def _release(package, version):
     return public.rpartition(".")[0] if package == "Python" else public
 
 
-def _nothing_held_out_is_recorded(pages, recorded):
+def _nothing_held_out_is_recorded(pages, recorded, packages):
     """Neither the pages of modules that are held out, nor a page as it is with the parts that are left out."""
     read = set(" ".join(recorded["pages"].values()).split())
-    corpus = embedded_corpus("text")
+    corpus = embedded_corpus("text", packages=packages)
     others = [text for split in ("validation", "test") for text in corpus[split]["text"]]
     whole = {row["source"]: row["text"] for row in corpus["train"]}
     others += [page for module, page in whole.items() if page != pages.get(module)]
-    assert len(others) > 100
+    assert len(others) > (100 if packages is None else 20)
     assert read.isdisjoint(map(hash_of_page, others))
 
 

@@ -196,7 +196,9 @@ def stand_ins(tmp_path_factory) -> dict[str, Path]:
         "google-t5/t5-small": T5ForConditionalGeneration(T5Config(**t5)),
         "google/flan-t5-base": T5ForConditionalGeneration(T5Config(**flan)),
         "facebook/bart-base": BartForConditionalGeneration(BartConfig(**bart)),
-        "my-language-model": tiny_model("spade", "AutoModelForCausalLM", vocab_size=size, eos_token_id=None),
+        "my-language-model": tiny_model(
+            "spade", "AutoModelForCausalLM", vocab_size=size, eos_token_id=None, num_hidden_layers=1
+        ),
         "my-spade": tiny_model("spade", "AutoModelForSeq2SeqLM", vocab_size=size),
         "my-summarizer": tiny_model("spade", "AutoModelForSeq2SeqLM", vocab_size=size),
     }

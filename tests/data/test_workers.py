@@ -5,14 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
 
 from hf_hybrid.data.workers import worker_pool
 
-PROGRAM = """
-import signal, sys, time
+from ..bare import BARE
+
+PROGRAM = f"""
+{BARE}
+import signal, time
 from hf_hybrid.data.workers import worker_pool
 
 if __name__ == "__main__":
@@ -42,10 +46,6 @@ def test_workers_end_with_the_program_that_started_them(number, tmp_path):
     assert "never" not in ran.stdout.read()
 
 
-def test_the_pool_works_and_calls_what_it_is_given_first():
-    with worker_pool(1, _marked) as pool:
-        assert pool.submit(os.getenv, "MARKED").result() == "yes"
-
-
-def _marked():
-    os.environ["MARKED"] = "yes"
+def test_the_pool_works_and_calls_what_it_is_given_first(tmp_path):
+    with worker_pool(1, partial(os.chdir, tmp_path)) as pool:
+        assert pool.submit(os.getcwd).result() == str(tmp_path)

@@ -504,9 +504,11 @@ def test_overfits_eight_samples(model_type, auto_class):
     for _ in range(150):
         optimizer.zero_grad()
         loss = model(**batch).loss
+        if loss.item() < 0.05:
+            return
         loss.backward()
         optimizer.step()
-    assert loss.item() < 0.05
+    pytest.fail(f"the loss is still {loss.item()}")
 
 
 def _labelled_inputs(model, auto_class):

@@ -52,14 +52,14 @@ def check(actual, expected, what):
 
 
 def check_folder(name, case, hub_name):
+    loaded = {}
     for auto_class, head in case["heads"].items():
-        model = load(auto_class, name, **head["fields"])
+        model = loaded[auto_class] = load(auto_class, name, **head["fields"])
         check(measure(model, head["inputs"], head["new_tokens"]), head["results"], (name, auto_class))
         assert type(model).__name__ == head["class"]
         if auto_class == "AutoModelForCausalLM":
             assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    saved = case["heads"][case["saved"]]
-    model = load(case["saved"], name)
+    saved, model = case["heads"][case["saved"]], loaded[case["saved"]]
 
     card = model._describe("you/model")  # of what it pushes
     assert f"{case['saved']}.from_pretrained('you/model', trust_remote_code=True)" in card, card

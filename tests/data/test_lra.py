@@ -237,6 +237,7 @@ def test_most_distractors_find_room(name, least, monkeypatch):
     assert sum(map(bool, found)) / 24 > least
 
 
+@pytest.mark.full
 def test_the_places_of_the_discs_do_not_tell_the_label(monkeypatch):
     """Unless images are drawn one by one: more than three of four with near discs are negative then."""
     discs = []

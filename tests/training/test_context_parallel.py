@@ -116,7 +116,7 @@ def _jobs(folder, cache, sharing):
     }  # fmt: skip
 
 
-ORDINARY = ("smoothed", "classes", "masked", "summaries", "alone", "together", "sharded", "sharded further")
+ORDINARY = ("smoothed", "masked", "summaries", "alone", "together", "sharded", "sharded further")
 """The jobs that are always run; the others run in the full run only."""
 
 
@@ -154,7 +154,7 @@ def _scores(metrics):
     "name",
     some(
         ["many steps", "smoothed", "streamed", "classes", "listops", "masked", "spans", "summaries", "sharded"],
-        *("smoothed", "classes", "masked", "summaries", "sharded"),
+        *("smoothed", "masked", "summaries", "sharded"),
     ),
 )
 def test_processes_that_share_sequences_give_what_one_gives(name, folder, outcomes):

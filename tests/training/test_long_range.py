@@ -122,7 +122,7 @@ def test_pairs_that_are_equal_are_learnt(command, files):
 
 
 def test_a_stopped_run_ends_like_one_that_never_stopped(command, tmp_path):
-    whole, first = command("lra_pathfinder_16", "chela"), command("lra_pathfinder_16", "chela", output="cut")
+    whole, first = command("lra_listops_200", "chela"), command("lra_listops_200", "chela", output="cut")
     steps = ["--do_train", "--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
     long_range.main([*whole, *steps])
     long_range.main([*first, *steps])

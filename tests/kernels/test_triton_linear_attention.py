@@ -11,6 +11,7 @@ from hf_hybrid.kernels.linear_attention import op
 from hf_hybrid.kernels.linear_attention.reference import linear_attention as reference
 from tests.kernels.guarded import guarded, guarded_allocations
 from tests.kernels.interpreter import interpreted
+from tests.matrix import some
 from tests.tolerances import assert_close
 
 PACKED = {"one": [0, 7], "several": [0, 3, 3, 140, 141, 205], "empty ends": [0, 0, 5, 5]}
@@ -51,7 +52,7 @@ def compare(tensors, shortest=64, **options):
         assert_close(one, other, ROWS[tensors[0].dtype] if index > 1 else "float32")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.float16, torch.bfloat16], torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("length", [1, 67, 200])
 @interpreted
 def test_outputs_and_gradients(length, dtype):

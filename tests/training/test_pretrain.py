@@ -143,7 +143,16 @@ def test_scores_are_those_of_the_saved_model(command, files, tmp_path, objective
 
 @pytest.mark.parametrize(
     ("objective", "model_type"),
-    [("masked_words", "chela"), ("masked_words", "spade"), ("span_corruption", "spade"), ("text_infilling", "spade")],
+    some(
+        [
+            ("masked_words", "chela"),
+            ("masked_words", "spade"),
+            ("span_corruption", "spade"),
+            ("text_infilling", "spade"),
+        ],
+        ("masked_words", "chela"),
+        ("text_infilling", "spade"),
+    ),
 )
 def test_packed_pieces_do_not_see_each_other(command, tmp_path, objective, model_type):
     """A model scores the same pieces with the same noise equally well, alone and packed."""

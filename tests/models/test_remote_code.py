@@ -66,8 +66,9 @@ def as_repository(folder: Path, cache: Path):
     (repository / "refs" / "main").write_text(commit)
 
 
-# of everything: folders that are only exported in the full run, and those that are saved again and copied in any run
+# folders that the full run alone exports
 LATER = ["chela_pair", "srformer_bart"]
+# folders that any run saves again and copies, as the full run does with all
 COPIED = ["bst", "srformer_t5"]
 
 

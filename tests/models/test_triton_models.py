@@ -13,7 +13,7 @@ from hf_hybrid.kernels import dispatch
 from ..kernels.interpreter import interpreted
 from ..matrix import some
 from ..tolerances import assert_close
-from .tiny import DECODERS, MODEL_CLASSES, TINY_CONFIGS, main_output, tiny_inputs, tiny_model
+from .tiny import DECODERS, MODEL_CLASSES, main_output, tiny_inputs, tiny_model
 
 LENGTH = 13
 PROMPT = 11  # of the tokens after it, the last begins a chunk and a window
@@ -30,13 +30,21 @@ OPS = {
 # model type -> what some of its cases leave to torch
 LEFT_TO_TORCH = {"chela": {"laplace_attention", "linear_attention"}}
 CLASSIFIER = ("AutoModelForSequenceClassification", "")
-# cases that together run every operation on Triton, in small models: of one layer, but for BST's second with states
+# cases that together run every operation on Triton
 FEWEST = {
     "bst": [("AutoModelForCausalLM", "multi head"), CLASSIFIER],
     "chela": [("AutoModelForCausalLM", "s4d"), ("AutoModelForCausalLM", "laplace"), CLASSIFIER],
     "spade": [("AutoModelForCausalLM", "s5"), ("AutoModelForSeq2SeqLM", "state space and window")],
     "srformer_bart": [("AutoModelForSeq2SeqLM", "complements")],
     "srformer_t5": [("AutoModelForSeq2SeqLM", "complements")],
+}
+# what makes their models smaller; of BST's two layers only the second has context states
+SMALLER = {
+    "bst": {"hidden_size": 16},
+    "chela": {"num_hidden_layers": 1},
+    "spade": {"num_hidden_layers": 1},
+    "srformer_bart": {"encoder_layers": 1, "decoder_layers": 1},
+    "srformer_t5": {"num_layers": 1},
 }
 # of all, beside the first case of every class: those that run other kernels, or ask them for something else
 MORE = {
@@ -93,9 +101,7 @@ def test_triton_equals_torch(model_type, cases):
     dispatch.logger.addHandler(handler)
     dispatch.logger.setLevel(logging.DEBUG)
     fewest = cases == "fewest"
-    fields = {"hidden_size": 16} if fewest and model_type == "bst" else {}
-    if fewest and model_type != "bst":
-        fields = {name: 1 for name in TINY_CONFIGS[model_type] if name.endswith("_layers")}
+    fields = SMALLER[model_type] if fewest else {}
     for auto_class, case in FEWEST[model_type] if fewest else all_cases(model_type):
         with patch.dict(os.environ, {"HF_HYBRID_BACKEND": "torch"}):
             expected = run(model_type, auto_class, case, **fields)

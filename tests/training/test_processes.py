@@ -109,7 +109,8 @@ def outcomes(folder, tmp_path_factory):
 
     def read(name):
         rest = name in REST
-        ran = once(tmp_path_factory, f"processes/ran_{rest}", lambda ran: _run_jobs(folder, ran, rest))
+        part = "rest" if rest else "ordinary"
+        ran = once(tmp_path_factory, f"processes/{part}", lambda ran: _run_jobs(folder, ran, rest))
         return [json.loads((ran / f"outcomes-{rank}.json").read_text())[name] for rank in (0, 1)]
 
     return read
@@ -185,7 +186,7 @@ def test_the_first_process_alone_writes_and_speaks(folder, outcomes):
         first, second = outcomes(name)
         assert "train_results.json" in {re.sub(r"^_|\.\d+$", "", file) for file in first["written"]}
         assert not second["written"]
-    log = folder / "ran_False" / "log"
+    log = folder / "ordinary" / "log"
     assert "train metrics" in printed(log, 0)
     assert not printed(log, 1)
     assert "Traceback" not in printed(log, 1, "stderr")
